@@ -1,0 +1,242 @@
+"""The typed settings of every stage, in the groups and key names of PaddleFleetX.
+
+`Prepare`, `Sensitivity`, `Export`, `Serving` and `Gate` are Lathe's own groups.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Degree = Positive | Literal["auto"]
+
+
+def _split_numbers(value: Any) -> Any:
+    return [float(part) for part in value.split(",")] if isinstance(value, str) else value
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class GlobalSettings(Settings):
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    seed: NonNegative = 1024
+    global_batch_size: Positive | None = None
+    local_batch_size: Positive | None = None
+    micro_batch_size: Positive = 1
+
+
+class MixPrecision(Settings):
+    use_pure_fp16: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    scale_loss: Annotated[float, Field(gt=0)] = 32768.0
+
+
+class SaveLoad(Settings):
+    save_steps: Positive = 1000
+    keep: Positive = 2
+
+
+class EngineSettings(Settings):
+    max_steps: Positive = 500000
+    accumulate_steps: Positive | None = None
+    logging_freq: Positive = 1
+    eval_freq: Positive = 500
+    eval_iters: Positive = 10
+    compile: bool = False
+    mix_precision: MixPrecision = MixPrecision()
+    save_load: SaveLoad = SaveLoad()
+
+
+class Dataset(Settings):
+    input_dir: str | None = None
+    split: Annotated[
+        tuple[float, float, float], Field(strict=False), BeforeValidator(_split_numbers)
+    ] = (949.0, 50.0, 1.0)
+    max_seq_len: Positive = 1024
+
+    @model_validator(mode="after")
+    def _split_is_a_proportion(self) -> "Dataset":
+        if min(self.split) < 0 or sum(self.split) <= 0:
+            raise ValueError(f"split {self.split} must be three non-negative numbers, not all zero")
+        return self
+
+
+class DataPart(Settings):
+    dataset: Dataset = Dataset()
+
+
+class DataSettings(Settings):
+    Train: DataPart = DataPart()
+    Eval: DataPart = DataPart()
+
+
+class PrepareSettings(Settings):
+    source: str = "python"
+    text_key: str = "text"
+    tokenizer: str = "train"
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    format: Literal["megatron", "paddle"] = "megatron"
+    cloze_examples: Positive = 1000
+    num_workers: NonNegative = 0
+
+
+class ModelSettings(Settings):
+    vocab_size: Positive | None = 50304
+    hidden_size: Positive = 1024
+    num_layers: Positive = 24
+    num_attention_heads: Positive = 16
+    ffn_hidden_size: Positive | None = None
+    hidden_dropout_prob: Probability = 0.1
+    attention_probs_dropout_prob: Probability = 0.1
+    max_position_embeddings: Positive = 1024
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    scale_residual_init: bool = False
+    use_recompute: bool = False
+    recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
+    sequence_parallel: bool = False
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> "ModelSettings":
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        return self
+
+
+class Sharding(Settings):
+    sharding_degree: Degree = 1
+    sharding_stage: Literal[1, 2, 3] = 1
+    sharding_offload: bool = False
+
+
+class DistributedSettings(Settings):
+    dp_degree: Degree = 1
+    mp_degree: Positive = 1
+    pp_degree: Positive = 1
+    sharding: Sharding = Sharding()
+
+
+class LearningRate(Settings):
+    name: Literal["CosineAnnealingWithWarmupDecay"] = "CosineAnnealingWithWarmupDecay"
+    decay_steps: Positive = 360000
+    warmup_rate: Probability = 0.01
+    max_lr: Annotated[float, Field(gt=0)] = 5.0e-5
+    min_lr: Annotated[float, Field(ge=0)] = 1.0e-5
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> "LearningRate":
+        if self.min_lr > self.max_lr:
+            raise ValueError(f"min_lr {self.min_lr} is above max_lr {self.max_lr}: swapped?")
+        return self
+
+
+class GradClip(Settings):
+    name: Literal["ClipGradByGlobalNorm"] = "ClipGradByGlobalNorm"
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class OptimizerSettings(Settings):
+    name: Literal["FusedAdamW", "AdamW"] = "FusedAdamW"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    beta1: Probability = 0.9
+    beta2: Probability = 0.999
+    epsilon: Annotated[float, Field(gt=0)] = 1.0e-8
+    lr: LearningRate = LearningRate()
+    grad_clip: GradClip = GradClip()
+
+
+class PruneSettings(Settings):
+    enable: bool = False
+    criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
+    ratio: Probability = 0.125
+
+
+class QuantizationSettings(Settings):
+    enable: bool = False
+    weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
+    activation_quantize_type: Literal["moving_average_abs_max"] = "moving_average_abs_max"
+    activation_preprocess_type: Literal["PACT"] | None = None
+    moving_rate: Probability = 0.9
+    weight_bits: Literal[8] = 8
+    activation_bits: Literal[8] = 8
+    freeze_embedding: bool = False
+    quantize_embedding: bool = False
+    skip_tensor_map: dict[str, list[Literal["qkv", "out", "linear1", "linear2"]]] = {}
+
+
+class CompressSettings(Settings):
+    pretrained: str | None = None
+    Prune: PruneSettings = PruneSettings()
+    Quantization: QuantizationSettings = QuantizationSettings()
+
+
+class SensitivitySettings(Settings):
+    mode: Literal["ptq"] = "ptq"
+    calibration_batches: Positive = 8
+    eval_batches: Positive = 8
+    loss_budget: Annotated[float, Field(ge=0)] = 0.01
+    max_skips: NonNegative = 7
+
+
+class GenerationSettings(Settings):
+    decode_strategy: Literal["sampling", "greedy_search"] = "sampling"
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_k: NonNegative = 50
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.75
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    min_dec_len: NonNegative = 1
+    max_dec_len: Positive = 200
+    num_return_sequences: Positive = 1
+
+
+class OfflineEvalSettings(Settings):
+    eval_path: str | None = None
+    cloze_eval: bool = True
+    overlapping_eval: Positive = 32
+    batch_size: Positive = 8
+    max_seq_len: Positive = 1024
+
+
+class ExportSettings(Settings):
+    opset: Annotated[int, Field(ge=17, le=22)] = 21
+    prompts: Positive = 16
+    new_tokens: Positive = 24
+    tolerance: Annotated[float, Field(gt=0)] = 1e-3
+
+
+class ServingSettings(Settings):
+    model_name: str = "gpt"
+    http_port: NonNegative = 8000
+    grpc_port: NonNegative = 8001
+    metrics_port: NonNegative = 8002
+    max_queue: Positive = 64
+
+
+class GateSettings(Settings):
+    max_accuracy_drop: Annotated[float, Field(ge=0)] = 0.02
+    max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
+
+
+class Recipe(Settings):
+    """All settings of a run; a stage reads the groups it needs."""
+
+    Global: GlobalSettings = GlobalSettings()
+    Engine: EngineSettings = EngineSettings()
+    Prepare: PrepareSettings = PrepareSettings()
+    Data: DataSettings = DataSettings()
+    Model: ModelSettings = ModelSettings()
+    Distributed: DistributedSettings = DistributedSettings()
+    Optimizer: OptimizerSettings = OptimizerSettings()
+    Compress: CompressSettings = CompressSettings()
+    Sensitivity: SensitivitySettings = SensitivitySettings()
+    Generation: GenerationSettings = GenerationSettings()
+    Offline_Eval: OfflineEvalSettings = OfflineEvalSettings()
+    Export: ExportSettings = ExportSettings()
+    Serving: ServingSettings = ServingSettings()
+    Gate: GateSettings = GateSettings()
