@@ -1,0 +1,144 @@
+"""Simulated INT8 in float: the forward pass computes what the integer graph will, the backward
+pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
+
+Activations: one static quantum a tensor, tracked as the moving average of the absolute maximum.
+Weights: symmetric, one scale an output channel (or a tensor), taken from the weight itself.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lathe.model.config import QuantizationPlan, WeightQuantizeType
+from lathe.model.gpt import GPT
+
+LEVELS = 127  # largest magnitude of a symmetric signed byte
+LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+HEAD = "lm_head"
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+        q = torch.round(x / scale)  # half to even, as ONNX QuantizeLinear
+        ctx.save_for_backward((q >= low) & (q <= high))
+        return q.clamp_(low, high).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return grads[0] * inside, None, None, None
+
+
+def weight_scale(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
+    """Scale(s) of a weight (out, in): absolute maximum / 127, shape (out, 1) or (1, 1)."""
+    dims = (1,) if kind == "channel_wise_abs_max" else (0, 1)
+    absmax = weight.detach().abs().amax(dim=dims, keepdim=True)
+    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / LEVELS
+
+
+def fake_quantize_weight(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
+    scale = weight_scale(weight, kind)
+    return _FakeQuantize.apply(weight, scale, -LEVELS, LEVELS)  # type: ignore[no-any-return]
+
+
+def fake_quantize_rows(weight: Tensor) -> Tensor:
+    """The embedding (V, C): one scale a vocabulary row."""
+    return fake_quantize_weight(weight, "channel_wise_abs_max")
+
+
+class Observer(nn.Module):
+    """Fake-quantizes an activation at a static quantum, and in training watches its range.
+
+    The forward pass only raises `seen` (so a recomputed forward changes nothing); `fold_observers`
+    moves the average once a step. `alpha`, where there is one, is PACT's learned clipping bound
+    (Choi et al. 2018).
+    """
+
+    absmax: Tensor
+    seen: Tensor
+
+    def __init__(self, scale: float | None = None, pact: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("absmax", torch.tensor(LEVELS * scale if scale else 0.0))
+        self.register_buffer("seen", torch.tensor(0.0))
+        self.alpha = nn.Parameter(torch.tensor(100.0)) if pact else None
+        self.calibrating = False
+
+    @property
+    def scale(self) -> float:
+        """The quantum that the exported graph uses."""
+        bound = self.absmax if self.alpha is None else torch.minimum(self.absmax, self.alpha)
+        return float(bound) / LEVELS
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.alpha is not None:
+            x = torch.clamp(x, -self.alpha, self.alpha)
+        if self.training or self.calibrating:
+            self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax().to(self.seen.dtype)))
+        if self.calibrating:
+            return x
+        scale = (self.absmax / LEVELS).to(x.dtype)
+        return _FakeQuantize.apply(x, scale, -LEVELS - 1, LEVELS)  # type: ignore[no-any-return]
+
+
+class FakeQuantLinear(nn.Linear):
+    """`nn.Linear` whose input and weight are read as INT8."""
+
+    def __init__(self, linear: nn.Linear, observer: Observer, kind: WeightQuantizeType) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.observer, self.kind = observer, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.observer(x), fake_quantize_weight(self.weight, self.kind), self.bias)
+
+
+def linear_names(model: GPT) -> list[str]:
+    """Paths of every block linear, first layer first."""
+    return [f"h.{i}.{name}" for i in range(model.config.n_layer) for name in LINEARS]
+
+
+def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
+    """Replace in place the linears that `plan.activation_scales` lists by fake-quantized ones.
+
+    A scale of 0 stands for "not known yet": calibrate before use.
+    """
+    for name, scale in plan.activation_scales.items():
+        observer = Observer(scale, pact)
+        if name == HEAD:
+            model.head_input = observer
+            continue
+        parent_name, _, attribute = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        linear = getattr(parent, attribute)
+        setattr(parent, attribute, FakeQuantLinear(linear, observer, plan.weight_quantize_type))
+    if plan.quantize_embedding:
+        model.embedding_weight = fake_quantize_rows
+
+
+def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
+    """(path of the linear or `lm_head`, its observer)."""
+    for name, module in model.named_modules():
+        if isinstance(module, Observer):
+            yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module
+
+
+def fold_observers(model: GPT, moving_rate: float) -> None:
+    """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over all ranks."""
+    found = [observer for _, observer in observers(model)]
+    if not found:
+        return
+    seen = torch.stack([observer.seen for observer in found])
+    if dist.is_initialized():
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+    for observer, largest in zip(found, seen, strict=True):
+        first = observer.absmax == 0
+        average = moving_rate * observer.absmax + (1 - moving_rate) * largest
+        observer.absmax.copy_(torch.where(first, largest, average))
+        observer.seen.zero_()

@@ -1,0 +1,197 @@
+"""A GPT-2/3 language model: pre-LN blocks, tanh GELU, learned positions, tied head.
+
+Shapes: B batch, T tokens, C hidden size, H heads of this layer, D head size, F FFN width, V
+vocabulary. Module names and arithmetic are HF's `GPT2LMHeadModel`; every layer has its own H and F.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lathe.model.config import GPTConfig
+
+Recompute = Literal["full", "full_attn", "core_attn"]
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens seen so far, pre-allocated for `size` tokens a row."""
+
+    keys: list[Tensor]  # per layer (B, H, size, D)
+    values: list[Tensor]
+    length: int = 0
+
+    @classmethod
+    def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
+        c, like = model.config, model.wte.weight
+        shapes = [(batch, h, size, c.head_dim) for h in c.n_head]
+        return cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.length + k.shape[2]
+        self.keys[layer][:, :, self.length : end] = k
+        self.values[layer][:, :, self.length : end] = v
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention over `n_head` heads; its width `n_head * head_dim` may be below C."""
+
+    def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.layer, self.n_head, self.head_dim = layer, config.n_head[layer], config.head_dim
+        width = self.n_head * self.head_dim
+        self.c_attn = nn.Linear(config.n_embd, 3 * width)
+        self.c_proj = nn.Linear(width, config.n_embd)
+        self.dropout = dropout
+        self.recompute_core = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        B, T, _ = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        if self.recompute_core and torch.is_grad_enabled():
+            y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
+        else:
+            y = self._core(q, k, v, mask)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        causal = mask is None and q.shape[2] > 1
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.n_inner[layer])
+        self.c_proj = nn.Linear(config.n_inner[layer], config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(
+        self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
+    ) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.attn = Attention(config, layer, attention_dropout)
+        self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.mlp = MLP(config, layer)
+        self.drop = nn.Dropout(hidden_dropout)
+        self.recompute_attn = False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        if self.recompute_attn and torch.is_grad_enabled():
+            attended = checkpoint(self._attend, x, mask, cache, use_reentrant=False)
+        else:
+            attended = self._attend(x, mask, cache)
+        x = x + self.drop(attended)
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+    def _attend(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
+        return self.attn(self.ln_1(x), mask, cache)  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """The whole model. `model(tokens)` gives logits; `hidden` and `head` are its two halves, so
+    that a caller who needs few logits computes few."""
+
+    def __init__(
+        self, config: GPTConfig, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(hidden_dropout)
+        self.h = nn.ModuleList(
+            Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)
+        )
+        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.embedding_weight: Callable[[Tensor], Tensor] | None = None
+        self.head_input: nn.Module | None = None
+        self.recompute: Recompute | None = None
+
+    def initialize(self, std: float, seed: int, scale_residual: bool = False) -> None:
+        """N(0, std) weights, zero biases; `scale_residual` divides the std of the projections
+        into the residual stream by sqrt(2 * layers), as Megatron and GPT-2 do."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif ".ln_" in name or name.startswith("ln_"):
+                nn.init.ones_(parameter)
+            else:
+                residual = scale_residual and name.endswith("c_proj.weight")
+                scale = std / (2 * self.config.n_layer) ** 0.5 if residual else std
+                nn.init.normal_(parameter, 0.0, scale, generator=generator)
+
+    def set_recompute(self, granularity: Recompute | None) -> None:
+        """Trade compute for memory: keep no activations of the named part between passes."""
+        self.recompute = granularity
+        for block in self.h:
+            assert isinstance(block, Block)
+            block.recompute_attn = granularity == "full_attn"
+            block.attn.recompute_core = granularity == "core_attn"
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Final hidden states.
+
+        Args:
+            tokens: (B, T) ids.
+            positions: (B, T); default counts on from the cache.
+            mask: (B, 1, T, S) True where a query may look, S = cached + T; default is causal, and
+                is needed when more than one token follows a filled cache.
+            cache: filled with the new keys and values.
+
+        Returns:
+            (B, T, C) after the last LayerNorm.
+        """
+        T = tokens.shape[1]
+        start = cache.length if cache else 0
+        if start + T > self.config.n_positions:
+            raise ValueError(f"{start + T} tokens exceed n_positions {self.config.n_positions}")
+        if positions is None:
+            positions = torch.arange(start, start + T, device=tokens.device)[None]
+        weight = self.wte.weight
+        if self.embedding_weight is not None:
+            weight = self.embedding_weight(weight)
+        x = self.drop(F.embedding(tokens, weight) + self.wpe(positions))  # (B, T, C)
+        for block in self.h:
+            if self.recompute == "full" and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, cache, use_reentrant=False)
+            else:
+                x = block(x, mask, cache)
+        if cache is not None:
+            cache.length += T
+        return self.ln_f(x)  # type: ignore[no-any-return]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., C) through the tied embedding."""
+        weight = self.wte.weight
+        if self.embedding_weight is not None:
+            weight = self.embedding_weight(weight)
+        if self.head_input is not None:
+            hidden = self.head_input(hidden)
+        return F.linear(hidden, weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, V) logits."""
+        return self.head(self.hidden(tokens))

@@ -1,0 +1,56 @@
+"""Small real things that many tests share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip(f"development data absent: {SHARED}")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """One id a byte, then <|endoftext|>: 257 ids, no training."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<|endoftext|>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def small_config(**changes: object) -> GPTConfig:
+    values: dict[str, object] = {
+        "vocab_size": 384,
+        "n_positions": 64,
+        "n_embd": 48,
+        "head_dim": 12,
+        "n_head": (4, 4),
+        "n_inner": (96, 96),
+    }
+    return GPTConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def small_gpt() -> GPT:
+    """Random weights, large enough that logits differ."""
+    model = GPT(small_config())
+    model.initialize(0.2, seed=1)
+    return model.eval()
