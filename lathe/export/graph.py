@@ -1,0 +1,244 @@
+"""The GPT as an ONNX graph, written node by node, in float32 or QDQ int8.
+
+Static shapes nowhere: batch and length are free. One graph serves prefill, decode and scoring.
+
+Inputs
+    input_ids              int64 (batch, length), rows right-padded
+    position_ids           int64 (batch, length)
+    seqlens_k              int32 (batch,), valid tokens of the row including these, less one
+    total_sequence_length  int32 (), the longest row, past and present
+    logits_index           int64 (batch, k), positions within `length` whose logits are wanted
+    past_key_{i}, past_value_{i}        float (batch, n_head_i, past, head_dim)
+Outputs
+    logits                 float (batch, k, vocab)
+    present_key_{i}, present_value_{i}  float (batch, n_head_i, total, head_dim)
+
+Past and present may be one buffer through I/O binding: attention then appends in place.
+
+Integer linears are `MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))`, which onnxruntime
+fuses to `MatMulIntegerToFloat`. Activations are uint8 and weights int8 because only that pair has
+fast kernels on x86 (int8 x int8 falls back to a path an order of magnitude slower).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType
+
+ACTIVATION_ZERO_POINT = 128
+MICROSOFT = "com.microsoft"
+LEVELS = 127  # largest magnitude of a symmetric signed byte
+
+
+def build(
+    config: GPTConfig,
+    weights: Mapping[str, NDArray[np.float32]],
+    quantization: QuantizationPlan | None,
+    opset: int = 21,
+) -> onnx.ModelProto:
+    """Write the graph of a GPT.
+
+    Args:
+        config: shape; `n_head` and `n_inner` may differ from layer to layer.
+        weights: float32 tensors by HF GPT-2 name without `transformer.`; linears are [in, out].
+        quantization: the int8 flavour of the linears it has an activation scale for; None: float32.
+        opset: ONNX opset, at least 20 (the first with Gelu).
+
+    The tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
+    """
+    if quantization and quantization.quantize_embedding != (
+        "lm_head" in quantization.activation_scales
+    ):
+        raise ValueError("an int8 embedding and an activation scale of lm_head go together")
+    g = _Graph(weights, quantization, config.layer_norm_epsilon)
+    x = g.op(
+        "Add", g.embedding("input_ids"), g.op("Gather", g.weight("wpe.weight"), "position_ids")
+    )
+    for i, n_head in enumerate(config.n_head):
+        layer = f"h.{i}"
+        attention = g.attention(i, g.layer_norm(f"{layer}.ln_1", x), n_head, config.head_dim)
+        if i == len(config.n_head) - 1:
+            # Nothing after the last attention looks at another position.
+            x, attention = g.wanted(x), g.wanted(attention)
+        x = g.op("Add", x, g.linear(f"{layer}.attn.c_proj", attention))
+        inner = g.linear(f"{layer}.mlp.c_fc", g.layer_norm(f"{layer}.ln_2", x))
+        inner = g.op("Gelu", inner, approximate="tanh")
+        x = g.op("Add", x, g.linear(f"{layer}.mlp.c_proj", inner))
+    g.head(g.layer_norm("ln_f", x))
+    return g.model(config, opset)
+
+
+def quantize_weight(
+    weight: NDArray[np.float32], axis: int, kind: WeightQuantizeType = "channel_wise_abs_max"
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Symmetric int8 of a matrix, with one scale for every index of `axis`.
+
+    Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, for `abs_max` the same
+    number n times.
+    """
+    absmax = np.abs(weight).max(axis=1 - axis)
+    if kind == "abs_max":
+        absmax = np.full_like(absmax, absmax.max())
+    scale = np.where(absmax > 0, absmax, 1).astype(np.float32) / np.float32(LEVELS)
+    q = np.clip(np.rint(weight / np.expand_dims(scale, 1 - axis)), -LEVELS, LEVELS)
+    return q.astype(np.int8), scale
+
+
+class _Graph:
+    """Nodes and initializers so far; methods add to them and return an output's name."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, NDArray[np.float32]],
+        plan: QuantizationPlan | None,
+        epsilon: float,
+    ) -> None:
+        self.weights, self.plan, self.epsilon = weights, plan, epsilon
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.attentions: list[onnx.ValueInfoProto] = []
+
+    def op(self, op_type: str, *inputs: str, name: str = "", **attributes: Any) -> str:
+        output = name or f"{op_type}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(op_type, inputs, [output], name=output, **attributes))
+        return output
+
+    def constant(self, name: str, value: NDArray[Any]) -> str:
+        if name not in self.initializers:
+            self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        return name
+
+    def weight(self, name: str) -> str:
+        return self.constant(name, self.weights[name])
+
+    def layer_norm(self, name: str, x: str) -> str:
+        return self.op(
+            "LayerNormalization",
+            x,
+            self.weight(f"{name}.weight"),
+            self.weight(f"{name}.bias"),
+            name=name,
+            axis=-1,
+            epsilon=self.epsilon,
+        )
+
+    def wanted(self, x: str) -> str:
+        """Rows of x (batch, length, C) at `logits_index` -> (batch, k, C)."""
+        last = self.constant("last_axis", np.array([-1], np.int64))
+        index = self.op("Unsqueeze", "logits_index", last)
+        return self.op("GatherND", x, index, batch_dims=1)
+
+    def attention(self, i: int, x: str, n_head: int, head_dim: int) -> str:
+        qkv = self.linear(f"h.{i}.attn.c_attn", x)  # (batch, length, 3 * n_head * head_dim)
+        output = f"h.{i}.attn"
+        past = [f"past_key_{i}", f"past_value_{i}"]
+        self.nodes.append(
+            helper.make_node(
+                "GroupQueryAttention",
+                [qkv, "", "", *past, "seqlens_k", "total_sequence_length"],
+                [output, f"present_key_{i}", f"present_value_{i}"],
+                name=output,
+                domain=MICROSOFT,
+                num_heads=n_head,
+                kv_num_heads=n_head,
+            )
+        )
+        # The checker knows nothing of this operator, so its result is declared.
+        self.attentions.append(
+            _value(output, TensorProto.FLOAT, "batch", "length", n_head * head_dim)
+        )
+        return output
+
+    def embedding(self, tokens: str) -> str:
+        if not (self.plan and self.plan.quantize_embedding):
+            return self.op("Gather", self.weight("wte.weight"), tokens)
+        table, scale = self._quantized_embedding()
+        rows = self.op("Cast", self.op("Gather", table, tokens), to=TensorProto.FLOAT)
+        last = self.constant("last_axis", np.array([-1], np.int64))
+        return self.op("Mul", rows, self.op("Unsqueeze", self.op("Gather", scale, tokens), last))
+
+    def head(self, x: str) -> None:
+        if not (self.plan and self.plan.quantize_embedding):
+            transposed = self.op("Transpose", self.weight("wte.weight"), perm=[1, 0])
+            self.op("MatMul", x, transposed, name="logits")
+            return
+        table, scale = self._quantized_embedding()
+        # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer
+        # weight from onnxruntime's fusion.
+        transposed = self.op("Transpose", table, perm=[1, 0])
+        weight = self.op("DequantizeLinear", transposed, scale, axis=1)
+        self.op("MatMul", self._rounded("lm_head", x), weight, name="logits")
+
+    def linear(self, name: str, x: str) -> str:
+        weight, bias = f"{name}.weight", self.weight(f"{name}.bias")
+        if not (self.plan and name in self.plan.activation_scales):
+            product = self.op("MatMul", x, self.weight(weight), name=f"{name}.matmul")
+            return self.op("Add", product, bias, name=name)
+        q, scale = quantize_weight(self.weights[weight], 1, self.plan.weight_quantize_type)
+        dequantized = self.op(
+            "DequantizeLinear",
+            self.constant(weight, q),
+            self.constant(f"{weight}_scale", scale),
+            axis=1,
+        )
+        product = self.op("MatMul", self._rounded(name, x), dequantized, name=f"{name}.matmul")
+        return self.op("Add", product, bias, name=name)
+
+    def _rounded(self, linear: str, x: str) -> str:
+        """x rounded to the uint8 grid of the linear's input."""
+        assert self.plan is not None
+        grid = (
+            self.constant(
+                f"{linear}.scale", np.array(self.plan.activation_scales[linear], np.float32)
+            ),
+            self.constant("zero_point", np.array(ACTIVATION_ZERO_POINT, np.uint8)),
+        )
+        return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
+
+    def _quantized_embedding(self) -> tuple[str, str]:
+        if "wte.weight" not in self.initializers:
+            q, scale = quantize_weight(self.weights["wte.weight"], 0)
+            self.constant("wte.weight", q)
+            self.constant("wte.weight_scale", scale)
+        return "wte.weight", "wte.weight_scale"
+
+    def model(self, config: GPTConfig, opset: int) -> onnx.ModelProto:
+        int64, int32, float32 = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
+        inputs = [
+            _value("input_ids", int64, "batch", "length"),
+            _value("position_ids", int64, "batch", "length"),
+            _value("seqlens_k", int32, "batch"),
+            _value("total_sequence_length", int32),
+            _value("logits_index", int64, "batch", "k"),
+        ]
+        outputs = [_value("logits", float32, "batch", "k", config.vocab_size)]
+        for i, n_head in enumerate(config.n_head):
+            for part in ("key", "value"):
+                past = ("batch", n_head, "past", config.head_dim)
+                present = ("batch", n_head, "total", config.head_dim)
+                inputs.append(_value(f"past_{part}_{i}", float32, *past))
+                outputs.append(_value(f"present_{part}_{i}", float32, *present))
+        graph = helper.make_graph(
+            self.nodes,
+            "gpt",
+            inputs,
+            outputs,
+            list(self.initializers.values()),
+            value_info=self.attentions,
+        )
+        opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
+        return helper.make_model(
+            graph,
+            opset_imports=opsets,
+            ir_version=helper.find_min_ir_version_for(opsets[:1]),
+            producer_name="lathe",
+        )
+
+
+def _value(name: str, dtype: int, *shape: int | str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, shape)

@@ -1,0 +1,230 @@
+"""Run an exported model with onnxruntime, its keys and values kept in place between steps.
+
+Imports nothing but numpy and onnxruntime, so that the server's environment can load it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+
+MODEL = "model.onnx"
+CARD = "export.json"
+
+
+@dataclass
+class KVCache:
+    """Keys and values of a batch, as long as `capacity` tokens a row.
+
+    Attributes:
+        keys, values: per layer float32 (batch, n_head_i, capacity, head_dim); row b holds
+            `lengths[b]` tokens, what lies after them is never read.
+        lengths: int64 (batch,).
+    """
+
+    keys: list[NDArray[np.float32]]
+    values: list[NDArray[np.float32]]
+    lengths: NDArray[np.int64]
+    capacity: int
+    binding: Any = field(repr=False)
+
+
+class OnnxModel:
+    """An exported folder (`model.onnx`, `export.json`) opened for inference on the CPU.
+
+    Not for use from several threads at once on one cache; any number of caches may be alive.
+
+    Args:
+        folder: output of the export stage.
+        threads: onnxruntime's intra-op threads; 0 takes every core.
+
+    Raises:
+        UserError: the folder is no export, or its graph is damaged.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0) -> None:
+        self.folder = Path(folder)
+        self.card: dict[str, Any] = _read_card(self.folder)
+        self.session = open_session(self.folder / MODEL, threads)
+        self.n_head: list[int] = self.card["n_head"]
+        self.head_dim: int = self.card["head_dim"]
+        self.n_positions: int = self.card["n_positions"]
+        self.vocab_size: int = self.card["vocab_size"]
+        self.eos_id: int = self.card["eos_id"]
+
+    def start(self, batch: int, capacity: int | None = None) -> KVCache:
+        """An empty cache for `batch` rows of at most `capacity` tokens (default n_positions)."""
+        capacity = capacity or self.n_positions
+        if not 0 < capacity <= self.n_positions:
+            raise ValueError(f"capacity {capacity} is not within 1..{self.n_positions}")
+        shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_head]
+        keys = [np.zeros(shape, np.float32) for shape in shapes]
+        values = [np.zeros(shape, np.float32) for shape in shapes]
+        binding = self.session.io_binding()
+        for part, buffers in (("key", keys), ("value", values)):
+            for i, buffer in enumerate(buffers):
+                place = ("cpu", 0, np.float32, buffer.shape, buffer.ctypes.data)
+                # One buffer for past and present: attention appends to it in place.
+                binding.bind_input(f"past_{part}_{i}", *place)
+                binding.bind_output(f"present_{part}_{i}", *place)
+        return KVCache(keys, values, np.zeros(batch, np.int64), capacity, binding)
+
+    def step(
+        self, cache: KVCache, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float32]:
+        """Append tokens to every row of the cache.
+
+        Args:
+            cache: advanced by `lengths`.
+            tokens: int64 (B, T), rows right-padded. T > 1 needs an empty cache, or B = 1.
+            lengths: int64 (B,), how many of a row's T tokens count; default all.
+
+        Returns:
+            float32 (B, V), logits after the last counted token of each row.
+        """
+        batch, length = tokens.shape
+        lengths = np.full(batch, length) if lengths is None else np.asarray(lengths)
+        _check_lengths(lengths, batch, length)
+        if length > 1 and batch > 1 and cache.lengths.any():
+            raise ValueError("several tokens a row need an empty cache or a batch of one")
+        totals = cache.lengths + lengths
+        # The padding of a short row is written too, and overwritten by the row's next tokens.
+        if int(cache.lengths.max()) + length > cache.capacity:
+            raise ValueError(f"{int(totals.max())} tokens exceed the cache's {cache.capacity}")
+        inputs = _inputs(tokens, cache.lengths, totals, lengths[:, None] - 1)
+        for name, value in inputs.items():
+            cache.binding.bind_cpu_input(name, value)
+        logits = np.empty((batch, 1, self.vocab_size), np.float32)
+        cache.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self.session.run_with_iobinding(cache.binding)
+        cache.lengths = totals
+        return logits[:, 0]
+
+    def logits(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float32]:
+        """Logits at every position, no cache.
+
+        Args:
+            tokens: int64 (B, T), rows right-padded.
+            lengths: int64 (B,); default T.
+
+        Returns:
+            float32 (B, T, V); meaningless at padding.
+        """
+        batch, length = tokens.shape
+        lengths = np.full(batch, length) if lengths is None else np.asarray(lengths)
+        _check_lengths(lengths, batch, length)
+        if length > self.n_positions:
+            raise ValueError(f"{length} tokens exceed n_positions {self.n_positions}")
+        index = np.tile(np.arange(length), (batch, 1))
+        feeds = _inputs(tokens, np.zeros(batch, np.int64), lengths, index)
+        for i, n_head in enumerate(self.n_head):
+            empty = np.zeros((batch, n_head, 0, self.head_dim), np.float32)
+            feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
+        (logits,) = self.session.run(["logits"], feeds)
+        assert isinstance(logits, np.ndarray)
+        return logits
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, stop_at_eos: bool = True
+    ) -> list[list[int]]:
+        """The most likely continuation, token by token, of a batch of prompts.
+
+        Returns the new tokens only, for each prompt up to `new_tokens`, less where it reaches
+        the end-of-text token (not included) or `n_positions`.
+        """
+        tokens, lengths = pad(prompts)
+        capacity = min(self.n_positions, int(lengths.max()) + new_tokens)
+        cache = self.start(len(prompts), capacity)
+        logits = self.step(cache, tokens, lengths)
+        out: list[list[int]] = [[] for _ in prompts]
+        alive = [True] * len(prompts)
+        while True:
+            best = logits.argmax(axis=1)
+            for row, token in enumerate(best.tolist()):
+                alive[row] = alive[row] and not (stop_at_eos and token == self.eos_id)
+                if alive[row]:
+                    out[row].append(token)
+                    room = capacity - int(cache.lengths[row])
+                    alive[row] = len(out[row]) < new_tokens and room > 0
+            if not any(alive):
+                return out
+            # A finished row idles in place: its length is wound back, its output not looked at.
+            idle = ~np.array(alive)
+            cache.lengths[idle] = np.minimum(cache.lengths[idle], capacity - 1)
+            logits = self.step(cache, best[:, None])
+
+
+def open_session(
+    model: Path, threads: int = 0, optimized: Path | None = None
+) -> ort.InferenceSession:
+    """Load a graph on the CPU; `optimized`, if given, receives the graph that is really run.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Without VNNI the uint8 x int8 kernel saturates its 16-bit sums: be exact there, if slower.
+    options.add_session_config_entry("session.x64quantprecision", "1")
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    try:
+        return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{model}: onnxruntime cannot load it: {first}", "export again") from error
+
+
+def pad(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Right-pad token lists with 0 -> tokens int64 (B, T), lengths int64 (B,)."""
+    lengths = np.array([len(row) for row in rows], np.int64)
+    tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, lengths
+
+
+def _inputs(
+    tokens: NDArray[np.int64],
+    past: NDArray[np.int64],
+    totals: NDArray[np.int64],
+    logits_index: NDArray[np.int64],
+) -> dict[str, NDArray[Any]]:
+    """Inputs but the cache; `past` and `totals` (B,) count a row's tokens before and after."""
+    length = tokens.shape[1]
+    # A first prompt is told from a later step by its padded length being the total.
+    total = length if not past.any() else int(totals.max())
+    return {
+        "input_ids": np.ascontiguousarray(tokens, np.int64),
+        "position_ids": past[:, None] + np.arange(length),
+        "seqlens_k": (totals - 1).astype(np.int32),
+        "total_sequence_length": np.array(total, np.int32),
+        "logits_index": np.ascontiguousarray(logits_index, np.int64),
+    }
+
+
+def _check_lengths(lengths: NDArray[np.int64], batch: int, length: int) -> None:
+    if lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > length:
+        raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {batch, length}")
+
+
+def _read_card(folder: Path) -> dict[str, Any]:
+    path = folder / CARD
+    try:
+        card = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no {CARD}", "give the output folder of the export") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}", "export again") from None
+    assert isinstance(card, dict)
+    return card
