@@ -4,9 +4,11 @@ A recipe is named by a path, or by the bare name of one that ships in `lathe/rec
 """
 
 import difflib
-import json
 import logging
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lathe import fleetx
 from lathe.errors import UserError
 from lathe.settings import Recipe
 
@@ -24,27 +27,21 @@ log = logging.getLogger("lathe")
 
 SHIPPED = Path(str(files("lathe") / "recipes"))
 
-# Keys of PaddleFleetX recipes that have no meaning here: dropped with one warning, so that an
-# existing file still reads. A trailing dot-star stands for the whole group.
-SEED_KEYS_IGNORED = frozenset(
-    """
-    Profiler Inference Fused Offline_Eval.logging_freq
-    Engine.run_mode Engine.num_train_epochs Engine.test_iters Engine.save_load.save_epoch
-    Engine.save_load.output_dir Engine.save_load.ckpt_dir
-    Engine.mix_precision.custom_black_list Engine.mix_precision.custom_white_list
-    Model.module Model.name Model.type_vocab_size Model.fused_linear Model.no_recompute_layers
-    Data.Test
-    Data.Train.sampler Data.Train.loader Data.Train.dataset.name
-    Data.Eval.sampler Data.Eval.loader Data.Eval.dataset.name
-    Distributed.sharding.comm_overlap Distributed.sharding.reduce_overlap
-    Distributed.sharding.broadcast_overlap
-    Optimizer.tensor_fusion
-    Generation.use_topp_sampling Generation.inference
-    Compress.Quantization.quantizable_layer_type Compress.Quantization.onnx_format
-    Compress.Quantization.weight_preprocess_type
-    Global.logging_freq Global.save_load
-    """.split()
-)
+
+@dataclass
+class _Layer:
+    """Settings so far, where each dotted key was set, and the keys ignored on the way."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    ignored: list[str]
+
+    def over(self, base: "_Layer") -> "_Layer":
+        return _Layer(
+            _merge(base.values, self.values),
+            base.origins | self.origins,
+            base.ignored + self.ignored,
+        )
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -52,131 +49,149 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         UserError: no such recipe, an unknown key (names the nearest known one), a value of the
-            wrong type or out of range (names the file and line it came from).
+            wrong type or out of range; each names the file and line, or the override, it is from.
     """
     path = _find(name)
-    values, origins = _read(path, ())
-    try:
-        merged = OmegaConf.merge(OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides)))
-        plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(
-            f"{path}: {error}", "write overrides as -o Group.key=value, lists as [a,b]"
-        ) from error
+    layer = _read_file(path, ())
     for override in overrides:
-        origins[override.split("=", 1)[0].strip()] = f"-o {override}"
-    assert isinstance(plain, dict)
-    dropped = _drop_seed_keys(plain)
-    if dropped:
-        log.warning("%s: keys without a meaning here, ignored: %s", path, ", ".join(dropped))
+        layer = _read_override(override).over(layer)
+    if layer.ignored:
+        keys = ", ".join(dict.fromkeys(layer.ignored))
+        log.warning("%s: keys without a meaning here, ignored: %s", name, keys)
     try:
-        return Recipe.model_validate(plain)
+        resolved = OmegaConf.to_container(OmegaConf.create(layer.values), resolve=True)
+        return Recipe.model_validate(resolved)
+    except OmegaConfBaseException as error:
+        raise UserError(
+            f"{_shown(path)}: {error}", "mend the ${...}: it names another key of the recipe"
+        ) from None
     except ValidationError as error:
-        raise _explain(error.errors()[0], plain, origins, path) from None
+        raise _explain(error.errors(), layer.origins, path) from None
 
 
 def recipe_from_json(text: str) -> Recipe:
     """The inverse of `Recipe.model_dump_json`, as `lathe.json` records a recipe."""
-    return Recipe.model_validate(json.loads(text))
+    return Recipe.model_validate_json(text)
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that come with Lathe."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def _find(name: str | Path) -> Path:
     for path in (Path(name), SHIPPED / f"{name}.yaml"):
         if path.is_file():
             return path
-    shipped = sorted(p.stem for p in SHIPPED.glob("*.yaml"))
-    near = difflib.get_close_matches(str(name), shipped, 1)
+    near = difflib.get_close_matches(str(name), shipped_recipes(), 1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"no recipe {str(name)!r}", f"{hint}give a YAML file, or one of {', '.join(shipped)}"
+        f"no recipe {str(name)!r}",
+        f"{hint}give a YAML file, or one of {', '.join(shipped_recipes())}",
     )
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A file merged over its `_base_`, and for each dotted key the file and line that set it."""
+def _read_file(path: Path, chain: tuple[Path, ...]) -> _Layer:
+    """A file merged over its `_base_`; `chain` is the files whose base it is."""
     path = path.resolve()
-    if path in seen:
-        raise UserError(f"{path}: _base_ goes in a circle", "remove one _base_ line")
+    if path in chain:
+        circle = " -> ".join(_shown(p) for p in (*chain, path))
+        raise UserError(f"_base_ goes in a circle: {circle}", "remove one of these _base_ lines")
     if not path.is_file():
         raise UserError(
-            f"{seen[-1]}: _base_ names {path}, which does not exist",
-            "_base_ is a path relative to the file that names it",
+            f"{_shown(chain[-1])}: _base_ is {_shown(path)}, which does not exist",
+            "give a path relative to the file that names it",
         )
     try:
-        node = yaml.compose(path.read_text())
-        values = OmegaConf.to_container(OmegaConf.load(path)) if node else {}
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: not YAML: {error}", "mend the file") from error
+        node = yaml.compose(path.read_text(encoding="utf-8"))
+        values: Any = OmegaConf.to_container(OmegaConf.load(path)) if node else {}
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise UserError(f"{_shown(path)}: not YAML: {error}", "mend the file") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: not a mapping of groups", "write Group: {key: value}")
-    origins = dict(_lines(node, path.name)) if node else {}
+        raise UserError(f"{_shown(path)}: not a mapping of groups", "write Group: {key: value}")
     base = values.pop("_base_", None)
-    if base is None:
-        return _merge({}, values), origins
-    base_values, base_origins = _read(path.parent / base, (*seen, path))
-    return _merge(base_values, values), base_origins | origins
+    origins = dict(_lines(node, _shown(path))) if node else {}
+    layer = _Layer(values, origins, fleetx.translate(values, origins))
+    return layer.over(_read_file(path.parent / str(base), (*chain, path))) if base else layer
+
+
+def _read_override(override: str) -> _Layer:
+    key, equals, _ = override.partition("=")
+    form = "write -o Group.key=value, for example -o Engine.max_steps=100"
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise UserError(f"-o {override}: not of the form Group.key=value", form)
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
+    except (yaml.YAMLError, OmegaConfBaseException):
+        raise UserError(f"-o {override}: the value is not YAML", form) from None
+    parts = key.split(".")
+    origins = {".".join(parts[: n + 1]): f"-o {override}" for n in range(len(parts))}
+    return _Layer(values, origins, fleetx.translate(values, origins))
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Recursive; a group of `over` that says `_inherited_: False` replaces instead."""
     out = {} if over.get("_inherited_") is False else dict(base)
     for key, value in over.items():
+        inherited = out.get(key)
         if isinstance(value, dict):
-            inherited = out.get(key)
             out[key] = _merge(inherited if isinstance(inherited, dict) else {}, value)
+        elif isinstance(inherited, dict) and value is None:
+            continue  # a group's heading with nothing under it
         elif key != "_inherited_":
             out[key] = value
     return out
 
 
-def _lines(node: yaml.Node, name: str, prefix: str = "") -> list[tuple[str, str]]:
-    found = []
+def _lines(node: yaml.Node, file: str, prefix: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             dotted = f"{prefix}{key.value}"
-            found.append((dotted, f"{name}:{key.start_mark.line + 1}"))
-            found += _lines(value, name, f"{dotted}.")
-    return found
+            yield dotted, f"{file}:{key.start_mark.line + 1}"
+            yield from _lines(value, file, f"{dotted}.")
 
 
-def _drop_seed_keys(values: dict[str, Any], prefix: str = "") -> list[str]:
-    """Remove ignored keys, and empty ones (`key:` with no value means the default)."""
-    dropped = []
-    for key in list(values):
-        dotted = f"{prefix}{key}"
-        if dotted in SEED_KEYS_IGNORED:
-            del values[key]
-            dropped.append(dotted)
-        elif isinstance(values[key], dict):
-            dropped += _drop_seed_keys(values[key], f"{dotted}.")
-    return dropped
+def _explain(errors: list[ErrorDetails], origins: dict[str, str], path: Path) -> UserError:
+    """The first mistake, in the recipe's words."""
+    dotted = _setting(errors[0]["loc"])
+    prefixes = [dotted.rsplit(".", n)[0] for n in range(dotted.count(".") + 1)]
+    origin = next((origins[p] for p in prefixes if p in origins), _shown(path))
+    if errors[0]["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(dotted, _known_keys(Recipe), 1, cutoff=0.6)
+        cure = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
+        return UserError(f"{origin}: unknown key {dotted}", cure)
+    same = [e for e in errors if _setting(e["loc"]) == dotted]
+    reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
+    found = errors[0]["input"]
+    seen = "" if isinstance(found, dict) else f" (found {found!r})"
+    return UserError(f"{origin}: {dotted}: {reasons}{seen}", "give a value that fits")
 
 
-def _explain(
-    detail: ErrorDetails, values: dict[str, Any], origins: dict[str, str], path: Path
-) -> UserError:
-    location = [str(part) for part in detail["loc"]]
-    dotted = ".".join(location)
-    origin = next(
-        (origins[key] for n in range(len(location), 0, -1) if (key := ".".join(location[:n])) in origins),
-        path.name,
-    )
-    if detail["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, 1, cutoff=0.5)
-        cure = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else ""
-        return UserError(
-            f"{origin}: unknown key {dotted}", cure or f"known keys here: {', '.join(known)}"
-        )
-    message = detail["msg"].removeprefix("Value error, ")
-    return UserError(f"{origin}: {dotted}: {message} (found {detail['input']!r})", "mend the value")
-
-
-def _known_keys(groups: Sequence[str]) -> list[str]:
+def _setting(location: Sequence[str | int]) -> str:
+    """The dotted key of a pydantic location, without list positions and union members."""
+    names: list[str] = []
     model: Any = Recipe
-    for group in groups:
-        field = model.model_fields.get(group)
-        if field is None or not issubclass(field.annotation, BaseModel):
-            return []
+    for part in location:
+        names.append(str(part))
+        field = model.model_fields.get(part)
+        if field is None or not _is_group(field.annotation):
+            break
         model = field.annotation
-    return list(model.model_fields)
+    return ".".join(names)
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        if _is_group(field.annotation):
+            yield from _known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _shown(path: Path) -> str:
+    """Relative where that is shorter to read."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -3,14 +3,14 @@
 `Prepare`, `Sensitivity`, `Export`, `Serving` and `Gate` are Lathe's own groups.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
-Degree = Positive | Literal["auto"]
+BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
 
 
 def _split_numbers(value: Any) -> Any:
@@ -18,7 +18,22 @@ def _split_numbers(value: Any) -> Any:
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_default(cls, values: Any) -> Any:
+        """`dp_degree:` with no value is YAML's null: the default, unless null has a meaning."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            key: value
+            for key, value in values.items()
+            if value is not None
+            or key not in fields
+            or type(None) in get_args(fields[key].annotation)
+        }
 
 
 class GlobalSettings(Settings):
@@ -30,7 +45,8 @@ class GlobalSettings(Settings):
 
 
 class MixPrecision(Settings):
-    use_pure_fp16: bool = False
+    """What the forward pass computes in; the weights and the optimizer keep float32."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     scale_loss: Annotated[float, Field(gt=0)] = 32768.0
 
@@ -108,15 +124,19 @@ class ModelSettings(Settings):
             )
         return self
 
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
 
 class Sharding(Settings):
-    sharding_degree: Degree = 1
+    sharding_degree: Positive = 1
     sharding_stage: Literal[1, 2, 3] = 1
     sharding_offload: bool = False
 
 
 class DistributedSettings(Settings):
-    dp_degree: Degree = 1
+    dp_degree: Positive | Literal["auto"] = "auto"
     mp_degree: Positive = 1
     pp_degree: Positive = 1
     sharding: Sharding = Sharding()
@@ -167,7 +187,7 @@ class QuantizationSettings(Settings):
     activation_bits: Literal[8] = 8
     freeze_embedding: bool = False
     quantize_embedding: bool = False
-    skip_tensor_map: dict[str, list[Literal["qkv", "out", "linear1", "linear2"]]] = {}
+    skip_tensor_map: dict[BlockName, list[Literal["qkv", "out", "linear1", "linear2"]]] = {}
 
 
 class CompressSettings(Settings):
@@ -215,7 +235,9 @@ class ServingSettings(Settings):
     http_port: NonNegative = 8000
     grpc_port: NonNegative = 8001
     metrics_port: NonNegative = 8002
+    max_running: Positive = 8
     max_queue: Positive = 64
+    threads: NonNegative = 0
 
 
 class GateSettings(Settings):

@@ -1,0 +1,55 @@
+"""How many sequences a step takes: global = local * data parallel, local = micro * accumulate."""
+
+from dataclasses import dataclass
+
+from lathe.errors import UserError
+from lathe.settings import Recipe
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences: in an optimizer step (`total`), on one rank of it, and in one forward pass."""
+
+    total: int
+    local: int
+    micro: int
+    accumulate_steps: int
+
+
+def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
+    """Fill in what the recipe leaves open, for `data_parallel` = dp_degree * sharding_degree.
+
+    `Global.local_batch_size` comes from `global_batch_size`, or else is one micro batch for each
+    of `Engine.accumulate_steps` (default 1).
+
+    Raises:
+        UserError: the sizes do not divide, or two of them disagree.
+    """
+    sizes, steps = recipe.Global, recipe.Engine.accumulate_steps
+    total, local, micro = sizes.global_batch_size, sizes.local_batch_size, sizes.micro_batch_size
+    if total is not None and total % data_parallel:
+        raise UserError(
+            f"Global.global_batch_size {total} is not a multiple of {data_parallel}, "
+            "the data-parallel ranks (dp_degree * sharding_degree)",
+            f"set it to {(total // data_parallel + 1) * data_parallel}, or use other degrees",
+        )
+    if local is None:
+        local = micro * (steps or 1) if total is None else total // data_parallel
+    if total is not None and total != local * data_parallel:
+        raise UserError(
+            f"Global.global_batch_size {total} is not local_batch_size {local} "
+            f"* {data_parallel} data-parallel ranks",
+            "leave one of the two empty, or correct it",
+        )
+    if local % micro:
+        raise UserError(
+            f"Global.local_batch_size {local} is not a multiple of micro_batch_size {micro}",
+            "choose a micro_batch_size that divides it",
+        )
+    if steps not in (None, local // micro):
+        raise UserError(
+            f"Engine.accumulate_steps {steps} is not local_batch_size {local} / "
+            f"micro_batch_size {micro} = {local // micro}",
+            "leave accumulate_steps empty: it follows from the two",
+        )
+    return Batch(local * data_parallel, local, micro, local // micro)

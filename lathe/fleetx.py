@@ -1,0 +1,104 @@
+"""PaddleFleetX's own words in a recipe, so that an existing file of theirs reads unchanged.
+
+Its layouts differ: release 2.4 (`ppfleetx/configs`) has an `Engine` group, the later
+`examples/` put those keys under `Global`, and early files have `Prune` and `Quantization` on top.
+"""
+
+from typing import Any
+
+# Where another layout says it -> where Lathe does.
+MOVED = {
+    "Global.max_steps": "Engine.max_steps",
+    "Global.accumulate_steps": "Engine.accumulate_steps",
+    "Global.logging_freq": "Engine.logging_freq",
+    "Global.eval_freq": "Engine.eval_freq",
+    "Global.eval_iters": "Engine.eval_iters",
+    "Global.mix_precision": "Engine.mix_precision",
+    "Global.save_load": "Engine.save_load",
+    "Prune": "Compress.Prune",
+    "Quantization": "Compress.Quantization",
+    "Compress.Quantization.pretrained": "Compress.pretrained",
+    "Engine.use_recompute": "Model.use_recompute",
+    "Optimizer.adam_beta1": "Optimizer.beta1",
+    "Optimizer.adam_beta2": "Optimizer.beta2",
+    "Optimizer.adam_epsilon": "Optimizer.epsilon",
+}
+
+_OF_A_DATASET = ("sampler", "loader", "collate_fn", "sample_split", "dataset.name")
+_OF_A_RUN = ("run_mode", "num_train_epochs", "test_iters")
+
+# What has no meaning here, by group; a name stands for all that is under it.
+IGNORED = {
+    "": ("Profiler", "Inference", "Fused", "FusedPasses"),
+    "Global": _OF_A_RUN,
+    "Engine": _OF_A_RUN,
+    "Engine.save_load": ("save_epoch", "output_dir", "ckpt_dir"),
+    "Engine.mix_precision": ("custom_black_list", "custom_white_list", "level", "use_fp16_guard"),
+    "Data": ("Test",),
+    "Data.Train": _OF_A_DATASET,
+    "Data.Eval": (*_OF_A_DATASET, "dataset.overlapping_eval"),
+    "Model": (
+        *("module", "name", "type_vocab_size", "fused_linear", "fuse_attn_qkv"),
+        *("no_recompute_layers", "virtual_pp_degree"),
+    ),
+    "Distributed": ("fuse_sequence_parallel_allreduce",),
+    "Distributed.sharding": ("comm_overlap", "reduce_overlap", "broadcast_overlap"),
+    "Optimizer": ("tensor_fusion",),
+    "Compress.Prune": ("cal_sens",),
+    "Compress.Quantization": ("quantizable_layer_type", "onnx_format", "weight_preprocess_type"),
+    "Generation": ("use_topp_sampling", "inference"),
+    "Offline_Eval": ("logging_freq",),
+}
+
+
+def translate(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
+    """Rewrite one file's `values` in place into Lathe's keys; returns the keys it ignored.
+
+    `origins` (dotted key -> where it was set) follows the keys that move.
+    """
+    for old, new in MOVED.items():
+        found, value = _pop(values, old)
+        if found:
+            _put(values, new, value)
+            for key in [k for k in origins if k == old or k.startswith(f"{old}.")]:
+                origins[new + key.removeprefix(old)] = origins[key]
+    _read_precision_switches(values, origins)
+    ignored = [f"{group}.{key}".lstrip(".") for group, keys in IGNORED.items() for key in keys]
+    return [key for key in ignored if _pop(values, key)[0]]
+
+
+def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Theirs says float16 by a switch: `use_pure_fp16`, or `enable` with or without a dtype."""
+    group = "Engine.mix_precision"
+    for key in ("enable", "use_pure_fp16"):
+        found, on = _pop(values, f"{group}.{key}")
+        if not found or on is None:
+            continue
+        if key == "enable" and on is False:
+            _pop(values, f"{group}.dtype")
+        _put(values, f"{group}.dtype", "float16" if on else "float32")
+        origins.setdefault(f"{group}.dtype", origins[f"{group}.{key}"])
+
+
+def _pop(values: dict[str, Any], dotted: str) -> tuple[bool, Any]:
+    *groups, key = dotted.split(".")
+    for group in groups:
+        inner = values.get(group)
+        if not isinstance(inner, dict):
+            return False, None
+        values = inner
+    return (True, values.pop(key)) if key in values else (False, None)
+
+
+def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set; a group joins what is there already, which wins."""
+    *groups, key = dotted.split(".")
+    for group in groups:
+        if not isinstance(values.get(group), dict):
+            values[group] = {}
+        values = values[group]
+    present = values.get(key)
+    if isinstance(value, dict) and isinstance(present, dict):
+        values[key] = value | present
+    else:
+        values[key] = value if present is None else present
