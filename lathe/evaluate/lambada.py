@@ -1,0 +1,193 @@
+"""Cloze accuracy: does the model predict the last word of a passage (Paperno et al. 2016).
+
+The strict protocol of Megatron-LM's `--strict-lambada` and PaddleFleetX's `cloze_eval`: every BPE
+token of the last word must be the teacher-forced argmax. Nothing is detokenized, no stop words
+are filtered.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.evaluate.score import batches_by_tokens, mean_stderr, pad, target_scores
+from lathe.model.gpt import GPT
+from lathe.progress import bar
+
+
+@dataclass(frozen=True)
+class ClozeExample:
+    """Token ids of a passage without its last word, and of that word with a space before it."""
+
+    context: list[int]
+    label: list[int]
+
+
+@dataclass(frozen=True)
+class ExampleScore:
+    """Attributes:
+    index: line of the file, from 0.
+    correct: every label token is the argmax.
+    last_token_correct: the last one is (the non-strict protocol).
+    log_likelihood: of the whole word, nats.
+    label_tokens: length of the word in tokens.
+    truncated: tokens cut from the left to fit the model.
+    """
+
+    index: int
+    correct: bool
+    last_token_correct: bool
+    log_likelihood: float
+    label_tokens: int
+    truncated: int
+
+
+@dataclass(frozen=True)
+class ClozeResult:
+    """Means over the examples with their standard errors.
+
+    `target_perplexity` is exp(-mean log-likelihood of a word), as lm-eval's `lambada_openai`; its
+    error is the delta method's. `truncated` counts the examples that were cut.
+    """
+
+    examples: int
+    accuracy: float
+    accuracy_stderr: float
+    last_token_accuracy: float
+    last_token_accuracy_stderr: float
+    log_likelihood: float
+    log_likelihood_stderr: float
+    target_perplexity: float
+    target_perplexity_stderr: float
+    truncated: int
+
+
+def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
+    """Read and encode a LAMBADA-format JSONL file, `{"text": ...}` a line.
+
+    Raises:
+        UserError: no such file, none in it, or a broken line (with its number, from 1).
+    """
+    contexts, labels = [], []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    context, label = _split(line, f"{path}:{number}")
+                    contexts.append(context)
+                    labels.append(label)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}", "give a LAMBADA-format JSONL file") from error
+    if not contexts:
+        raise UserError(f"{path}: no examples", 'give lines of {"text": "..."}')
+    encoded = [
+        [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        for texts in (contexts, labels)
+    ]
+    return [ClozeExample(c, w) for c, w in zip(*encoded, strict=True)]
+
+
+def _split(line: str, where: str) -> tuple[str, str]:
+    """The passage before its last word, and a space and the word."""
+    cure = 'a line is {"text": "at least two words"}'
+    try:
+        text = json.loads(line)["text"]
+        words = text.split()
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", cure) from None
+    if len(words) < 2:
+        raise UserError(f"{where}: text {text[:40]!r} has {len(words)} words", cure)
+    return text[: text.rfind(words[-1])].strip(), f" {words[-1]}"
+
+
+@torch.inference_mode()
+def score_cloze(
+    model: GPT, examples: Sequence[ClozeExample], max_length: int, token_budget: int
+) -> list[ExampleScore]:
+    """Score every example, in the order given.
+
+    Args:
+        max_length: longest input of the model, tokens; a longer example loses its left end.
+        token_budget: padded tokens a batch.
+
+    Raises:
+        UserError: a label alone does not fit `max_length`.
+    """
+    for index, example in enumerate(examples):
+        if len(example.label) > max_length:
+            raise UserError(
+                f"example {index}: its last word is {len(example.label)} tokens long, "
+                f"the model reads {max_length}",
+                "take it out of the file",
+            )
+    # The last label token is predicted, never read.
+    whole = [(example.context + example.label)[:-1] for example in examples]
+    inputs = [tokens[-max_length:] for tokens in whole]
+    scores: dict[int, ExampleScore] = {}
+    started = time.perf_counter()
+    with bar("cloze", total=len(examples)) as progress:
+        for batch in batches_by_tokens([len(x) for x in inputs], token_budget):
+            words = _score_words(
+                model, [inputs[i] for i in batch], [examples[i].label for i in batch]
+            )
+            for i, (log_likelihood, greedy) in zip(batch, words, strict=True):
+                scores[i] = ExampleScore(
+                    index=i,
+                    correct=bool(greedy.all()),
+                    last_token_correct=bool(greedy[-1]),
+                    log_likelihood=float(log_likelihood.sum()),
+                    label_tokens=len(greedy),
+                    truncated=len(whole[i]) - len(inputs[i]),
+                )
+            rate = len(scores) / (time.perf_counter() - started)
+            progress.advance(len(batch), f"{rate:,.0f} examples/s")
+    return [scores[i] for i in range(len(examples))]
+
+
+def _score_words(
+    model: GPT, inputs: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+    """For each row, log-likelihood and argmax hit of every token of its label, which the last
+    `len(label)` inputs predict."""
+    device = next(model.parameters()).device
+    sizes = [len(label) for label in labels]
+    rows = np.repeat(np.arange(len(labels)), sizes)
+    columns = np.concatenate(
+        [np.arange(len(row) - n, len(row)) for row, n in zip(inputs, sizes, strict=True)]
+    )
+    log_likelihood, greedy = target_scores(
+        model,
+        pad(inputs, device),
+        *(torch.from_numpy(x).to(device) for x in (rows, columns, np.concatenate(labels))),
+    )
+    cuts = np.cumsum(sizes)[:-1]
+    return zip(np.split(log_likelihood, cuts), np.split(greedy, cuts), strict=True)
+
+
+def summarize_cloze(scores: Sequence[ExampleScore]) -> ClozeResult:
+    """Means and standard errors over per-example scores."""
+    columns = {name: np.array([asdict(s)[name] for s in scores]) for name in asdict(scores[0])}
+    accuracy, accuracy_stderr = mean_stderr(columns["correct"].astype(float))
+    last, last_stderr = mean_stderr(columns["last_token_correct"].astype(float))
+    log_likelihood, log_likelihood_stderr = mean_stderr(columns["log_likelihood"])
+    perplexity = math.exp(min(-log_likelihood, 700.0))  # below the largest float
+    return ClozeResult(
+        examples=len(scores),
+        accuracy=accuracy,
+        accuracy_stderr=accuracy_stderr,
+        last_token_accuracy=last,
+        last_token_accuracy_stderr=last_stderr,
+        log_likelihood=log_likelihood,
+        log_likelihood_stderr=log_likelihood_stderr,
+        target_perplexity=perplexity,
+        target_perplexity_stderr=perplexity * log_likelihood_stderr,
+        truncated=int((columns["truncated"] > 0).sum()),
+    )

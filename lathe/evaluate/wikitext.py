@@ -1,0 +1,173 @@
+"""Perplexity of a text, as Megatron-LM and PaddleFleetX measure WikiText.
+
+The whole file is one token stream, read in windows of `seq_len` inputs that advance by `overlap`
+tokens; after the first window only the last `overlap` targets of each are scored, so that every
+token is scored once and nearly all of them with a long context.
+"""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.evaluate.score import pad, ratio_stderr, target_scores
+from lathe.model.gpt import GPT
+from lathe.progress import bar
+
+MAX_LOSS = 20.0  # the reference caps exp at e^20
+MIN_BLOCKS = 10
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenized text; `words` are those of the file as it was, split at single spaces."""
+
+    tokens: list[int]
+    words: int
+    detokenized: bool
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """Perplexity of a text with its standard error.
+
+    Neighbouring tokens are correlated, so the error of the mean loss treats blocks of `seq_len`
+    consecutive targets (at least 10 blocks) as the independent units; that of a perplexity follows
+    by the delta method. The adjusted perplexity is per word of the original text, comparable
+    between tokenizers.
+
+    Attributes:
+        loss: mean nats a token.
+        blocks: independent units behind the standard errors.
+    """
+
+    tokens: int
+    words: int
+    detokenized: bool
+    loss: float
+    loss_stderr: float
+    perplexity: float
+    perplexity_stderr: float
+    adjusted_perplexity: float
+    adjusted_perplexity_stderr: float
+    blocks: int
+
+
+def read_text(path: Path, tokenizer: Tokenizer) -> Text:
+    """Read and encode a text file; WikiText's tokenized form is detokenized first.
+
+    Raises:
+        UserError: no such file, or fewer than two words in it.
+    """
+    try:
+        original = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}", "give a UTF-8 text file") from error
+    words = len(original.strip().split(" "))
+    tokenized_form = any(mark in original for mark in (" @-@ ", " @,@ ", " @.@ "))
+    text = detokenize(original) if tokenized_form else original
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    if words < 2 or len(tokens) < 2:
+        raise UserError(f"{path}: {words} words, too short to score", "give a longer text")
+    return Text(tokens, words, tokenized_form)
+
+
+def detokenize(text: str) -> str:
+    """Undo WikiText's tokenization; Megatron-LM's `wikitext_detokenizer`, rule by rule."""
+    text = text.replace("s '", "s'")
+    text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
+    for old, new in ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")):
+        text = text.replace(old, new)
+    for mark in ":;.!?,":
+        text = text.replace(f" {mark} ", f"{mark} ")
+    text = re.sub(r"\(\s*([^\)]*?)\s*\)", r"(\1)", text)
+    text = re.sub(r"\[\s*([^\]]*?)\s*\]", r"[\1]", text)
+    text = re.sub(r"{\s*([^}]*?)\s*}", r"{\1}", text)
+    text = re.sub(r"\"\s*([^\"]*?)\s*\"", r'"\1"', text)
+    text = re.sub(r"'\s*([^']*?)\s*'", r"'\1'", text)
+    for old, new in (
+        ("= = = =", "===="),
+        ("= = =", "==="),
+        ("= =", "=="),
+        (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+        (" \n", "\n"),
+        ("\n ", "\n"),
+        (" N ", " 1 "),
+        (" 's", "'s"),
+    ):
+        text = text.replace(old, new)
+    return text
+
+
+@torch.inference_mode()
+def token_losses(
+    model: GPT, tokens: Sequence[int], seq_len: int, overlap: int, token_budget: int
+) -> NDArray[np.float64]:
+    """Negative log-likelihood of every token but the first, (len(tokens) - 1,) nats.
+
+    Args:
+        seq_len: inputs of a window.
+        overlap: tokens by which windows advance; capped at `seq_len`.
+        token_budget: tokens a batch.
+    """
+    overlap = min(overlap, seq_len)
+    device = next(model.parameters()).device
+    losses = np.empty(len(tokens) - 1)
+    starts = range(0, max(len(losses) - seq_len, 0) + overlap, overlap)
+    per_batch = max(1, token_budget // seq_len)
+    started = time.perf_counter()
+    with bar("perplexity", total=len(starts)) as progress:
+        for first in range(0, len(starts), per_batch):
+            batch = starts[first : first + per_batch]
+            windows = [tokens[start : start + seq_len + 1] for start in batch]
+            rows, columns, targets = [], [], []
+            for row, (start, window) in enumerate(zip(batch, windows, strict=True)):
+                scored = np.arange(seq_len - overlap if start else 0, len(window) - 1)
+                rows.append(np.full(len(scored), row))
+                columns.append(scored)
+                targets.append(np.asarray(window)[scored + 1])
+            scores, _ = target_scores(
+                model,
+                pad([window[:-1] for window in windows], device),
+                *(torch.from_numpy(np.concatenate(x)).to(device) for x in (rows, columns, targets)),
+            )
+            positions = np.concatenate(
+                [start + scored for start, scored in zip(batch, columns, strict=True)]
+            )
+            losses[positions] = -scores
+            done = int(positions[-1]) + 1
+            progress.advance(len(batch), f"{done / (time.perf_counter() - started):,.0f} tokens/s")
+    return losses
+
+
+def summarize_perplexity(losses: NDArray[np.float64], text: Text, block: int) -> PerplexityResult:
+    """Perplexities and standard errors of per-token losses; `block` targets are one unit."""
+    n = len(losses)
+    blocks = np.array_split(losses, min(n, max(n // block, MIN_BLOCKS)))
+    stderr = ratio_stderr(
+        np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks], dtype=float)
+    )
+    loss = float(losses.mean())
+    per_word = n / (text.words - 1)
+    perplexity = math.exp(min(MAX_LOSS, loss))
+    adjusted = math.exp(min(MAX_LOSS, loss * per_word))
+    return PerplexityResult(
+        tokens=len(text.tokens),
+        words=text.words,
+        detokenized=text.detokenized,
+        loss=loss,
+        loss_stderr=stderr,
+        perplexity=perplexity,
+        perplexity_stderr=perplexity * stderr,
+        adjusted_perplexity=adjusted,
+        adjusted_perplexity_stderr=adjusted * per_word * stderr,
+        blocks=len(blocks),
+    )

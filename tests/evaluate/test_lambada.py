@@ -1,0 +1,152 @@
+"""Against a slow one-example-at-a-time implementation on transformers' GPT-2."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from lathe.data.tokenizer import load_tokenizer
+from lathe.errors import UserError
+from lathe.evaluate.lambada import ClozeExample, read_cloze, score_cloze, summarize_cloze
+from lathe.model.gpt import GPT
+
+Logits = Callable[[list[int]], torch.Tensor]
+
+
+def slow_scores(
+    logits_of: Logits, context: list[int], label: list[int], longest: int
+) -> tuple[list[bool], float]:
+    tokens = (context + label)[:-1][-longest:]
+    predicted = torch.log_softmax(logits_of(tokens), dim=-1)[-len(label) :]
+    hits = [int(row.argmax()) == token for row, token in zip(predicted, label, strict=True)]
+    return hits, sum(float(row[token]) for row, token in zip(predicted, label, strict=True))
+
+
+@pytest.fixture(scope="module")
+def examples(reference_logits: Logits, tokenizer: Tokenizer) -> list[ClozeExample]:
+    """Ragged; a third of the labels are what the model predicts, a third miss one token of it."""
+    rng = np.random.default_rng(3)
+    made = []
+    for i in range(48):
+        context = rng.integers(1, tokenizer.get_vocab_size(), rng.integers(1, 27)).tolist()
+        label: list[int] = []
+        for _ in range(int(rng.integers(1, 5))):
+            label.append(int(reference_logits(context + label)[-1].argmax()))
+        if i % 3:
+            wrong = int(rng.integers(len(label)))
+            label[wrong] = (label[wrong] + 1) % tokenizer.get_vocab_size()
+        made.append(ClozeExample(context, label))
+    return made
+
+
+def test_every_example_equals_the_reference(
+    model: GPT, examples: list[ClozeExample], reference_logits: Logits
+) -> None:
+    scores = score_cloze(model, examples, max_length=32, token_budget=100)
+    assert [s.index for s in scores] == list(range(len(examples)))
+    for score, example in zip(scores, examples, strict=True):
+        hits, log_likelihood = slow_scores(reference_logits, example.context, example.label, 32)
+        assert score.correct == all(hits)
+        assert score.last_token_correct == hits[-1]
+        assert score.log_likelihood == pytest.approx(log_likelihood, abs=1e-4)
+        assert score.label_tokens == len(example.label)
+    assert {s.correct for s in scores} == {True, False}
+    assert any(s.last_token_correct and not s.correct for s in scores)
+
+
+def test_batching_changes_nothing(model: GPT, examples: list[ClozeExample]) -> None:
+    together = score_cloze(model, examples, max_length=32, token_budget=10_000)
+    for example, batched in zip(examples, together, strict=True):
+        (single,) = score_cloze(model, [example], max_length=32, token_budget=1)
+        assert single.correct == batched.correct
+        assert single.log_likelihood == pytest.approx(batched.log_likelihood, abs=1e-5)
+
+
+def test_long_examples_lose_their_left_end(
+    model: GPT, examples: list[ClozeExample], reference_logits: Logits
+) -> None:
+    scores = score_cloze(model, examples, max_length=9, token_budget=100)
+    for score, example in zip(scores, examples, strict=True):
+        hits, log_likelihood = slow_scores(reference_logits, example.context, example.label, 9)
+        assert score.truncated == max(0, len(example.context) + len(example.label) - 1 - 9)
+        assert score.correct == all(hits)
+        assert score.log_likelihood == pytest.approx(log_likelihood, abs=1e-4)
+    assert summarize_cloze(scores).truncated == sum(s.truncated > 0 for s in scores) > 0
+
+
+def test_a_label_longer_than_the_model_is_refused(model: GPT) -> None:
+    with pytest.raises(UserError, match=r"example 0.*10 tokens.*reads 9"):
+        score_cloze(model, [ClozeExample([1], [2] * 10)], max_length=9, token_budget=100)
+
+
+def test_summary_is_the_plain_arithmetic(model: GPT, examples: list[ClozeExample]) -> None:
+    scores = score_cloze(model, examples, max_length=32, token_budget=100)
+    result = summarize_cloze(scores)
+    correct = np.array([s.correct for s in scores], dtype=float)
+    log_likelihoods = np.array([s.log_likelihood for s in scores])
+    assert result.examples == 48
+    assert result.accuracy == pytest.approx(correct.mean())
+    assert result.accuracy_stderr == pytest.approx(correct.std(ddof=1) / 48**0.5)
+    assert result.target_perplexity == pytest.approx(np.exp(-log_likelihoods.mean()))
+    assert result.target_perplexity_stderr == pytest.approx(
+        result.target_perplexity * log_likelihoods.std(ddof=1) / 48**0.5
+    )
+
+
+def test_reading_splits_at_the_last_word(tmp_path: Path, tokenizer: Tokenizer, prose: str) -> None:
+    texts = [
+        "the light, and every night the light",  # the last occurrence is taken out
+        'he counted\n\n"the steps  again"\n',
+        prose,
+    ]
+    path = tmp_path / "cloze.jsonl"
+    path.write_text("\n".join(json.dumps({"text": t}) for t in texts) + "\n\n")
+    expected = [
+        ("the light, and every night the", " light"),
+        ('he counted\n\n"the steps', ' again"'),
+        (prose.rsplit(" ", 1)[0], " " + prose.rsplit(" ", 1)[1]),
+    ]
+    examples = read_cloze(path, tokenizer)
+    assert len(examples) == 3
+    for example, (context, label) in zip(examples, expected, strict=True):
+        assert example.context == tokenizer.encode(context).ids
+        assert example.label == tokenizer.encode(label).ids
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"text": "two words"', "cloze.jsonl:2: broken line"),
+        ('{"passage": "two words"}', "cloze.jsonl:2: broken line"),
+        ('{"text": 7}', "cloze.jsonl:2: broken line"),
+        ("[1, 2]", "cloze.jsonl:2: broken line"),
+        ('{"text": " alone "}', "cloze.jsonl:2: text ' alone ' has 1 words"),
+    ],
+)
+def test_broken_lines_are_named(
+    tmp_path: Path, tokenizer: Tokenizer, line: str, complaint: str
+) -> None:
+    path = tmp_path / "cloze.jsonl"
+    path.write_text('{"text": "a fine line"}\n' + line + "\n")
+    with pytest.raises(UserError, match=complaint):
+        read_cloze(path, tokenizer)
+
+
+def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        read_cloze(tmp_path / "absent.jsonl", tokenizer)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="no examples"):
+        read_cloze(tmp_path / "empty.jsonl", tokenizer)
+
+
+@pytest.mark.shared
+def test_lambada_label_lengths_are_the_published_ones(shared: Path) -> None:
+    examples = read_cloze(shared / "lambada_test.jsonl", load_tokenizer(shared / "gpt2"))
+    lengths = [len(e.label) for e in examples]
+    assert [lengths.count(n) for n in range(1, 6)] == [4013, 913, 208, 16, 3]
+    assert max(len(e.context) + len(e.label) for e in examples) == 224

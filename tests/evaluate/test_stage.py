@@ -1,0 +1,141 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.evaluate.stage import EvalResult, evaluate
+from lathe.model import fake_quant
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.model.gpt import GPT
+from lathe.settings import OfflineEvalSettings, Recipe
+
+
+@pytest.fixture
+def data(tmp_path: Path, tokenizer: Tokenizer, prose: str) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    words = prose.split()
+    lines = [json.dumps({"text": " ".join(words[i : i + 9])}) for i in range(0, 110, 5)]
+    (folder / "cloze.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "heldout.txt").write_text(prose)
+    return folder
+
+
+def metrics_of(result: EvalResult) -> dict:
+    return json.loads((result.folder / "metrics.json").read_text())
+
+
+def test_data_folder_is_measured_and_recorded(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    result = evaluate(recipe, model_folder, tmp_path / "out", data)
+    metrics = metrics_of(result)
+    lines = (tmp_path / "out/examples.jsonl").read_text().splitlines()
+    examples = [json.loads(line) for line in lines]
+    assert result.n_examples == len(examples) == 22
+    hits = sum(e["correct"] for e in examples)
+    assert result.cloze_accuracy == metrics["cloze"]["accuracy"] == pytest.approx(hits / 22)
+    assert result.perplexity == metrics["text"]["perplexity"]
+    assert metrics["model"]["n_params"] == load_checkpoint(model_folder).model.config.n_params()
+    assert metrics["model"]["bytes"] == (model_folder / "model.safetensors").stat().st_size
+    assert metrics["protocol"] == {"max_seq_len": 32, "overlapping_eval": 8}
+    assert metrics["sources"] == {"cloze": "cloze.jsonl", "text": "heldout.txt"}
+    assert all(len(digest) == 64 for digest in metrics["digests"].values())
+
+
+def test_running_again_gives_the_same_figures(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    first = metrics_of(evaluate(recipe, model_folder, tmp_path / "out", data))
+    second = metrics_of(evaluate(recipe, model_folder, tmp_path / "out", data))
+    assert first | {"seconds": 0} == second | {"seconds": 0}
+
+
+def test_files_given_win_over_the_recipe_and_the_recipe_over_the_data(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    mine, named = tmp_path / "mine.jsonl", tmp_path / "named.jsonl"
+    mine.write_text('{"text": "he counted the steps"}\n' * 3)
+    named.write_text('{"text": "he counted the steps"}\n' * 2)
+    settings = OfflineEvalSettings(eval_path=str(named), overlapping_eval=8)
+    by_recipe = recipe.model_copy(update={"Offline_Eval": settings})
+    assert evaluate(by_recipe, model_folder, tmp_path / "a", data).n_examples == 2
+    assert evaluate(by_recipe, model_folder, tmp_path / "b", data, cloze=mine).n_examples == 3
+    alone = evaluate(recipe, model_folder, tmp_path / "c", text=data / "heldout.txt")
+    assert alone.cloze_accuracy is None
+    assert alone.perplexity is not None
+
+
+def test_one_example_has_no_standard_error(
+    recipe: Recipe, model_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"text": "he counted the steps"}\n')
+    result = evaluate(recipe, model_folder, tmp_path / "out", cloze=path)
+    assert result.cloze_stderr is None
+
+
+def test_pruned_and_quantized_checkpoints_are_measured(
+    recipe: Recipe, tokenizer: Tokenizer, data: Path, tmp_path: Path
+) -> None:
+    vocab_size = tokenizer.get_vocab_size()
+    config = GPTConfig(vocab_size, 32, n_embd=24, head_dim=8, n_head=(2, 1), n_inner=(40, 56))
+    pruned = GPT(config)
+    pruned.initialize(std=0.4, seed=5)
+    save_checkpoint(tmp_path / "pruned", pruned, tokenizer, "prune", recipe)
+    plan = QuantizationPlan(
+        activation_scales=dict.fromkeys([*fake_quant.linear_names(pruned), "lm_head"], 0.05),
+        quantize_embedding=True,
+    )
+    quantized = GPT(config.with_quantization(plan))
+    quantized.load_state_dict(pruned.state_dict())
+    save_checkpoint(tmp_path / "int8", quantized, tokenizer, "quantize", recipe)
+
+    float_result = evaluate(recipe, tmp_path / "pruned", tmp_path / "a", data)
+    int8_result = evaluate(recipe, tmp_path / "int8", tmp_path / "b", data)
+    assert metrics_of(int8_result)["model"]["quantized"]
+    assert int8_result.perplexity != float_result.perplexity
+    assert int8_result.perplexity == pytest.approx(float_result.perplexity, rel=0.2)
+
+
+def test_another_vocabulary_is_refused_and_nothing_written(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    byte_tokenizer.save(str(data / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"another vocabulary \(257 ids\)"):
+        evaluate(recipe, model_folder, tmp_path / "out", data)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_line_writes_nothing(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "he counted the steps"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"broken.jsonl:2"):
+        evaluate(recipe, model_folder, tmp_path / "out", cloze=broken)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.jsonl"]
+
+
+def test_nothing_to_measure_is_refused(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    (data / "cloze.jsonl").write_text("")
+    (data / "heldout.txt").unlink()
+    with pytest.raises(UserError, match="nothing to evaluate on"):
+        evaluate(recipe, model_folder, tmp_path / "out", data)
+
+
+def test_a_diverged_model_is_refused(
+    recipe: Recipe, tokenizer: Tokenizer, data: Path, tmp_path: Path
+) -> None:
+    model = GPT(GPTConfig(tokenizer.get_vocab_size(), 32, 24, 8, n_head=(3,), n_inner=(8,)))
+    model.initialize(std=1.0, seed=0)
+    with torch.no_grad():
+        model.ln_f.weight.fill_(3e38)  # finite, and overflows in the forward pass
+    save_checkpoint(tmp_path / "model", model, tokenizer, "pretrain", recipe)
+    with pytest.raises(UserError, match="its loss is"):
+        evaluate(recipe, tmp_path / "model", tmp_path / "out", data)

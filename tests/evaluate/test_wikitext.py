@@ -1,0 +1,126 @@
+"""Against a slow implementation: the seeds' windows and loss masks, on transformers' GPT-2."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from lathe.data.tokenizer import load_tokenizer
+from lathe.errors import UserError
+from lathe.evaluate.wikitext import Text, detokenize, read_text, summarize_perplexity, token_losses
+from lathe.model.gpt import GPT
+
+Logits = Callable[[list[int]], torch.Tensor]
+
+
+def slow_nll(logits_of: Logits, tokens: list[int], seq_len: int, overlap: int) -> float:
+    """Sum over windows of masked losses, as PaddleFleetX's LM_Eval_Dataset masks them."""
+    total, start = 0.0, 0
+    while start == 0 or start + seq_len - overlap < len(tokens) - 1:
+        window = tokens[start : start + seq_len + 1]
+        mask = [1.0] * (len(window) - 1)
+        if start:
+            keep_from = seq_len - overlap
+            mask = [float(i >= keep_from) for i in range(len(mask))]
+        scores = torch.log_softmax(logits_of(window[:-1]), dim=-1)
+        total -= sum(m * float(scores[i, window[i + 1]]) for i, m in enumerate(mask))
+        start += overlap
+    return total
+
+
+@pytest.mark.parametrize("overlap", [1, 5, 16, 24])
+@pytest.mark.parametrize("length", [3, 24, 25, 26, 100, 121])
+def test_losses_equal_the_reference(
+    model: GPT, reference_logits: Logits, overlap: int, length: int
+) -> None:
+    tokens = np.random.default_rng(length).integers(0, 290, length).tolist()
+    losses = token_losses(model, tokens, seq_len=24, overlap=overlap, token_budget=24 * 5)
+    assert losses.shape == (length - 1,)
+    expected = slow_nll(reference_logits, tokens, 24, overlap)
+    assert losses.sum() == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_overlap_is_plain_chunks(model: GPT, reference_logits: Logits) -> None:
+    tokens = np.random.default_rng(0).integers(0, 290, 73).tolist()
+    losses = token_losses(model, tokens, seq_len=24, overlap=24, token_budget=48)
+    expected = []
+    for start in range(0, 72, 24):
+        scores = torch.log_softmax(reference_logits(tokens[start : start + 24]), dim=-1)
+        expected += [-float(scores[i, tokens[start + i + 1]]) for i in range(24)]
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+
+def test_summary_is_the_formula_of_the_reference() -> None:
+    losses = np.linspace(1.0, 5.0, 400)
+    text = Text(tokens=[0] * 401, words=301, detokenized=False)
+    result = summarize_perplexity(losses, text, block=20)
+    assert result.perplexity == pytest.approx(math.exp(losses.sum() / 400))
+    assert result.adjusted_perplexity == pytest.approx(math.exp(3.0 * 400 / 300))
+    assert result.blocks == 20
+    means = losses.reshape(20, 20).mean(1)
+    assert result.loss_stderr == pytest.approx(means.std(ddof=1) / math.sqrt(20))
+    assert result.perplexity_stderr == pytest.approx(result.perplexity * result.loss_stderr)
+
+
+def test_perplexity_is_capped_as_the_reference_caps_it() -> None:
+    text = Text(tokens=[0] * 101, words=101, detokenized=False)
+    assert summarize_perplexity(np.full(100, 30.0), text, 10).perplexity == math.exp(20)
+
+
+def test_detokenizer_undoes_wikitexts_marks() -> None:
+    tokenized = (
+        ' = Lobster = \n \n It grew to 1 @,@ 200 cm ( 24 in ) , a " bony @-@ crab " 4 @.@ 5 .\n'
+    )
+    assert detokenize(tokenized) == (
+        '= Lobster =\n\nIt grew to 1,200 cm (24 in), a "bony-crab" 4.5 .\n'.replace(
+            "= L", " = L", 1
+        )
+    )
+
+
+def test_only_the_tokenized_form_is_detokenized(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "held out"
+    path.write_text("He said : it is , I think , fine .")
+    assert not read_text(path, tokenizer).detokenized
+    path.write_text("It is 1 @,@ 200 miles , I think")
+    text = read_text(path, tokenizer)
+    assert text.detokenized
+    assert text.words == 9
+    assert text.tokens == tokenizer.encode("It is 1,200 miles, I think").ids
+
+
+@pytest.mark.parametrize("content", ["", "word"])
+def test_a_text_too_short_is_refused(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+    path = tmp_path / "text"
+    path.write_text(content)
+    with pytest.raises(UserError, match="too short"):
+        read_text(path, tokenizer)
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        read_text(tmp_path / "absent", tokenizer)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(UserError, match="binary"):
+        read_text(tmp_path / "binary", tokenizer)
+
+
+def test_a_prefix_is_scored_the_same_whatever_follows(
+    model: GPT, tokenizer: Tokenizer, prose: str
+) -> None:
+    tokens = tokenizer.encode(prose).ids
+    longer = token_losses(model, tokens, 24, 8, 240)
+    shorter = token_losses(model, tokens[:60], 24, 8, 240)
+    np.testing.assert_allclose(longer[:59], shorter, atol=1e-5)
+
+
+@pytest.mark.shared
+def test_wikitext_103_counts_are_the_published_ones(shared: Path) -> None:
+    text = read_text(shared / "wikitext/wiki103.valid.tokens", load_tokenizer(shared / "gpt2"))
+    assert text.words == 217_642
+    assert len(text.tokens) == 236_892
+    assert (len(text.tokens) - 1) / (text.words - 1) == 1.0884484081583892
