@@ -1,0 +1,157 @@
+"""Talks to a running server over gRPC: text in, text out, whole or as it comes.
+
+    from lathe.serve import client
+    print(client.generate("Once upon a time", max_tokens=40))
+    for text in client.stream("Once upon a time", decode_strategy="greedy_search"):
+        print(text, end="", flush=True)
+
+Parameters are those of `lathe.serve.params`; what is left out, or None, is the server's default.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import (  # type: ignore[import-untyped]
+    InferResult,
+    service_pb2,
+    service_pb2_grpc,
+)
+
+from lathe.errors import UserError
+from lathe.serve import state as serve_state
+from lathe.serve.piece import Piece
+
+Parameter = int | float | str | bool | None
+PARAMETER_FIELD = {
+    bool: "bool_param",
+    int: "int64_param",
+    float: "double_param",
+    str: "string_param",
+}
+
+
+class Client:
+    """One model of one server. Any number of threads may share it.
+
+    tritonclient's messages and stub are used without its `InferenceServerClient`, which allows one
+    stream at a time; here every call is a stream of its own on one connection.
+
+    Args:
+        url: gRPC address, `host:port`.
+        model_name: the model's folder in the server's repository.
+        timeout_seconds: of a whole generation; None waits for ever.
+    """
+
+    def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
+        self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
+        self._channel = grpc.insecure_channel(url)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and with it every stream that still runs."""
+        self._channel.close()
+
+    def generate(self, prompt: str, **parameters: Parameter) -> Piece:
+        """The whole continuation at once.
+
+        Raises:
+            UserError: the server cannot be reached, is busy, or refuses the request.
+        """
+        (piece,) = self._pieces(prompt, parameters)
+        return piece
+
+    def stream(self, prompt: str, **parameters: Parameter) -> Iterator[Piece]:
+        """Pieces of the continuation as they are made; closing the iterator cancels the rest.
+
+        Raises:
+            UserError: as `generate`, at the first piece.
+        """
+        return self._pieces(prompt, {**parameters, "stream": True})
+
+    def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Iterator[Piece]:
+        call = self._stub.ModelStreamInfer(
+            iter([_request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
+        )
+        try:
+            for response in call:
+                if response.error_message:
+                    raise _refusal(response.error_message)
+                yield _piece(InferResult(response.infer_response))
+        except grpc.RpcError as error:
+            raise self._lost(error) from None
+        finally:
+            call.cancel()
+
+    def _lost(self, error: Any) -> Exception:
+        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return UserError(
+                f"no answer within {self.timeout_seconds:g} s from {self.url}",
+                "ask for fewer tokens, or wait longer",
+            )
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            return UserError(f"no server answers on {self.url}", "start one with `make serve`")
+        return RuntimeError(f"{self.url}: {error.code().name}: {error.details()}")
+
+
+def connect(folder: Path | None = None) -> Client:
+    """A client of the server that `lathe deploy` or `make serve` left running.
+
+    Args:
+        folder: state folder; default `state.default_folder()`.
+
+    Raises:
+        UserError: none is running.
+    """
+    found = serve_state.find(folder)
+    if found is None:
+        raise UserError(
+            f"no server is running: nothing alive in {folder or serve_state.default_folder()}",
+            f"start one with `make serve`, or name its folder in {serve_state.STATE_VARIABLE}",
+        )
+    return Client(found.grpc, found.model_name)
+
+
+def generate(prompt: str, **parameters: Parameter) -> str:
+    """Continue `prompt` on the running server; see `Client.generate`."""
+    with connect() as client:
+        return client.generate(prompt, **parameters).text
+
+
+def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
+    """Continue `prompt` on the running server, text as it comes; see `Client.stream`."""
+    with connect() as client:
+        for piece in client.stream(prompt, **parameters):
+            yield piece.text
+
+
+def _request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
+    text = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    request = service_pb2.ModelInferRequest(
+        model_name=model_name,
+        inputs=[text | {"contents": {"bytes_contents": [prompt.encode()]}}],
+    )
+    for name, value in parameters.items():
+        if value is None:
+            continue
+        setattr(request.parameters[name], PARAMETER_FIELD[type(value)], value)
+    return request
+
+
+def _piece(result: Any) -> Piece:
+    (text,) = result.as_numpy("text_output")
+    (reason,) = result.as_numpy("finish_reason")
+    return Piece(text.decode(), result.as_numpy("tokens").tolist(), reason.decode())
+
+
+def _refusal(message: str) -> Exception:
+    """The server's own words, which carry their cure where the request is at fault."""
+    what, _, cure = message.partition("\n  cure: ")
+    return UserError(what, cure) if cure else RuntimeError(message)

@@ -1,0 +1,93 @@
+"""Finds the environment that holds tritonserver, and lays out what the binary needs to start."""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from lathe.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
+PYTHON_VARIABLE = "LATHE_SERVE_PYTHON"
+
+_DESCRIBE = """
+import importlib.util, json, sys, sysconfig
+spec = importlib.util.find_spec("pytriton")
+print(json.dumps({
+    "pytriton": spec and spec.submodule_search_locations[0],
+    "site_packages": sysconfig.get_path("platlib"),
+    "libraries": sysconfig.get_config_var("LIBDIR"),
+    "version": f"{sys.version_info.major}.{sys.version_info.minor}",
+}))
+"""
+
+
+@dataclass(frozen=True)
+class ServeEnvironment:
+    """A Python environment with nvidia-pytriton, which carries the tritonserver binary."""
+
+    python: Path
+    tritonserver: Path  # the folder with bin/, backends/ and python_backend_stubs/
+    site_packages: Path
+    libraries: Path  # where libpython lies, if it is shared
+    version: str  # of Python, as the stubs' folders are named
+
+    @property
+    def binary(self) -> Path:
+        return self.tritonserver / "bin" / "tritonserver"
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the server: its Python stub embeds an interpreter, which must
+        find this environment's packages first, and lathe."""
+        bundled = self.site_packages / "nvidia_pytriton.libs"
+        libraries = [str(self.libraries), str(bundled), os.environ.get("LD_LIBRARY_PATH", "")]
+        return {
+            **{k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")},
+            "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+            "PYTHONPATH": os.pathsep.join([str(self.site_packages), str(ROOT)]),
+        }
+
+    def link_backends(self, folder: Path) -> Path:
+        """Make `folder` a backend directory: the wheel keeps a stub for every Python version
+        apart, and Triton wants the right one beside the backend's library."""
+        backend = folder / "python"
+        backend.mkdir(parents=True, exist_ok=True)
+        source = self.tritonserver / "backends" / "python"
+        stub = (
+            self.tritonserver / "python_backend_stubs" / self.version / "triton_python_backend_stub"
+        )
+        for path in [*(p for p in source.iterdir() if p.is_file()), stub]:
+            link = backend / path.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+        return folder
+
+
+def find_environment() -> ServeEnvironment:
+    """The environment of `LATHE_SERVE_PYTHON`, or of `.venv-serve` beside the package.
+
+    Raises:
+        UserError: it is absent or has no tritonserver for its Python version.
+    """
+    python = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / ".venv-serve" / "bin" / "python")
+    cure = f"run `make env-serve`, or name its interpreter in {PYTHON_VARIABLE}"
+    if not python.is_file():
+        raise UserError(f"{python}: no such interpreter: Triton has its own environment", cure)
+    run = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", cure)
+    found = json.loads(run.stdout)
+    if not found["pytriton"]:
+        raise UserError(f"{python}: nvidia-pytriton is not installed", cure)
+    tritonserver = Path(found["pytriton"]) / "tritonserver"
+    if not (tritonserver / "python_backend_stubs" / found["version"]).is_dir():
+        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", cure)
+    return ServeEnvironment(
+        python,
+        tritonserver,
+        Path(found["site_packages"]),
+        Path(found["libraries"]),
+        found["version"],
+    )

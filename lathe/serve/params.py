@@ -1,0 +1,91 @@
+"""What a request may ask for: names, ranges and defaults of the generation parameters.
+
+The names are the usual ones of language model servers; PaddleFleetX's `min_dec_len` and
+`max_dec_len` mean the same as `min_tokens` and `max_tokens` and are taken too.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from lathe.errors import UserError
+
+ALIASES = {"max_dec_len": "max_tokens", "min_dec_len": "min_tokens"}
+STRATEGIES = ("sampling", "greedy_search")
+MAX_INT = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Params:
+    """One request's generation parameters. `max_tokens` None: the server's default, as far as
+    the context has room for it; a number that has no room is refused instead."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 1
+    decode_strategy: Literal["sampling", "greedy_search"] = "sampling"
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 0.75
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Field:
+    """Type and range of one parameter."""
+
+    kind: type
+    allowed: Callable[[Any], bool]
+    limit: str
+
+
+FIELDS = {
+    "max_tokens": Field(int, lambda v: 1 <= v <= MAX_INT, "at least 1"),
+    "min_tokens": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
+    "decode_strategy": Field(str, lambda v: v in STRATEGIES, " or ".join(STRATEGIES)),
+    "temperature": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    "top_k": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0 (0: no limit)"),
+    "top_p": Field(float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "repetition_penalty": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    "seed": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
+    "stream": Field(bool, lambda v: True, "true or false"),
+}
+
+
+def parse(given: Mapping[str, Any], defaults: Params) -> Params:
+    """Check a request's parameters and fill the rest from `defaults`.
+
+    Raises:
+        UserError: an unknown name, a wrong type or a value out of range; names value and limit.
+    """
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        field_name = ALIASES.get(name, name)
+        if field_name not in FIELDS:
+            near = get_close_matches(name, [*FIELDS, *ALIASES], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
+            raise UserError(f"unknown parameter {name}", hint)
+        if field_name in values:
+            raise UserError(f"{field_name} is given twice, once as {name}", "give one of them")
+        values[field_name] = _checked(name, value, FIELDS[field_name])
+    params = replace(defaults, **values)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise UserError(
+            f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}",
+            f"lower min_tokens to {params.max_tokens} or less",
+        )
+    return params
+
+
+def _checked(name: str, value: Any, field: Field) -> Any:
+    if field.kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not field.kind:
+        raise UserError(f"{name} {value!r} is not of type {field.kind.__name__}", field.limit)
+    if not field.allowed(value):
+        shown = f"{value:g}" if field.kind is float else f"{value}"
+        raise UserError(f"{name} {shown} is out of range", f"give {name} {field.limit}")
+    return value

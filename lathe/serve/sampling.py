@@ -1,0 +1,69 @@
+"""The next token from one row of logits, in numpy.
+
+The definitions are those of transformers' logits processors, in their order: repetition penalty,
+minimum length, then for sampling temperature, top-k, top-p (on what is left), and one draw.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.serve.params import Params
+
+Logits = NDArray[np.float32]
+
+
+def next_token(
+    logits: Logits,
+    seen: NDArray[np.bool_],
+    n_generated: int,
+    params: Params,
+    eos_id: int,
+    rng: np.random.Generator,
+) -> int:
+    """Choose the next id.
+
+    Args:
+        logits: (vocab,) float32 of the last position; left as they are.
+        seen: (vocab,) true for every id of the prompt and of what was generated so far.
+        n_generated: ids generated so far; below `params.min_tokens` EOS cannot be chosen.
+    """
+    if params.repetition_penalty != 1.0:
+        logits = penalize(logits, seen, params.repetition_penalty)
+    if n_generated < params.min_tokens:
+        logits = logits.copy()
+        logits[eos_id] = -np.inf
+    if params.decode_strategy == "greedy_search":
+        return int(logits.argmax())
+    ids, probabilities = distribution(logits, params.temperature, params.top_k, params.top_p)
+    return int(rng.choice(ids, p=probabilities))
+
+
+def penalize(logits: Logits, seen: NDArray[np.bool_], penalty: float) -> Logits:
+    """Divide positive logits of seen ids by `penalty`, multiply negative ones (Keskar et al.,
+    CTRL, 2019)."""
+    factor = np.float32(penalty)
+    return np.where(seen, np.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def distribution(
+    logits: Logits, temperature: float, top_k: int, top_p: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The ids that survive top-k (0: all) and top-p, and their probabilities, which sum to one.
+
+    Ties at the k-th place all survive. Top-p keeps the smallest set of most probable ids whose
+    probability reaches `top_p`, at least one (Holtzman et al., 2020).
+    """
+    scores = logits.astype(np.float64) / temperature
+    ids = np.arange(scores.size)
+    if 0 < top_k < scores.size:
+        kth = np.partition(scores, -top_k)[-top_k]
+        ids = np.flatnonzero(scores >= kth)
+    scores = scores[ids]
+    weights = np.exp(scores - scores.max())
+    probabilities = weights / weights.sum()
+    if top_p < 1.0:
+        order = np.argsort(-probabilities, kind="stable")
+        before = np.cumsum(probabilities[order]) - probabilities[order]
+        keep = order[before < top_p]
+        ids, probabilities = ids[keep], probabilities[keep] / probabilities[keep].sum()
+    return ids, probabilities

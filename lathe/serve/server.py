@@ -1,0 +1,191 @@
+"""Starts a real tritonserver on loopback and waits until its model answers."""
+
+import logging
+import socket
+import subprocess
+import time
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.request import urlopen
+
+from lathe.errors import UserError
+from lathe.progress import bar
+from lathe.serve import state as serve_state
+from lathe.serve.environment import ServeEnvironment, find_environment
+from lathe.serve.state import HOST, LOG_FILE, ServerState
+from lathe.settings import ServingSettings
+
+log = logging.getLogger("lathe")
+
+LOG_LINES = 20
+POLL_SECONDS = 0.05
+DRAIN_SECONDS = 3  # what Triton waits for requests in flight when it is told to stop
+
+
+class TritonServer:
+    """A server that this process started; as a context manager, it ends with the block.
+
+    It also ends if this process dies, until `detach` lets it live on.
+    """
+
+    def __init__(
+        self, folder: Path, state: ServerState, guard: subprocess.Popen[bytes], owner: socket.socket
+    ) -> None:
+        self.folder, self.state = folder, state
+        self._guard, self._owner = guard, owner
+
+    def __enter__(self) -> "TritonServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def detach(self) -> ServerState:
+        """Let the server outlive this process; `state.stop` ends it."""
+        self._owner.sendall(b"1")
+        return self.state
+
+    def stop(self) -> None:
+        serve_state.stop(self.folder)
+        self._owner.close()
+        self._guard.wait()
+
+
+def start(
+    repository: Path,
+    serving: ServingSettings,
+    folder: Path | None = None,
+    timeout_seconds: float = 120.0,
+) -> TritonServer:
+    """Start a server on a model repository and wait until the model is ready.
+
+    Args:
+        repository: written by `write_repository`.
+        serving: model name and ports; port 0 takes any free one.
+        folder: state folder; default `state.default_folder()`.
+
+    Raises:
+        UserError: a port is in use, a server of this state folder runs already, or there is no
+            environment with Triton.
+        RuntimeError: the server ended, or was not ready in time; with the log's last lines.
+    """
+    folder = (folder or serve_state.default_folder()).absolute()
+    environment = find_environment()
+    if running := serve_state.find(folder):
+        raise UserError(f"a server of {folder} runs already, on {running.http}", "run `make stop`")
+    ports = free_ports(serving)
+    folder.mkdir(parents=True, exist_ok=True)
+    shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
+    command = _command(environment, repository.absolute(), folder, ports, shared_memory)
+    guard, owner = _spawn(environment, command, folder / LOG_FILE)
+    try:
+        pid = int(owner.makefile().readline() or 0)
+        state = ServerState(
+            pid, guard.pid, serving.model_name, str(repository.absolute()), *ports, shared_memory
+        )
+        _wait_ready(state, guard, folder / LOG_FILE, timeout_seconds)
+        state.write(folder)
+    except BaseException:
+        owner.close()  # the guard ends the server
+        guard.wait()
+        raise
+    log.info("tritonserver is ready: http %s, grpc %s", state.http, state.grpc)
+    return TritonServer(folder, state, guard, owner)
+
+
+def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
+    """Check that the three ports can be bound, and choose free ones for zeros.
+
+    Raises:
+        UserError: one is in use; names it.
+    """
+    bound = []
+    with ExitStack() as held:
+        for key in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(serving, key)
+            probe = held.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+                probe.listen()
+            except OSError as error:
+                raise UserError(
+                    f"Serving.{key} {port} cannot be used on {HOST}: {error.strerror}",
+                    f"stop what listens there (`make stop`), or pass -o Serving.{key}=0 "
+                    "for any free port",
+                ) from None
+            bound.append(probe.getsockname()[1])
+    http, grpc, metrics = bound
+    return http, grpc, metrics
+
+
+def _command(
+    environment: ServeEnvironment,
+    repository: Path,
+    folder: Path,
+    ports: tuple[int, int, int],
+    shared_memory: str,
+) -> list[str]:
+    http_port, grpc_port, metrics_port = ports
+    return [
+        str(environment.binary),
+        f"--model-repository={repository}",
+        f"--backend-directory={environment.link_backends(folder / 'backends')}",
+        f"--backend-config=python,shm-region-prefix-name={shared_memory}",
+        "--disable-auto-complete-config",
+        f"--http-address={HOST}",
+        f"--http-port={http_port}",
+        f"--grpc-address={HOST}",
+        f"--grpc-port={grpc_port}",
+        f"--metrics-address={HOST}",
+        f"--metrics-port={metrics_port}",
+        f"--exit-timeout-secs={DRAIN_SECONDS}",
+    ]
+
+
+def _spawn(
+    environment: ServeEnvironment, command: list[str], log_path: Path
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    owner, other = socket.socketpair()
+    with log_path.open("wb") as log_file, other:
+        guard = subprocess.Popen(
+            [environment.python, "-m", "lathe.serve.guard", str(other.fileno()), *command],
+            env=environment.variables(),
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in this terminal is not for the server
+        )
+    return guard, owner
+
+
+def _wait_ready(
+    state: ServerState, guard: subprocess.Popen[bytes], log_path: Path, timeout_seconds: float
+) -> None:
+    started = time.monotonic()
+    with bar("wait for tritonserver (seconds)") as waited:
+        while not _is_ready(state):
+            seconds = time.monotonic() - started
+            if guard.poll() is not None:
+                raise RuntimeError(f"tritonserver ended before it was ready\n{_tail(log_path)}")
+            if seconds > timeout_seconds:
+                raise RuntimeError(
+                    f"tritonserver was not ready in {timeout_seconds:g} s\n{_tail(log_path)}"
+                )
+            waited.advance(int(seconds) - waited.done)
+            time.sleep(POLL_SECONDS)
+
+
+def _is_ready(state: ServerState) -> bool:
+    try:
+        with urlopen(f"http://{state.http}/v2/models/{state.model_name}/ready", timeout=1) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def _tail(log_path: Path) -> str:
+    lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([*lines, f"the whole log: {log_path}"])

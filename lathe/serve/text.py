@@ -1,0 +1,54 @@
+"""Text from byte-level BPE tokens as they come, never half a character."""
+
+import codecs
+
+from tokenizers import AddedToken, Tokenizer
+
+from lathe.errors import UserError
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
+
+
+BYTE_OF_LETTER = _byte_of_letter()
+
+
+class TokenBytes:
+    """The bytes that every id stands for; none for special tokens and ids beyond the tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
+        for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                self._bytes[i] = b"" if added[i].special else token.encode()
+            elif BYTE_OF_LETTER.keys() >= set(token):
+                self._bytes[i] = bytes(BYTE_OF_LETTER[letter] for letter in token)
+            else:
+                raise UserError(
+                    f"tokenizer.json: token {token!r} is not byte-level BPE",
+                    "serve a model with GPT-2's kind of tokenizer",
+                )
+        self.longest = max(map(len, self._bytes.values()))
+
+    def __getitem__(self, token: int) -> bytes:
+        return self._bytes.get(token, b"")
+
+
+class TextStream:
+    """Feeds ids in, gets text out: a character appears with the last of its bytes.
+
+    Bytes that can never become UTF-8 turn to U+FFFD, as in `Tokenizer.decode`; a character that is
+    unfinished when generation ends is left out.
+    """
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(self._token_bytes[token])
