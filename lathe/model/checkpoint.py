@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import lathe
-from lathe.data.tokenizer import load_tokenizer
+from lathe.data.tokenizer import eos_id, load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.config import GPTConfig, read_config
@@ -47,9 +47,8 @@ class Checkpoint:
         return checkpoint_digest(self.folder)
 
     @property
-    def eos_id(self) -> int | None:
-        token: int | None = self.tokenizer.token_to_id("<|endoftext|>")
-        return token
+    def eos_id(self) -> int:
+        return eos_id(self.tokenizer)
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -73,9 +72,9 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     if config.quantization is not None:
         fake_quant.insert(model, config.quantization)
     tokenizer = load_tokenizer(folder)
-    if tokenizer.get_vocab_size() > config.vocab_size:
+    if vocab_size(tokenizer) > config.vocab_size:
         raise UserError(
-            f"{folder}: the tokenizer has {tokenizer.get_vocab_size()} ids, "
+            f"{folder}: the tokenizer has {vocab_size(tokenizer)} ids, "
             f"the model {config.vocab_size}",
             "put the tokenizer that the model was trained with into the folder",
         )

@@ -5,7 +5,8 @@ Activations: one static quantum a tensor, tracked as the moving average of the a
 Weights: symmetric, one scale an output channel (or a tensor), taken from the weight itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ class _FakeQuantize(torch.autograd.Function):
         return grads[0] * inside, None, None, None
 
 
+def _fake_quantize(x: Tensor, scale: Tensor, low: int) -> Tensor:
+    y: Tensor = _FakeQuantize.apply(x, scale, low, LEVELS)  # type: ignore[no-untyped-call]
+    return y
+
+
 def weight_scale(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
     """Scale(s) of a weight (out, in): absolute maximum / 127, shape (out, 1) or (1, 1)."""
     dims = (1,) if kind == "channel_wise_abs_max" else (0, 1)
@@ -42,8 +48,7 @@ def weight_scale(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
 
 
 def fake_quantize_weight(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
-    scale = weight_scale(weight, kind)
-    return _FakeQuantize.apply(weight, scale, -LEVELS, LEVELS)  # type: ignore[no-any-return]
+    return _fake_quantize(weight, weight_scale(weight, kind), -LEVELS)
 
 
 def fake_quantize_rows(weight: Tensor) -> Tensor:
@@ -70,10 +75,16 @@ class Observer(nn.Module):
         self.calibrating = False
 
     @property
+    def bound(self) -> Tensor:
+        """Largest magnitude that is not clipped."""
+        if self.alpha is None:
+            return self.absmax
+        return torch.minimum(self.absmax, self.alpha.detach())
+
+    @property
     def scale(self) -> float:
         """The quantum that the exported graph uses."""
-        bound = self.absmax if self.alpha is None else torch.minimum(self.absmax, self.alpha)
-        return float(bound) / LEVELS
+        return float(self.bound) / LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
         if self.alpha is not None:
@@ -82,8 +93,7 @@ class Observer(nn.Module):
             self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax().to(self.seen.dtype)))
         if self.calibrating:
             return x
-        scale = (self.absmax / LEVELS).to(x.dtype)
-        return _FakeQuantize.apply(x, scale, -LEVELS - 1, LEVELS)  # type: ignore[no-any-return]
+        return _fake_quantize(x, (self.bound / LEVELS).to(x.dtype), -LEVELS - 1)
 
 
 class FakeQuantLinear(nn.Linear):
@@ -113,13 +123,56 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
         observer = Observer(scale, pact)
         if name == HEAD:
             model.head_input = observer
-            continue
-        parent_name, _, attribute = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        linear = getattr(parent, attribute)
-        setattr(parent, attribute, FakeQuantLinear(linear, observer, plan.weight_quantize_type))
+        else:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            replace_module(
+                model, name, FakeQuantLinear(linear, observer, plan.weight_quantize_type)
+            )
     if plan.quantize_embedding:
         model.embedding_weight = fake_quantize_rows
+
+
+@contextmanager
+def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
+    """`insert` for the time of a `with` block; the model is as before afterwards."""
+    linears = {n: model.get_submodule(n) for n in plan.activation_scales if n != HEAD}
+    before = model.head_input, model.embedding_weight
+    insert(model, plan)
+    try:
+        yield
+    finally:
+        for name, linear in linears.items():
+            replace_module(model, name, linear)
+        model.head_input, model.embedding_weight = before
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
+    """Set every observer's range to the largest magnitude seen over `batches`, with
+    weights quantized and activations not.
+
+    Args:
+        batches: tokens (B, T) each.
+
+    Returns:
+        Module path -> quantum.
+    """
+    found = dict(observers(model))
+    model.eval()
+    for observer in found.values():
+        observer.calibrating = True
+    with torch.no_grad():
+        for tokens in batches:
+            model(tokens)
+    fold_observers(model, 0.0)
+    for observer in found.values():
+        observer.calibrating = False
+    return {name: observer.scale for name, observer in found.items()}
 
 
 def observers(model: GPT) -> Iterator[tuple[str, Observer]]:

@@ -51,7 +51,9 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.recompute_core = False
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
         B, T, _ = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
@@ -61,7 +63,8 @@ class Attention(nn.Module):
             y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
         else:
             y = self._core(q, k, v, mask)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # type: ignore[no-any-return]
+        out: Tensor = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return out
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -91,7 +94,9 @@ class Block(nn.Module):
         self.drop = nn.Dropout(hidden_dropout)
         self.recompute_attn = False
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
         if self.recompute_attn and torch.is_grad_enabled():
             attended = checkpoint(self._attend, x, mask, cache, use_reentrant=False)
         else:

@@ -42,12 +42,12 @@ def test_saved_checkpoint_is_a_hf_folder(
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     tokens = torch.arange(30)[None]
     with torch.inference_mode():
-        torch.testing.assert_close(
-            small_gpt(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(small_gpt(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_round_trip_is_bitwise_with_pruned_widths(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+def test_round_trip_is_bitwise_with_pruned_widths(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
     model = GPT(small_config(n_head=(3, 2), n_inner=(80, 64)))
     model.initialize(0.1, seed=5)
     save_checkpoint(tmp_path, model, byte_tokenizer, "test", Recipe())

@@ -1,0 +1,54 @@
+"""AdamW with the seeds' groups, and their cosine schedule with linear warm-up."""
+
+import math
+
+import torch
+from torch import nn
+
+from lathe.settings import LearningRate, OptimizerSettings
+
+PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`."""
+    decayed, plain, bounds = [], [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name.endswith("alpha"):
+            bounds.append(parameter)
+        elif name.endswith("bias") or "ln_" in name:
+            plain.append(parameter)
+        else:
+            decayed.append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay, "lr_factor": 1.0},
+        {"params": plain, "weight_decay": 0.0, "lr_factor": 1.0},
+        {"params": bounds, "weight_decay": 0.0, "lr_factor": PACT_LR_FACTOR},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr.max_lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, settings: LearningRate) -> float:
+    """Rate of the `step`-th update (from 1): linear to `max_lr` over `warmup_rate * decay_steps`
+    updates, then half a cosine to `min_lr` at `decay_steps`, then flat (Megatron-LM)."""
+    warmup = settings.warmup_rate * settings.decay_steps
+    if step < warmup:
+        return settings.max_lr * step / warmup
+    if step >= settings.decay_steps:
+        return settings.min_lr
+    progress = (step - warmup) / (settings.decay_steps - warmup)
+    span = settings.max_lr - settings.min_lr
+    return settings.min_lr + span * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_factor"]

@@ -1,0 +1,61 @@
+"""The stage that trains a GPT from random weights, or goes on from a given checkpoint."""
+
+from pathlib import Path
+
+from lathe.data.tokenizer import load_tokenizer
+from lathe.data.tokens import TokenDataset
+from lathe.model.checkpoint import checkpoint_digest, load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.settings import ModelSettings, Recipe
+from lathe.train.stage import TrainResult, Work, run_training
+
+VOCAB_MULTIPLE = 128
+
+
+def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None) -> TrainResult:
+    """Train on the token data set `data`; write the checkpoint folder `output`.
+
+    Args:
+        init: a checkpoint or HF GPT-2 folder to start from; its shape goes before the recipe's.
+
+    Raises:
+        UserError: a vocabulary or length that does not fit, data too small, a foreign `output`.
+    """
+
+    def make() -> Work:
+        if init is None:
+            config = model_config(recipe, TokenDataset.open(data).vocab_size)
+            model = new_model(config, recipe.Model)
+            model.initialize(
+                recipe.Model.initializer_range,
+                recipe.Global.seed,
+                recipe.Model.scale_residual_init,
+            )
+            return Work("pretrain", model, load_tokenizer(data))
+        start = load_checkpoint(init)
+        model = new_model(start.model.config, recipe.Model)
+        model.load_state_dict(start.model.state_dict())
+        return Work("pretrain", model, start.tokenizer, start.digest)
+
+    inputs = {"init": checkpoint_digest(init)} if init else {}
+    return run_training(recipe, data, output, inputs, make)
+
+
+def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
+    """The recipe's shape; without `Model.vocab_size`, the data's padded to a multiple of 128."""
+    m = recipe.Model
+    padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return GPTConfig(
+        vocab_size=m.vocab_size or padded,
+        n_positions=m.max_position_embeddings,
+        n_embd=m.hidden_size,
+        head_dim=m.hidden_size // m.num_attention_heads,
+        n_head=(m.num_attention_heads,) * m.num_layers,
+        n_inner=(m.ffn_size,) * m.num_layers,
+    )
+
+
+def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
+    """A model of this shape with the recipe's dropout, for training."""
+    return GPT(config, settings.hidden_dropout_prob, settings.attention_probs_dropout_prob)

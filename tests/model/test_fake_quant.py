@@ -1,0 +1,114 @@
+"""Fake quantization against torch's own, and its observers against their definition."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lathe.model import fake_quant
+from lathe.model.config import QuantizationPlan
+from lathe.model.fake_quant import FakeQuantLinear, Observer
+from lathe.model.gpt import GPT
+
+TOKENS = torch.arange(40).view(2, 20)
+
+
+def full_plan(model: GPT, scale: float = 0.0) -> QuantizationPlan:
+    names = [f"h.{i}.{linear}" for i in range(2) for linear in fake_quant.LINEARS]
+    return QuantizationPlan(
+        quantize_embedding=True, activation_scales=dict.fromkeys([*names, "lm_head"], scale)
+    )
+
+
+def test_activation_equals_torch_fake_quantize() -> None:
+    # quanta that are powers of two: torch multiplies by 1/s where ONNX divides by s
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * 3
+    theirs = x.clone().requires_grad_()
+    ours = x.clone().requires_grad_()
+    expected = torch.fake_quantize_per_tensor_affine(theirs, 2**-6, 0, -128, 127)
+    observed = Observer(scale=2**-6).eval()(ours)
+    assert torch.equal(observed, expected)
+    expected.sin().sum().backward()
+    observed.sin().sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("kind", ["abs_max", "channel_wise_abs_max"])
+def test_weight_equals_torch_fake_quantize(kind: str) -> None:
+    w = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    w[3] = 0.0
+    scale = fake_quant.weight_scale(w, kind)  # type: ignore[arg-type]
+    zero = torch.zeros(32, dtype=torch.int32)
+    if kind == "abs_max":
+        expected = torch.fake_quantize_per_tensor_affine(w, float(scale), 0, -127, 127)
+    else:
+        expected = torch.fake_quantize_per_channel_affine(w, scale[:, 0], zero, 0, -127, 127)
+    ours = fake_quant.fake_quantize_weight(w, kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+
+
+def test_moving_average_follows_its_definition() -> None:
+    observer = Observer()
+    expected = 0.0
+    for step, peak in enumerate([2.0, 4.0, 1.0]):
+        observer.train()(torch.tensor([0.5, -peak]))
+        observer(torch.tensor([0.5, -peak]))  # recomputation must change nothing
+        holder = _holder(observer)
+        fake_quant.fold_observers(holder, 0.9)
+        expected = peak if step == 0 else 0.9 * expected + 0.1 * peak
+        assert float(observer.absmax) == pytest.approx(expected)
+
+
+def _holder(observer: Observer) -> GPT:
+    holder = nn.Module()
+    holder.add_module("head_input", observer)
+    return holder  # type: ignore[return-value]
+
+
+def test_calibration_takes_the_largest_input_magnitude(small_gpt: GPT) -> None:
+    reference = copy.deepcopy(small_gpt)
+    seen: dict[str, float] = {}
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if name == "wte.weight" or name.endswith(
+                ("c_attn.weight", "c_fc.weight", "proj.weight")
+            ):
+                parameter.copy_(fake_quant.fake_quantize_rows(parameter))
+    for name, module in reference.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: seen.__setitem__(name, float(args[0].abs().max()))
+            )
+    with torch.no_grad():
+        seen["lm_head"] = float(reference.hidden(TOKENS).abs().max())
+    fake_quant.insert(small_gpt, full_plan(small_gpt))
+    scales = fake_quant.calibrate(small_gpt, [TOKENS])
+    assert scales.keys() == seen.keys()
+    for name, scale in scales.items():
+        assert scale == pytest.approx(seen[name] / 127), name
+
+
+def test_inserted_leaves_the_model_as_it_was(small_gpt: GPT) -> None:
+    with torch.no_grad():
+        before = small_gpt(TOKENS)
+        with fake_quant.inserted(small_gpt, full_plan(small_gpt, 0.05)):
+            assert isinstance(small_gpt.h[0].mlp.c_fc, FakeQuantLinear)
+            assert not torch.equal(small_gpt(TOKENS), before)
+        assert torch.equal(small_gpt(TOKENS), before)
+
+
+def test_int8_of_wide_range_is_close_and_pact_learns_its_bound(small_gpt: GPT) -> None:
+    with torch.no_grad():
+        before = small_gpt(TOKENS)
+    fake_quant.insert(small_gpt, full_plan(small_gpt), pact=True)
+    fake_quant.calibrate(small_gpt, [TOKENS])
+    logits = small_gpt.train()(TOKENS)
+    assert (logits - before).abs().mean() < 0.05 * before.std()
+    observer = small_gpt.h[1].mlp.c_proj.observer
+    with torch.no_grad():
+        observer.alpha.fill_(0.5)
+    small_gpt(TOKENS).logsumexp(-1).sum().backward()
+    assert observer.alpha.grad is not None and float(observer.alpha.grad) != 0.0
+    assert observer.scale == pytest.approx(0.5 / 127)
