@@ -1,0 +1,92 @@
+"""A held-out cloze set from any prose, by LAMBADA's rule.
+
+Source: Paperno et al., "The LAMBADA dataset" (2016), section 3.1: a passage is a target sentence
+after the shortest run of whole sentences with at least 50 words. There, people kept the passages
+whose last word needs the wider context; here the word must occur earlier in the passage.
+"""
+
+import hashlib
+import heapq
+import re
+import string
+from collections.abc import Iterable, Iterator
+
+CONTEXT_WORDS = 50
+CONTEXT_SENTENCES = 2
+MAX_WORDS = 150
+TARGET_LETTERS = 3
+PROSE_SHARE = 0.8
+
+PUNCTUATION = string.punctuation + "\u2018\u2019\u201c\u201d\u00ab\u00bb\u2013\u2014\u2026"
+JOINTS = re.compile(r"(?<=\w)['\u2019-](?=\w)")  # within "don't" and "read-only"
+PARAGRAPH = re.compile(r"\n\s*\n")
+SENTENCE = re.compile(
+    r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)\]]))"  # ends here, perhaps inside quotes,
+    r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\be\.g\.)(?<!\bi\.e\.)"
+    r"\s+(?=[\"'\u201c\u2018(\[]*[A-Z])"  # and another one begins
+)
+
+
+def cloze_passages(documents: Iterable[str], limit: int) -> list[str]:
+    """Passages that end in the word to guess, without punctuation after it, each once.
+
+    The last word has three letters or more, nothing but letters, and occurs earlier in the
+    passage; before its sentence stand at least two sentences with at least 50 words. Passages do
+    not overlap. Runs of white space become one space, and passages of which a fifth is no plain
+    words (code, tables) or that are longer than 150 words are left out. Of more than `limit` the
+    ones with the smallest SHA-256 are taken: an even sample, the same every time.
+    """
+    seen: set[bytes] = set()
+
+    def fresh() -> Iterator[tuple[bytes, int, str]]:
+        for document in documents:
+            for passage in _passages(document):
+                digest = hashlib.sha256(passage.encode()).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    yield digest, len(seen), passage
+
+    chosen = heapq.nsmallest(limit, fresh())
+    return [passage for _, _, passage in sorted(chosen, key=lambda item: item[1])]
+
+
+def _passages(document: str) -> Iterator[str]:
+    context: list[list[str]] = []  # sentences since the last passage, as words
+    for paragraph in PARAGRAPH.split(document):
+        for sentence in SENTENCE.split(paragraph.strip()):
+            words = sentence.split()
+            if passage := _passage(_shortest(context), words):
+                yield passage
+                context = []
+            else:
+                # What is too far back for the shortest run will not be needed again.
+                context = [*_shortest(context), words]
+
+
+def _shortest(sentences: list[list[str]]) -> list[list[str]]:
+    """The shortest run of last sentences that is a context, or all if there is none."""
+    for count in range(CONTEXT_SENTENCES, len(sentences)):
+        if sum(map(len, sentences[-count:])) >= CONTEXT_WORDS:
+            return sentences[-count:]
+    return sentences
+
+
+def _passage(context: list[list[str]], sentence: list[str]) -> str | None:
+    before = [word for earlier in context for word in earlier]
+    if len(context) < CONTEXT_SENTENCES or len(before) < CONTEXT_WORDS or not sentence:
+        return None
+    last = sentence[-1]
+    target = last.rstrip(PUNCTUATION)
+    words = [*before, *sentence[:-1]]
+    bare = [word.strip(PUNCTUATION) for word in words]
+    plain = sum(map(str.isalpha, (JOINTS.sub("", word) for word in bare)))
+    if (
+        len(words) < MAX_WORDS
+        and len(target) >= TARGET_LETTERS
+        and target.isalpha()
+        and last[len(target) :].startswith((".", "!", "?"))
+        and target in bare
+        and plain >= PROSE_SHARE * len(bare)
+    ):
+        return " ".join([*words, target])
+    return None

@@ -1,0 +1,121 @@
+"""Megatron's memory-mapped token files: `PREFIX.bin` and `PREFIX.idx`, little-endian.
+
+The index: `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 N sequences, u64 D, then int32[N]
+sizes in tokens, int64[N] byte pointers into `.bin`, int64[D] cumulative sequence counts of the
+documents from 0 on, and in newer files int8[N] modes. `.bin` is nothing but the tokens.
+Source: Megatron-LM, `megatron/data/indexed_dataset.py`.
+"""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lathe.errors import UserError
+
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOAT_CODES = (6, 7)
+U16_BELOW = 65500
+
+
+class TokenArrays(NamedTuple):
+    """What either format holds."""
+
+    tokens: np.ndarray[Any, Any]  # (sum of sizes,) memory-mapped
+    starts: np.ndarray[Any, Any]  # (N,) int64, position of each sequence's first token
+    sizes: np.ndarray[Any, Any]  # (N,) int32, tokens of each sequence
+    doc_idx: np.ndarray[Any, Any]  # (D,) int64, cumulative sequence counts from 0 on
+    modes: np.ndarray[Any, Any] | None = None  # (N,) int8
+
+
+class MegatronWriter:
+    """Appends documents of one sequence each; the index is written when the block ends.
+
+    Tokens are u16 when `vocab_size` < 65,500, else i32. Memory: 4 bytes a document.
+    """
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self.files = (
+            prefix.with_name(f"{prefix.name}.bin"),
+            prefix.with_name(f"{prefix.name}.idx"),
+        )
+        self._code = 8 if vocab_size < U16_BELOW else 4
+        self._dtype = np.dtype(TOKEN_DTYPES[self._code])
+        self.sizes = array("i")
+        self._bin = self.files[0].open("wb")
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self._bin.write(np.asarray(tokens, self._dtype).tobytes())
+        self.sizes.append(len(tokens))
+
+    def __enter__(self) -> "MegatronWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bin.close()
+        if kind is None:
+            self._write_index()
+
+    def _write_index(self) -> None:
+        sizes = np.array(self.sizes, "<i4")
+        n = len(sizes)
+        ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
+        with self.files[1].open("wb") as f:
+            f.write(HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+            f.write(sizes.tobytes())
+            f.write(np.concatenate(([0], ends[:-1])).astype("<i8")[:n].tobytes())
+            f.write(np.arange(n + 1, dtype="<i8").tobytes())
+
+
+def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
+    """Map a pair of files.
+
+    Raises:
+        UserError: not this format, cut short, or the two do not belong together.
+    """
+    index = idx_file.read_bytes()
+    if len(index) < HEADER.size or not index.startswith(MAGIC):
+        raise UserError(f"{idx_file}: not a Megatron index", "give the .idx of a mmap data set")
+    _, version, code, n, d = HEADER.unpack_from(index)
+    if version != 1:
+        raise UserError(f"{idx_file}: version {version}, only 1 is known", "convert the data set")
+    if code in FLOAT_CODES or code not in TOKEN_DTYPES:
+        raise UserError(f"{idx_file}: dtype code {code} is no integer type", "write tokens as u16")
+    plain = HEADER.size + 12 * n + 8 * d
+    if len(index) not in (plain, plain + n):
+        raise UserError(
+            f"{idx_file}: {len(index):,} bytes, but {n:,} sequences and {d:,} document marks "
+            f"take {plain:,}, or {plain + n:,} with modes",
+            "copy or prepare the data set again; the file is not whole",
+        )
+    dtype = np.dtype(TOKEN_DTYPES[code])
+    sizes = np.frombuffer(index, "<i4", n, HEADER.size)
+    pointers = np.frombuffer(index, "<i8", n, HEADER.size + 4 * n)
+    doc_idx = np.frombuffer(index, "<i8", d, HEADER.size + 12 * n)
+    modes = np.frombuffer(index, "<i1", n, plain) if len(index) > plain else None
+    held, needed = bin_file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
+    if held != needed:
+        raise UserError(
+            f"{bin_file}: {held:,} bytes, but {idx_file.name} counts {needed:,}",
+            "copy or prepare the data set again; one of the two is not whole",
+        )
+    inside = (
+        (sizes >= 0)
+        & (pointers >= 0)
+        & (pointers + sizes.astype(np.int64) * dtype.itemsize <= held)
+    )
+    if not inside.all() or (pointers % dtype.itemsize).any():
+        raise UserError(f"{idx_file}: points outside {bin_file.name}", "prepare the data set again")
+    tokens = np.memmap(bin_file, dtype, "r") if held else np.zeros(0, dtype)
+    return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes)

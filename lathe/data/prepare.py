@@ -1,0 +1,231 @@
+"""The stage `prepare`: a corpus becomes a token data set with its held-out sets."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lathe.data.cloze import cloze_passages
+from lathe.data.samples import PARTS, require_sample, split_boundaries
+from lathe.data.sources import documents
+from lathe.data.tokenizer import eos_id, load_tokenizer, train_tokenizer, vocab_size
+from lathe.data.tokens import CARD, WRITERS
+from lathe.errors import UserError
+from lathe.progress import bar
+from lathe.settings import Recipe
+from lathe.storage import atomic_folder, sha256
+
+log = logging.getLogger("lathe")
+
+# A batch goes to all cores at once; the bound keeps the encodings' memory to some 100 MB.
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 1 << 21
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What `prepare` wrote, or found whole and left."""
+
+    folder: Path
+    documents: int
+    tokens: int
+    vocab_size: int
+    boundaries: tuple[int, int, int, int]
+    cloze_examples: int
+    reused: bool
+
+
+class Spool:
+    """The corpus on local disk, so that it can be counted, digested and read again in order."""
+
+    def __init__(self, path: Path, source: str, text_key: str) -> None:
+        self.path, self.documents = path, 0
+        digest = hashlib.sha256()
+        with path.open("wb") as file, bar(f"read {source}") as progress:
+            for text in documents(source, text_key):
+                line = json.dumps(text, ensure_ascii=False).encode() + b"\n"
+                digest.update(line)
+                file.write(line)
+                self.documents += 1
+                progress.advance()
+        self.sha256 = digest.hexdigest()
+
+    def __iter__(self) -> Iterator[str]:
+        with self.path.open("rb") as file:
+            for line in file:
+                yield json.loads(line)
+
+
+def prepare(
+    recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
+) -> PreparedData:
+    """Tokenize a corpus into `output`; a whole folder made of the same text is kept as it is.
+
+    Args:
+        recipe: `Prepare`, and the split and `max_seq_len` of `Data.Train.dataset`.
+        output: holds token files of `Prepare.format` (a document is one sequence, stripped, with
+            end-of-text appended), `tokenizer.json`, `heldout.txt` (the test documents, a blank
+            line between), `cloze.jsonl` (passages from them) and the card `data.json`.
+        source: see `documents`; `Prepare.source` unless given.
+        tokenizer: `train` (on the training documents), or see `load_tokenizer`;
+            `Prepare.tokenizer` unless given.
+
+    Raises:
+        UserError: what `documents` and `load_tokenizer` raise, or a training part that does not
+            hold one sample. Nothing is left half written.
+    """
+    settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
+    source, tokenizer = source or settings.source, tokenizer or settings.tokenizer
+    _refuse_foreign(output)
+    given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    if settings.num_workers:
+        os.environ["RAYON_NUM_THREADS"] = str(settings.num_workers)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.text.", dir=output.parent) as scratch:
+        spool = Spool(Path(scratch) / "documents.jsonl", source, settings.text_key)
+        made_from = {
+            "text_sha256": spool.sha256,
+            "format": settings.format,
+            "tokenizer": _fingerprint(given) if given else f"train {settings.vocab_size}",
+            "split": list(dataset.split),
+            "cloze_examples": settings.cloze_examples,
+        }
+        card = _whole(output, made_from)
+        if card is not None:
+            _check_parts(card, source, dataset.max_seq_len)
+            log.info("%s: already prepared from the same text and settings, kept", output)
+            return _result(output, card, reused=True)
+        boundaries = split_boundaries(dataset.split, spool.documents)
+        with atomic_folder(output) as work:
+            used = given or train_tokenizer(islice(spool, boundaries[1]), settings.vocab_size)
+            used.save(str(work / "tokenizer.json"))
+            card = {"source": source, "made_from": made_from, "boundaries": boundaries}
+            card |= _write_tokens(work, settings.format, spool, used, boundaries)
+            card["cloze_examples"] = _write_held_out(
+                work, islice(spool, boundaries[2], boundaries[3]), settings.cloze_examples
+            )
+            _check_parts(card, source, dataset.max_seq_len)
+            files = sorted(work.iterdir())
+            card["files"] = {
+                f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files
+            }
+            (work / CARD).write_text(json.dumps(card, indent=2) + "\n")
+    return _result(output, card, reused=False)
+
+
+def _write_tokens(
+    work: Path, format: str, spool: Spool, tokenizer: Tokenizer, boundaries: Sequence[int]
+) -> dict[str, Any]:
+    size, eos = vocab_size(tokenizer), eos_id(tokenizer)
+    started, tokens = time.perf_counter(), 0
+    with (
+        WRITERS[format](work / "tokens", size) as writer,
+        bar("tokenize", total=spool.documents) as progress,
+    ):
+        for batch in _batches(spool):
+            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                writer.append([*encoding.ids, eos])
+                tokens += writer.sizes[-1]
+            seconds = time.perf_counter() - started
+            rates = (len(writer.sizes) / seconds, tokens / seconds)
+            status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
+            progress.advance(len(batch), status)
+    log.info(
+        "tokenized %s documents, %s tokens in %.1f s: %s",
+        *(f"{spool.documents:,}", f"{tokens:,}", seconds, status),
+    )
+    return {
+        "format": format,
+        "documents": spool.documents,
+        "tokens": tokens,
+        "vocab_size": size,
+        "eos_id": eos,
+        "part_tokens": [sum(writer.sizes[a:b]) for a, b in pairwise(boundaries)],
+    }
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _write_held_out(work: Path, texts: Iterable[str], limit: int) -> int:
+    """Write `heldout.txt` and `cloze.jsonl` in one pass; returns the number of passages."""
+    with (work / "heldout.txt").open("w", encoding="utf-8") as held_out:
+
+        def written() -> Iterator[str]:
+            for text in texts:
+                held_out.write(f"{text}\n\n")
+                yield text
+
+        passages = cloze_passages(written(), limit)
+    lines = [json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in passages]
+    (work / "cloze.jsonl").write_text("".join(lines), encoding="utf-8")
+    if not passages:
+        log.warning("the test documents hold no cloze passage: cloze.jsonl is empty")
+    return len(passages)
+
+
+def _check_parts(card: dict[str, Any], source: str, seq_len: int) -> None:
+    parts = list(zip(PARTS, pairwise(card["boundaries"]), card["part_tokens"], strict=True))
+    for part, (first, end), tokens in parts:
+        if part == PARTS[0]:
+            require_sample(f"{source}: {part} part", end - first, tokens, seq_len)
+        elif 0 < tokens <= seq_len:
+            log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
+
+
+def _refuse_foreign(output: Path) -> None:
+    """`atomic_folder` replaces what is there; that must be a data set, not somebody's home."""
+    if output.is_file() or (
+        output.is_dir() and any(output.iterdir()) and not (output / CARD).exists()
+    ):
+        raise UserError(
+            f"{output}: exists, and is no data set of prepare", "give a new or an empty folder"
+        )
+
+
+def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
+    """The card of a folder made from the same things, if all its files have their length."""
+    try:
+        card: dict[str, Any] = json.loads((output / CARD).read_bytes())
+        lengths = {name: file["bytes"] for name, file in card["files"].items()}
+        same = card["made_from"] == made_from and all(
+            (output / name).stat().st_size == length for name, length in lengths.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return card if same else None
+
+
+def _fingerprint(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+
+def _result(folder: Path, card: dict[str, Any], reused: bool) -> PreparedData:
+    return PreparedData(
+        folder=folder,
+        documents=card["documents"],
+        tokens=card["tokens"],
+        vocab_size=card["vocab_size"],
+        boundaries=tuple(card["boundaries"]),
+        cloze_examples=card["cloze_examples"],
+        reused=reused,
+    )
