@@ -1,0 +1,114 @@
+# The front door. `make` lists the targets.
+#
+#   make run PIPELINE=qat MODEL=path CORPUS=path -- -o Engine.max_steps=200 -o Global.seed=1
+
+PIPELINE  ?= full
+CORPUS    ?=
+TOKENIZER ?=
+MODEL     ?=
+CLOZE     ?=
+RECIPE    ?=
+RUN       ?=
+PROMPT    ?= The Python interpreter
+TESTS     ?=
+PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
+
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# Make takes the `A.B=c` of `-o A.B=c` for a variable and `-o` for a goal: give them back.
+quote    = '$(subst ','\'',$(1))'
+dotted   = $(foreach v,$(.VARIABLES),$(if $(findstring .,$(v)),$(if $(filter command line,$(origin $(v))),$(v))))
+override = -o $(call quote,$(1)=$(value $(1)))
+option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
+
+.PHONY: help
+help: ## List the targets
+	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= RUN='
+
+.PHONY: run
+run: env serve-env ## Run a pipeline on this machine, from text to Triton
+	$(BIN)/python -m pipelines.run $(call quote,$(PIPELINE)) \
+	  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
+	  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
+	  $(call option,--recipe,RECIPE) $(call option,--name,RUN) \
+	  $(foreach v,$(call dotted),$(call override,$(v)))
+
+.PHONY: serve
+serve: env serve-env ## Start the server on the model deployed last
+	$(BIN)/lathe serve
+
+.PHONY: stop
+stop: env ## Stop the server
+	$(BIN)/lathe stop
+
+.PHONY: client
+client: env ## Ask the server: make client PROMPT="Once upon"
+	$(BIN)/lathe client $(call quote,$(value PROMPT))
+
+.PHONY: test
+test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some of them)
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+.PHONY: test-all
+test-all: dev-env serve-env ## Run all tests
+	$(BIN)/python -m pytest $(TESTS)
+
+.PHONY: lint
+lint: dev-env ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: compile
+compile: env ## Write the pipelines' IR YAML to build/
+	$(BIN)/python -m pipelines.compile build
+
+.PHONY: golden
+golden: env ## Refresh the golden YAML that the tests compare with
+	$(BIN)/python -m pipelines.compile tests/pipelines/golden
+
+.PHONY: clean
+clean: ## Remove run/, build/ and caches; the environments stay
+	rm -rf run build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find components lathe pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Environments: made once, and again when a lock file changes.
+
+.PHONY: env
+env: .venv/.train ## Make .venv, in which everything but Triton runs
+
+.PHONY: serve-env
+serve-env: .venv-serve/.serve ## Make .venv-serve, in which Triton runs
+
+.PHONY: dev-env
+dev-env: .venv/.dev ## Add the tools of test and lint to .venv
+
+.venv/.train: images/train/requirements.lock pyproject.toml
+	$(call venv,.venv)
+	$(BIN)/python -m pip install -q -r $<
+	$(BIN)/python -m pip install -q --no-deps -e .
+	touch $@
+
+.venv/.dev: requirements-dev.lock .venv/.train
+	$(BIN)/python -m pip install -q -r $<
+	touch $@
+
+.venv-serve/.serve: images/serve/requirements.lock
+	$(call venv,.venv-serve)
+	.venv-serve/bin/python -m pip install -q -r $<
+	touch $@
+
+define venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "error: $(PYTHON) is older than Python 3.11"; echo "  cure: make PYTHON=python3.11 ..."; exit 1; } >&2
+$(PYTHON) -m venv $(1)
+endef
+
+.PHONY: -o
+-o:
+	@:

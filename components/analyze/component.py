@@ -1,0 +1,34 @@
+"""Model -> which linear layers suffer most from INT8."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def analyze(
+    recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    sensitivity: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Rank the linear layers by the loss that INT8 adds and choose those to leave in float.
+
+    Args:
+        recipe: Name or path of the recipe (groups Sensitivity and Compress.Quantization).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        model: Checkpoint folder to examine.
+        data: Token data set to calibrate and measure on.
+        sensitivity: Folder with sensitivity.json: the ranked list and the layers to skip.
+        metrics: Baseline and predicted loss.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.compress.sensitivity import analyze
+
+    with stage(recipe, overrides) as settings:
+        result = analyze(settings, Path(model.path), Path(data.path), Path(sensitivity.path))
+        record(result, metrics, sensitivity)

@@ -1,0 +1,38 @@
+"""Model -> cloze accuracy and perplexity, example by example."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def evaluate(
+    recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    evaluation: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+    cloze: str = "",
+):
+    """Score a model: strict LAMBADA accuracy and WikiText-style perplexity.
+
+    Args:
+        recipe: Name or path of the recipe (group Offline_Eval).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        model: Checkpoint folder to score.
+        data: Token data set with the held-out text and cloze examples.
+        cloze: LAMBADA-format JSONL file; the data set's held-out examples when empty.
+        evaluation: Folder with metrics.json and examples.jsonl.
+        metrics: Accuracy and perplexity with their standard errors.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.evaluate.stage import evaluate
+
+    with stage(recipe, overrides) as settings:
+        examples = Path(cloze) if cloze else None
+        folder, corpus = Path(model.path), Path(data.path)
+        result = evaluate(settings, folder, Path(evaluation.path), corpus, examples)
+        record(result, metrics, evaluation)

@@ -1,0 +1,35 @@
+"""Model -> static ONNX graph, proven against the model."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def export(
+    recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    exported: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Write the ONNX graph and prove that it gives the checkpoint's logits and tokens.
+
+    Args:
+        recipe: Name or path of the recipe (group Export).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        model: Checkpoint folder to export.
+        data: Token data set whose held-out text gives the prompts of the proof.
+        exported: Folder with model.onnx, its configuration and tokenizer, and the proof.
+        metrics: Bytes and largest difference of the logits.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.export.stage import export
+
+    with stage(recipe, overrides) as settings:
+        result = export(settings, Path(model.path), Path(data.path), Path(exported.path))
+        exported.metadata["format"] = "onnx"
+        record(result, metrics, exported)

@@ -1,0 +1,36 @@
+"""Two evaluations -> is the candidate as good as the baseline?"""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def gate(
+    recipe: str,
+    overrides: list[str],
+    baseline: dsl.Input[dsl.Dataset],
+    candidate: dsl.Input[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+) -> bool:
+    """Say whether a candidate model has lost too much.
+
+    Args:
+        recipe: Name or path of the recipe (group Gate).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        baseline: Evaluation of the model to compare with.
+        candidate: Evaluation of the model to let through.
+        metrics: 1 when it passed, else 0.
+
+    Returns:
+        True when the candidate may be deployed.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.evaluate.gate import gate
+
+    with stage(recipe, overrides) as settings:
+        result = gate(settings, Path(baseline.path), Path(candidate.path))
+        record(result, metrics)
+        return result.passed

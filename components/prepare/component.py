@@ -1,0 +1,37 @@
+"""Text -> tokenizer and token data set."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def prepare(
+    recipe: str,
+    overrides: list[str],
+    data: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+    corpus: str = "",
+    tokenizer: str = "",
+    model: dsl.Input[dsl.Model] = None,
+):
+    """Tokenize a corpus.
+
+    Args:
+        recipe: Name or path of the recipe (groups Prepare and Data).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        corpus: File, folder, address or data set name; the recipe's when empty.
+        tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
+        model: A model that the data is for, whose tokenizer is taken.
+        data: Token data set, tokenizer, held-out text and cloze examples.
+        metrics: Documents, tokens and vocabulary size.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.data.prepare import prepare
+
+    with stage(recipe, overrides) as settings:
+        tokenizer = tokenizer or (model.path if model else "")
+        result = prepare(settings, Path(data.path), corpus or None, tokenizer or None)
+        record(result, metrics, data)

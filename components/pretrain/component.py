@@ -1,0 +1,35 @@
+"""Token data set -> trained model."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def pretrain(
+    recipe: str,
+    overrides: list[str],
+    data: dsl.Input[dsl.Dataset],
+    model: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+    init: str = "",
+):
+    """Train a GPT, from scratch or from a checkpoint.
+
+    Args:
+        recipe: Name or path of the recipe (groups Model, Engine, Optimizer, Data).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        data: Token data set.
+        init: Checkpoint folder whose weights to start from; random weights when empty.
+        model: Checkpoint folder with the training log.
+        metrics: Steps, loss, perplexity at the first and last evaluation, tokens a second.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.train.pretrain import pretrain
+
+    with stage(recipe, overrides) as settings:
+        start = Path(init) if init else None
+        result = pretrain(settings, Path(data.path), Path(model.path), start)
+        record(result, metrics, model)

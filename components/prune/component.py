@@ -1,0 +1,34 @@
+"""Model -> pruned and finetuned model."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def prune(
+    recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    pruned: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Remove whole attention heads and feed-forward channels, then finetune.
+
+    Args:
+        recipe: Name or path of the recipe (group Compress.Prune and those of training).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        model: Checkpoint folder to prune.
+        data: Token data set to finetune on.
+        pruned: Checkpoint folder of the smaller model.
+        metrics: Parameters before and after, loss and perplexity.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.compress.prune import prune
+
+    with stage(recipe, overrides) as settings:
+        result = prune(settings, Path(model.path), Path(data.path), Path(pruned.path))
+        record(result, metrics, pruned)

@@ -1,0 +1,37 @@
+"""Model -> INT8 model by quantization-aware training."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def quantize(
+    recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    sensitivity: dsl.Input[dsl.Dataset],
+    quantized: dsl.Output[dsl.Model],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Train with fake quantization: INT8 weights and activations.
+
+    Args:
+        recipe: Name or path of the recipe (group Compress.Quantization and those of training).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        model: Checkpoint folder to quantize.
+        data: Token data set to train on.
+        sensitivity: The analysis that names the layers to leave in float.
+        quantized: Checkpoint folder with the quantization plan.
+        metrics: Loss and perplexity.
+    """
+    from pathlib import Path
+
+    from components.stage import record, stage
+    from lathe.compress.quantize import quantize
+
+    with stage(recipe, overrides) as settings:
+        skips = Path(sensitivity.path)
+        result = quantize(settings, Path(model.path), Path(data.path), Path(quantized.path), skips)
+        record(result, metrics, quantized)

@@ -1,0 +1,61 @@
+"""What every component does round its stage: plain logs, the recipe, errors, figures."""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+from lathe.settings import Recipe
+
+MARK = "[lathe] "
+"""Opens every line that is Lathe's own, so that a reader can pick it out of KFP's."""
+
+ERROR = "error: "
+
+
+class _MarkEveryLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(MARK + line for line in super().format(record).splitlines())
+
+
+@contextmanager
+def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
+    """Yield the recipe; a mistake of the user ends the process with its message and status 2."""
+    log = logging.getLogger("lathe")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_MarkEveryLine())
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+    try:
+        yield load_recipe(recipe, overrides)
+    except UserError as error:
+        for line in str(error).splitlines():
+            log.error("%s%s", ERROR, line)
+        raise SystemExit(2) from error
+
+
+def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
+    """Log the numbers of a stage's result as metrics and as metadata of what it made.
+
+    The metrics file is written too: an artifact without a file never hits KFP's cache.
+    """
+    figures = _figures(asdict(result))
+    for name, value in figures.items():
+        metrics.log_metric(name, value)
+    Path(metrics.path).write_text(json.dumps(figures, indent=2))
+    for artifact in artifacts:
+        artifact.metadata.update(figures)
+
+
+def _figures(values: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
+    return {k: v for k, v in numbers.items() if math.isfinite(v)}

@@ -1,0 +1,42 @@
+"""Run one pipeline with KFP's own local runner, every stage a subprocess of this Python.
+
+`python -m pipelines.local NAME ROOT CACHE ARGUMENTS` (ARGUMENTS is JSON) is the process that
+`pipelines.run` starts, reads and, if need be, ends.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from typing import Any
+
+from kfp import local
+
+from pipelines.compile import PIPELINES
+
+
+def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
+    """Run pipeline `name`; outputs go to `root`, finished tasks are remembered in `cache`.
+
+    Raises:
+        RuntimeError: a task failed.
+    """
+    # "python" is not in the image's name; accelerators have no effect on a laptop.
+    warnings.filterwarnings("ignore", module="kfp")
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+    pipeline = PIPELINES[name]
+    spec = pipeline.component_spec.implementation.graph
+    for dag in [spec.root, *spec.components.values()]:
+        for task in dag.dag.tasks.values():
+            task.ClearField("retry_policy")  # a laptop has no flaky nodes: show the error at once
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=root,
+        enable_caching=True,
+        cache_root=cache,
+    )
+    pipeline(**arguments)
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:4], json.loads(sys.argv[4]))

@@ -1,0 +1,60 @@
+"""Read a local run's output as stages: what began, what Lathe said, how it ended."""
+
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from components.stage import ERROR, MARK
+
+_COLOUR = re.compile(r"\x1b\[\d*m")
+_BEGAN = re.compile(r"Executing task '(.+)'$")
+_ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
+_REUSED = re.compile(r"Task (\S+) cache hit")
+_SKIPPED = re.compile(r"Skipping conditional task (\S+)")
+_KFP = re.compile(r"\[KFP Executor .*?\]: ")
+
+TAIL_LINES = 30
+
+
+class StageLog:
+    """Follows the lines of `pipelines.local`: yields those a reader wants, keeps the error."""
+
+    def __init__(self) -> None:
+        self.failed: str | None = None
+        self._stage, self._since = "", 0.0
+        self._errors: list[str] = []
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def feed(self, line: str) -> Iterator[str]:
+        """Yield what to show of one more line."""
+        line = _COLOUR.sub("", line.rstrip("\n"))
+        text = line.strip()
+        if match := _BEGAN.search(text):
+            self._stage, self._since = match[1], time.monotonic()
+            self._errors.clear()
+            self._tail.clear()
+            yield match[1]
+        elif match := _ENDED.search(text):
+            if match[2] == "FAILURE":
+                self.failed = match[1]
+            elif match[1] == self._stage:
+                yield f"    done in {time.monotonic() - self._since:.1f} s"
+        elif match := _REUSED.search(text):
+            yield f"{match[1]}\n    finished in an earlier run of this folder: reused"
+        elif match := _SKIPPED.search(text):
+            yield f"{match[1]}\n    skipped: the condition does not hold"
+        elif text.startswith(MARK + ERROR):
+            self._errors.append(text.removeprefix(MARK + ERROR))
+        elif text.startswith(MARK):
+            yield "    " + text.removeprefix(MARK)
+        elif not _KFP.match(text):
+            self._tail.append(line)
+
+    def error(self) -> str:
+        """The user's error as the stage put it, else the stage's last lines."""
+        where = f"{self.failed}: " if self.failed else ""
+        if self._errors:
+            return where + "\n".join(self._errors)
+        tail = "\n".join(self._tail)
+        return f"{where}failed\n{tail[max(tail.find('    Traceback'), 0):].rstrip()}"

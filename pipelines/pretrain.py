@@ -1,0 +1,30 @@
+"""Text -> trained model, evaluated."""
+
+from kfp import dsl
+
+from pipelines.steps import Steps
+
+
+@dsl.pipeline(name="pretrain")
+def pretrain(
+    recipe: str = "tiny",
+    corpus: str = "",
+    tokenizer: str = "",
+    model: str = "",
+    cloze: str = "",
+    overrides: list[str] = [],  # noqa: B006
+):
+    """Prepare the data, train a GPT and evaluate it.
+
+    Args:
+        recipe: Name or path of the training recipe.
+        corpus: File, folder, address or data set name; the recipe's when empty.
+        tokenizer: Tokenizer file or folder; the recipe's when empty.
+        model: Checkpoint folder whose weights to start from; random weights when empty.
+        cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+    """
+    steps = Steps(overrides)
+    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer).outputs["data"]
+    trained = steps.pretrain(recipe, data=data, init=model).outputs["model"]
+    steps.evaluate("dense", recipe, model=trained, data=data, cloze=cloze)

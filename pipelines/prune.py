@@ -1,0 +1,32 @@
+"""Model -> pruned model beside the dense one."""
+
+from kfp import dsl
+
+from pipelines.steps import Steps, imported
+
+
+@dsl.pipeline(name="prune")
+def prune(
+    model: str,
+    recipe: str = "tiny-prune",
+    corpus: str = "",
+    tokenizer: str = "",
+    cloze: str = "",
+    overrides: list[str] = [],  # noqa: B006
+):
+    """Prune a trained model, finetune it, and compare it with what it was.
+
+    Args:
+        model: Path or address of a checkpoint folder.
+        recipe: Name or path of the pruning recipe.
+        corpus: File, folder, address or data set name; the recipe's when empty.
+        tokenizer: Tokenizer file or folder; the model's when empty.
+        cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+    """
+    steps = Steps(overrides)
+    dense = imported(model)
+    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer, model=dense).outputs["data"]
+    pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
+    results = steps.compare(recipe, {"dense": dense, "pruned": pruned}, data, cloze)
+    steps.report(recipe, **results)

@@ -1,0 +1,97 @@
+"""The steps that the pipelines share: a component, its inputs, its resources."""
+
+import copy
+from typing import Any
+
+from kfp import dsl
+
+from components.analyze.component import analyze
+from components.deploy.component import deploy
+from components.evaluate.component import evaluate
+from components.export.component import export
+from components.gate.component import gate
+from components.prepare.component import prepare
+from components.pretrain.component import pretrain
+from components.prune.component import prune
+from components.quantize.component import quantize
+from components.report.component import report
+from pipelines.resources import on_cpu, on_gpu
+
+
+class Steps:
+    """Steps of one pipeline, each with the recipe that it is given and the same overrides."""
+
+    def __init__(self, overrides: list[str]) -> None:
+        self.overrides = overrides
+
+    def prepare(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._task(prepare, recipe, **inputs), hours=4)
+
+    def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_gpu(self._task(pretrain, recipe, **inputs), hours=240)
+
+    def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_gpu(self._task(prune, recipe, **inputs), hours=72)
+
+    def analyze(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_gpu(self._task(analyze, recipe, **inputs), hours=6)
+
+    def quantize(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_gpu(self._task(quantize, recipe, **inputs), hours=72)
+
+    def evaluate(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        component = _named(evaluate, f"evaluate-{variant}")
+        return on_gpu(self._task(component, recipe, **inputs), hours=6)
+
+    def export(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        component = _named(export, f"export-{variant}")
+        return on_cpu(self._task(component, recipe, **inputs), hours=2)
+
+    def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._task(gate, recipe, **inputs), hours=0.5, memory="2Gi")
+
+    def deploy(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        task = on_cpu(self._task(deploy, recipe, **inputs), hours=1)
+        return task.set_caching_options(False)  # it acts on the world: never from a cache
+
+    def report(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._task(report, recipe, **inputs), hours=1)
+
+    def compare(
+        self, recipe: str, variants: dict[str, Any], data: Any, cloze: str
+    ) -> dict[str, Any]:
+        """Evaluate and export every variant alike; the results are inputs of `report`."""
+        results = {}
+        for variant, model in variants.items():
+            scored = self.evaluate(variant, recipe, model=model, data=data, cloze=cloze)
+            exported = self.export(variant, recipe, model=model, data=data)
+            results |= {
+                f"{variant}_model": model,
+                f"{variant}_evaluation": scored.outputs["evaluation"],
+                f"{variant}_export": exported.outputs["exported"],
+            }
+        return results
+
+    def ship(self, recipe: str, results: dict[str, Any]) -> None:
+        """Deploy the INT8 model if it is as good as the dense one."""
+        passed = self.gate(
+            recipe, baseline=results["dense_evaluation"], candidate=results["int8_evaluation"]
+        )
+        with dsl.If(passed.outputs["Output"] == True, "gate-passed"):  # noqa: E712
+            self.deploy(recipe, exported=results["int8_export"], model=results["int8_model"])
+
+    def _task(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return component(recipe=recipe, overrides=self.overrides, **inputs)
+
+
+def imported(model: str) -> Any:
+    """The checkpoint folder at a path or address, as an artifact."""
+    task = dsl.importer(artifact_uri=model, artifact_class=dsl.Model, reimport=False)
+    return task.output
+
+
+def _named(component: Any, name: str) -> Any:
+    """The component under a name of its own: a pipeline's second `evaluate` is `evaluate-2`."""
+    clone = copy.deepcopy(component)
+    clone.name = clone.component_spec.name = name
+    return clone
