@@ -1,0 +1,254 @@
+"""Recipes: what ships, what an existing PaddleFleetX file gives, and what a mistake says."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.recipe import load_recipe, recipe_from_json, shipped_recipes
+from lathe.settings import Recipe
+from lathe.train.pretrain import model_config
+
+# hidden / layers / heads / positions, parameters; mp, pp, sharding: the published tables'.
+SHAPES = {
+    "gpt-345m": ((1024, 24, 16, 1024), 354_871_296, (1, 1, 1)),
+    "gpt-345m-auto-dp8": ((1024, 24, 16, 1024), 354_871_296, (1, 1, 1)),
+    "gpt-345m-pp2-dp4": ((1024, 24, 16, 1024), 354_871_296, (1, 2, 1)),
+    "gpt-345m-without-mp": ((1024, 24, 16, 1024), 354_871_296, (1, 1, 1)),
+    "gpt-1.3b": ((2048, 24, 16, 1024), 1_313_722_368, (1, 1, 1)),
+    "gpt-1.3b-dp8": ((2048, 24, 16, 1024), 1_313_722_368, (1, 1, 1)),
+    "gpt-1.3b-mp2-pp2-dp2": ((2048, 24, 16, 1024), 1_313_984_512, (2, 2, 1)),
+    "gpt-2.7b": ((2560, 32, 32, 2048), 2_652_001_280, (2, 2, 1)),
+    "gpt-3.7b": ((3072, 32, 32, 2048), 3_786_381_312, (2, 2, 1)),
+    "gpt-6.7b-sharding16": ((4096, 32, 32, 1024), 6_654_402_560, (1, 1, 16)),
+    "gpt-175b-mp8-pp16": ((12288, 96, 96, 1024), 174_603_264_000, (8, 16, 1)),
+    "qat-345m-mp8": ((1024, 24, 16, 1024), 354_871_296, (8, 1, 1)),
+    "prune-6.7b": ((4096, 32, 32, 1024), 6_654_402_560, (1, 1, 8)),
+}
+
+
+def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def mistake(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_loads_and_survives_json(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe_from_json(recipe.model_dump_json()) == recipe
+    assert recipe.Data.Eval.dataset.max_seq_len == recipe.Model.max_position_embeddings
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape_and_parameters_are_the_published_ones(name: str) -> None:
+    shape, parameters, degrees = SHAPES[name]
+    recipe = load_recipe(name)
+    m, d = recipe.Model, recipe.Distributed
+    assert (m.hidden_size, m.num_layers, m.num_attention_heads, m.max_position_embeddings) == shape
+    assert (d.mp_degree, d.pp_degree, d.sharding.sharding_degree) == degrees
+    assert model_config(recipe, data_vocab_size=50257).n_params() == parameters
+
+
+def test_one_sequence_length_sets_data_and_positions() -> None:
+    recipe = load_recipe("tiny", ["Data.Train.dataset.max_seq_len=64"])
+    assert recipe.Data.Eval.dataset.max_seq_len == recipe.Model.max_position_embeddings == 64
+
+
+def test_overrides_are_yaml_and_the_last_wins() -> None:
+    recipe = load_recipe(
+        "tiny-qat",
+        [
+            "Engine.max_steps=7",
+            "Engine.max_steps=9",
+            "Optimizer.lr.max_lr=1e-3",
+            "Data.Train.dataset.split=949,50,1",
+            "Compress.Quantization.skip_tensor_map={block_0: [linear2]}",
+            "Compress.pretrained=a=b",
+        ],
+    )
+    assert recipe.Engine.max_steps == recipe.Optimizer.lr.decay_steps == 9
+    assert recipe.Optimizer.lr.max_lr == 1e-3
+    assert recipe.Data.Train.dataset.split == (949, 50, 1)
+    assert recipe.Compress.Quantization.skip_tensor_map == {"block_0": ["linear2"]}
+    assert recipe.Compress.pretrained == "a=b"
+
+
+def test_a_base_merges_deeply_and_inherited_false_replaces(tmp_path: Path) -> None:
+    write(tmp_path, "Optimizer: {beta1: 0.5, lr: {max_lr: 1.0, min_lr: 0.5}}", "base.yaml")
+    merged = load_recipe(
+        write(tmp_path, "_base_: base.yaml\nOptimizer:\n  lr:\n    max_lr: 2.0\n")
+    ).Optimizer
+    assert (merged.beta1, merged.lr.max_lr, merged.lr.min_lr) == (0.5, 2.0, 0.5)
+    replaced = load_recipe(
+        write(tmp_path, "_base_: base.yaml\nOptimizer:\n  lr:\n    _inherited_: False\n")
+    ).Optimizer
+    assert (replaced.beta1, replaced.lr) == (0.5, Recipe().Optimizer.lr)
+
+
+def test_an_empty_value_means_the_default(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "Global: {local_batch_size: , micro_batch_size: }\nEngine:\nModel:\n  vocab_size:\n"
+        "  ffn_hidden_size:\n  recompute_granularity:\nDistributed: {dp_degree: }\n",
+    )
+    recipe = load_recipe(path)
+    assert recipe.Model.vocab_size is None  # its null has a meaning: from the data
+    assert recipe.model_copy(update={"Model": Recipe().Model}) == Recipe()
+    child = write(tmp_path, "_base_: recipe.yaml\nModel:\n  hidden_size: 512\n", "child.yaml")
+    assert load_recipe(child, ["Model.hidden_size="]).Model.hidden_size == 1024
+    heading = write(tmp_path, "_base_: child.yaml\nModel:\n", "heading.yaml")
+    assert load_recipe(heading).Model.hidden_size == 512
+
+
+FLEETX_2_4 = """
+Global: {device: gpu, seed: 1024, global_batch_size: , local_batch_size: 8, micro_batch_size: 8}
+Engine:
+  max_steps: 1000
+  num_train_epochs: 1
+  accumulate_steps:
+  test_iters:
+  mix_precision: {use_pure_fp16: True, scale_loss: 32768.0, custom_black_list: [reduce_sum]}
+  save_load: {save_steps: 100, save_epoch: 1, output_dir: ./output, ckpt_dir: }
+Model:
+  module: GPTModule
+  name: GPT
+  vocab_size: 50304
+  hidden_dropout_prob: 0
+  type_vocab_size: 16
+  no_recompute_layers:
+  fused_linear: False
+Data:
+  Train:
+    dataset: {name: GPTDataset, input_dir: ./data/, split: [949, 50, 1], max_seq_len: 1024}
+    sampler: {name: GPTBatchSampler, shuffle: False}
+    loader: {num_workers: 1, collate_fn: gpt_collate_fn}
+Distributed: {dp_degree: , sharding: {sharding_degree: 2, comm_overlap: False}}
+Optimizer: {tensor_fusion: False}
+Profiler: {enable: False, scheduler: [1, 5]}
+Quantization: {enable: True, pretrained: ./model, weight_quantize_type: abs_max, onnx_format: True}
+"""
+
+FLEETX_EXAMPLES = """
+Global:
+  max_steps: 1000
+  num_train_epochs: 1
+  logging_freq: 10
+  mix_precision: {enable: True, custom_white_list: [lookup_table]}
+  save_load: {save_steps: 100, output_dir: ./output}
+Model: {fuse_attn_qkv: True}
+Optimizer: {adam_beta1: 0.8}
+"""
+
+
+def test_a_fleetx_file_reads_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="lathe"):
+        recipe = load_recipe(write(tmp_path, FLEETX_2_4))
+    assert recipe.Engine.max_steps == 1000
+    assert recipe.Engine.mix_precision.dtype == "float16"
+    assert recipe.Distributed.dp_degree == "auto"
+    assert recipe.Compress.Quantization.enable
+    assert recipe.Compress.pretrained == "./model"
+    [warning] = caplog.messages
+    for key in ("Profiler", "Model.module", "Data.Train.sampler", "Engine.save_load.ckpt_dir"):
+        assert key in warning
+
+
+def test_the_later_layout_is_the_same_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, FLEETX_EXAMPLES)
+    recipe = load_recipe(path, ["Global.eval_freq=50", "Engine.max_steps=20"])
+    engine = recipe.Engine
+    assert (engine.max_steps, engine.logging_freq, engine.eval_freq) == (20, 10, 50)
+    assert engine.save_load.save_steps == 100
+    assert engine.mix_precision.dtype == "float16"
+    assert recipe.Optimizer.beta1 == 0.8
+
+
+@pytest.mark.parametrize(
+    ("switches", "dtype"),
+    [
+        ("use_pure_fp16: False", "float32"),
+        ("enable: True, dtype: bfloat16", "bfloat16"),
+        ("enable: False, dtype: float16", "float32"),
+        ("use_pure_fp16: False, dtype: bfloat16", "bfloat16"),
+        ("enable: null", "float16"),
+    ],
+)
+def test_precision_switches(tmp_path: Path, switches: str, dtype: str) -> None:
+    text = f"_base_: base.yaml\nEngine:\n  mix_precision: {{{switches}}}\n"
+    write(tmp_path, "Engine: {mix_precision: {use_pure_fp16: True}}", "base.yaml")
+    assert load_recipe(write(tmp_path, text)).Engine.mix_precision.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "Engine:\n  max_step: 3\n",
+            r"recipe.yaml:2: unknown key Engine.max_step\n.*\bmax_steps\?",
+        ),
+        ("Model: {max_steps: 3}\n", r"recipe.yaml:1: unknown key .*\n.*did you mean Engine.max_st"),
+        ("Optimiser:\n  beta1: 0.9\n", r"unknown key Optimiser\n.*did you mean Optimizer\?"),
+        ("Model:\n\n  num_layers: 0\n", r"recipe.yaml:3: Model.num_layers: .*greater.*\(found 0\)"),
+        ("Model: {num_layers: many}\n", r"valid integer.*\(found 'many'\)"),
+        ("Distributed: {dp_degree: all}\n", r"dp_degree: .*integer.* or .*'auto' \(found 'all'\)"),
+        ("Optimizer: {lr: {max_lr: 1e-5, min_lr: 5e-5}}\n", r"recipe.yaml:1: .*swapped\?"),
+        ("Model: {hidden_size: 100, num_attention_heads: 3}\n", r"100 is not a multiple of .* 3"),
+        ("Data: {Train: {dataset: {split: [1, 2]}}}\n", r"Data.Train.dataset.split: "),
+        ("Data: {Train: {dataset: {split: '9,-1,1'}}}\n", r"non-negative"),
+        ("Optimizer: {lr: {max_lr: .inf}}\n", r"finite number"),
+        ("Engine: 5\n", r"recipe.yaml:1: Engine: .*dictionary"),
+        ("Model: {num_layers: '${Model.layers}'}\n", r"recipe.yaml: .*Model.layers"),
+        ("Compress: {Quantization: {skip_tensor_map: {3: [qkv]}}}\n", r"skip_tensor_map: "),
+        ("Engine: {max_steps: 3\n", r"recipe.yaml: not YAML"),
+        ("Engine: {eval_freq: 1, eval_freq: 2}\n", r"recipe.yaml: not YAML.*duplicate"),
+        ("- Engine\n", r"recipe.yaml: not a mapping"),
+        ("_base_: nowhere.yaml\n", r"recipe.yaml: _base_ is .*nowhere.yaml, which does not exist"),
+        ("_base_: recipe.yaml\n", r"circle: .*recipe.yaml -> .*recipe.yaml"),
+    ],
+)
+def test_a_mistake_in_a_file_names_its_place(tmp_path: Path, text: str, says: str) -> None:
+    message = mistake(write(tmp_path, text))
+    assert re.search(says, message, re.DOTALL), message
+    assert "cure: " in message
+
+
+def test_a_mistake_in_a_base_names_the_base(tmp_path: Path) -> None:
+    write(tmp_path, "Engine:\n  max_steps: -1\n", "base.yaml")
+    path = write(tmp_path, "_base_: base.yaml\nEngine:\n  eval_freq: 5\n")
+    assert "base.yaml:2: Engine.max_steps" in mistake(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("Engine.max_step=3", "-o Engine.max_step=3: unknown key .*did you mean Engine.max_steps"),
+        ("Engin.max_steps=3", "-o Engin.max_steps=3: unknown key Engin\n.*did you mean Engine"),
+        ("Engine.max_steps=0", "-o Engine.max_steps=0: Engine.max_steps: "),
+        ("Optimizer.lr.min_lr=1", "-o Optimizer.lr.min_lr=1: .*swapped"),
+        ("Engine.max_steps", "not of the form Group.key=value"),
+        ("=3", "not of the form"),
+        ("Engine..max_steps=3", "not of the form"),
+        ("Engine.max_steps = 3", "not of the form"),
+        ("Engine.max_steps={", "the value is not YAML"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_override(
+    tmp_path: Path, override: str, says: str
+) -> None:
+    message = mistake(write(tmp_path, "Engine: {eval_freq: 5}\n"), override)
+    assert re.search(says, message, re.DOTALL), message
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    message = mistake(Path("tinny"))
+    assert "no recipe 'tinny'" in message
+    assert "did you mean tiny?" in message
