@@ -27,8 +27,10 @@ LOG_EVERY_SECONDS = 10.0
 class Bar:
     """Counts towards a total; `advance` may carry a short status text such as a rate."""
 
-    def __init__(self, what: str, total: int | None, progress: Progress | None) -> None:
-        self.what, self.total, self.done = what, total, 0
+    def __init__(
+        self, what: str, total: int | None, progress: Progress | None, logs: bool = True
+    ) -> None:
+        self.what, self.total, self.done, self.logs = what, total, 0, logs
         self._progress = progress
         self._task = progress.add_task(what, total=total, status="") if progress else None
         self._started = self._logged = time.monotonic()
@@ -39,7 +41,7 @@ class Bar:
             self._progress.update(self._task, advance=n, status=status)
             return
         now = time.monotonic()
-        if now - self._logged >= LOG_EVERY_SECONDS:
+        if self.logs and now - self._logged >= LOG_EVERY_SECONDS:
             self._logged = now
             log.info("%s: %s%s", self.what, self._position(now), f", {status}" if status else "")
 
@@ -51,10 +53,14 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, total: int | None = None) -> Iterator[Bar]:
-    """`with bar("tokenize", total=n) as b: b.advance(k, "1,200 documents/s")`."""
+def bar(what: str, total: int | None = None, logs: bool = True) -> Iterator[Bar]:
+    """`with bar("tokenize", total=n) as b: b.advance(k, "1,200 documents/s")`.
+
+    Args:
+        logs: off a terminal, log the position now and then; False where the caller logs its own.
+    """
     if not sys.stderr.isatty():
-        yield Bar(what, total, None)
+        yield Bar(what, total, None, logs)
         return
     columns = (
         TextColumn("{task.description}"),

@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from lathe.errors import UserError
-
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -268,25 +266,3 @@ class Recipe(Settings):
     Export: ExportSettings = ExportSettings()
     Serving: ServingSettings = ServingSettings()
     Gate: GateSettings = GateSettings()
-
-    def batch_sizes(self, workers: int) -> tuple[int, int]:
-        """(samples of a micro-batch, micro-batches a step) of each of `workers` data-parallel ones.
-
-        global = local * workers and local = micro * accumulate; what is not given follows.
-
-        Raises:
-            UserError: the given sizes contradict one another.
-        """
-        g = self.Global
-        micro, accumulate = g.micro_batch_size, self.Engine.accumulate_steps
-        local = g.local_batch_size or micro * (accumulate or 1)
-        if g.global_batch_size is not None and g.local_batch_size is None:
-            local = g.global_batch_size // workers
-        given = g.global_batch_size or local * workers
-        if local * workers != given or local % micro or accumulate not in (None, local // micro):
-            raise UserError(
-                f"global_batch_size {given}, local_batch_size {local}, micro_batch_size {micro}, "
-                f"accumulate_steps {accumulate} on {workers} data-parallel workers",
-                "global must be local * workers, and local must be micro * accumulate_steps",
-            )
-        return micro, local // micro

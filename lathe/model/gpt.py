@@ -102,7 +102,8 @@ class Block(nn.Module):
         else:
             attended = self._attend(x, mask, cache)
         x = x + self.drop(attended)
-        return x + self.drop(self.mlp(self.ln_2(x)))
+        out: Tensor = x + self.drop(self.mlp(self.ln_2(x)))
+        return out
 
     def _attend(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
         return self.attn(self.ln_1(x), mask, cache)  # type: ignore[no-any-return]
@@ -186,7 +187,8 @@ class GPT(nn.Module):
                 x = block(x, mask, cache)
         if cache is not None:
             cache.length += T
-        return self.ln_f(x)  # type: ignore[no-any-return]
+        out: Tensor = self.ln_f(x)
+        return out
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C) through the tied embedding."""

@@ -1,7 +1,6 @@
 """Which tokens a step sees: a pure function of recipe, step and worker, so nothing is stored."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,44 +11,32 @@ from lathe.data.samples import Samples, split_boundaries
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.settings import Recipe
-
-
-@dataclass(frozen=True)
-class BatchShape:
-    """How one optimizer step divides: `workers * accumulate * micro` samples."""
-
-    micro: int
-    accumulate: int
-    workers: int
-
-    @property
-    def samples(self) -> int:
-        return self.micro * self.accumulate * self.workers
+from lathe.train.batch import Batch
 
 
 class TrainBatches:
     """Micro-batches of one worker."""
 
-    def __init__(self, recipe: Recipe, data: TokenDataset, shape: BatchShape, rank: int) -> None:
+    def __init__(self, recipe: Recipe, data: TokenDataset, batch: Batch, rank: int) -> None:
         settings = recipe.Data.Train.dataset
         bounds = split_boundaries(settings.split, len(data.sizes))
-        self.shape, self.rank = shape, rank
+        self.batch, self.rank = batch, rank
         tokens = int(data.sizes[bounds[0] : bounds[1]].sum(dtype=np.int64))
         self.samples_per_epoch = max(1, (tokens - 1) // settings.max_seq_len)
         self.samples = Samples(
             data,
             range(bounds[0], bounds[1]),
             settings.max_seq_len,
-            recipe.Engine.max_steps * shape.samples,
+            recipe.Engine.max_steps * batch.total,
             recipe.Global.seed,
         )
 
     def __call__(self, step: int, accumulation: int) -> Tensor:
         """Tokens (micro, T + 1) of the `step`-th update, counted from 0. A step's samples are the
         same whatever the number of workers: only who computes them changes."""
-        s = self.shape
-        first = step * s.samples + (accumulation * s.workers + self.rank) * s.micro
-        return _stack(self.samples, range(first, first + s.micro))
+        b = self.batch
+        first = step * b.total + (accumulation * b.data_parallel + self.rank) * b.micro
+        return _stack(self.samples, range(first, first + b.micro))
 
 
 class EvalBatches:
@@ -86,8 +73,8 @@ class EvalBatches:
 
 def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[Tensor]:
     """`Sensitivity.calibration_batches` micro-batches (B, T) of training text."""
-    shape = BatchShape(recipe.Global.micro_batch_size, 1, 1)
-    batches = TrainBatches(recipe, data, shape, rank=0)
+    micro = recipe.Global.micro_batch_size
+    batches = TrainBatches(recipe, data, Batch(micro, micro, micro, 1), rank=0)
     for step in range(recipe.Sensitivity.calibration_batches):
         yield batches(step, 0)[:, :-1]
 

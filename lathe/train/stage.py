@@ -99,7 +99,7 @@ def run_training(
         at = trainer.run()
         if work.before_save is not None:
             work.before_save()
-        figures = {
+        figures: dict[str, Any] = {
             "step": at.step,
             "loss": at.loss,
             "first_eval_loss": at.first_eval_loss,

@@ -9,7 +9,7 @@ from typing import Any
 
 from lathe.progress import Bar
 from lathe.storage import atomic_file
-from lathe.train.batches import BatchShape
+from lathe.train.batch import Batch
 
 log = logging.getLogger("lathe")
 
@@ -33,10 +33,10 @@ class Trace:
     """The record of a run, from the step that it starts or resumes at."""
 
     def __init__(
-        self, folder: Path, step: int, shape: BatchShape, epoch_samples: int, logging_freq: int
+        self, folder: Path, step: int, batch: Batch, epoch_samples: int, logging_freq: int
     ) -> None:
         self.path = folder / TRACE
-        self.shape, self.epoch_samples, self.logging_freq = shape, epoch_samples, logging_freq
+        self.batch, self.epoch_samples, self.logging_freq = batch, epoch_samples, logging_freq
         self.pending: list[StepRecord] = []
         kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
         with atomic_file(self.path) as work:
@@ -75,11 +75,12 @@ class Trace:
         cost = sum(r.step_seconds for r in self.pending) / n
         reader = sum(r.reader_seconds for r in self.pending) / n
         total = sum(r.tokens_per_second * r.step_seconds for r in self.pending) / n / cost
-        epoch = (last.step - 1) * self.shape.samples // self.epoch_samples
+        each = total / self.batch.data_parallel
+        epoch = (last.step - 1) * self.batch.total // self.epoch_samples
         return (
             f"global step {last.step}, epoch: {epoch}, batch: {last.step - 1}, "
             f"loss: {last.loss:.9f}, avg_reader_cost: {reader:.5f} sec, "
             f"avg_batch_cost: {cost:.5f} sec, speed: {1 / cost:.2f} step/s, "
-            f"ips_total: {total:.0f} tokens/s, ips: {total / self.shape.workers:.0f} tokens/s, "
+            f"ips_total: {total:.0f} tokens/s, ips: {each:.0f} tokens/s, "
             f"learning rate: {last.lr:.5e}"
         )

@@ -18,7 +18,8 @@ from lathe.errors import UserError
 from lathe.model.gpt import GPT
 from lathe.progress import bar
 from lathe.settings import Recipe
-from lathe.train.batches import BatchShape, EvalBatches, TrainBatches
+from lathe.train.batch import resolve_batch
+from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from lathe.train.state import load_state, save_state, saved_steps
 from lathe.train.trace import StepRecord, Trace
@@ -62,10 +63,10 @@ class Trainer:
     ) -> None:
         self.recipe, self.engine, self.workers = recipe, recipe.Engine, workers
         self.output, self.after_step = output, after_step
-        self.shape = BatchShape(*recipe.batch_sizes(workers.size), workers.size)
+        self.batch = resolve_batch(recipe, workers.size)
         self.seq_len = recipe.Data.Train.dataset.max_seq_len
-        self.batches = TrainBatches(recipe, data, self.shape, workers.rank)
-        self.validation = EvalBatches(recipe, data, self.shape.micro, self.engine.eval_iters)
+        self.batches = TrainBatches(recipe, data, self.batch, workers.rank)
+        self.validation = EvalBatches(recipe, data, self.batch.micro, self.engine.eval_iters)
         if not len(self.validation):
             log.warning("the validation part cannot fill one sequence: no validation loss")
         self.model = model.to(workers.device)
@@ -91,7 +92,7 @@ class Trainer:
         trace = self._open_trace()
         if self.at.step == 0:
             self.at.first_eval_loss = self._evaluate(trace)
-        with bar("train", self.engine.max_steps) as progress:
+        with bar("train", self.engine.max_steps, logs=False) as progress:
             progress.advance(self.at.step)
             while self.at.step < self.engine.max_steps:
                 record = self._train_step()
@@ -108,7 +109,7 @@ class Trainer:
 
     def _train_step(self) -> StepRecord:
         started, reading = time.perf_counter(), 0.0
-        step, accumulate = self.at.step, self.shape.accumulate
+        step, accumulate = self.at.step, self.batch.accumulate_steps
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         set_learning_rate(self.optimizer, rate)
         self.model.train()
@@ -135,7 +136,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.after_step is not None:
             self.after_step()
-        seconds, tokens_seen = time.perf_counter() - started, self.shape.samples * self.seq_len
+        seconds, tokens_seen = time.perf_counter() - started, self.batch.total * self.seq_len
         self.at.step, self.at.loss = step + 1, loss_value
         self.at.tokens += tokens_seen
         self.at.seconds += seconds
@@ -172,7 +173,7 @@ class Trainer:
             return None
         epoch_samples = self.batches.samples_per_epoch
         frequency = self.engine.logging_freq
-        return Trace(self.output, self.at.step, self.shape, epoch_samples, frequency)
+        return Trace(self.output, self.at.step, self.batch, epoch_samples, frequency)
 
     def _save(self) -> None:
         """All workers together: the first writes everyone's RNG state beside its own model."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lathe.batch import Batch, resolve_batch
 from lathe.errors import UserError
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
+from lathe.train.batch import Batch, resolve_batch
 
 
 def recipe(

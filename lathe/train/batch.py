@@ -15,6 +15,10 @@ class Batch:
     micro: int
     accumulate_steps: int
 
+    @property
+    def data_parallel(self) -> int:
+        return self.total // self.local
+
 
 def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
     """Fill in what the recipe leaves open, for `data_parallel` = dp_degree * sharding_degree.

@@ -1,0 +1,179 @@
+"""The loop against a hand-written one, across workers, and across kills."""
+
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.recipe import load_recipe
+from lathe.train.batch import Batch
+from lathe.train.batches import TrainBatches, open_data
+from lathe.train.optimizer import learning_rate, make_optimizer
+from lathe.train.pretrain import model_config, new_model, pretrain
+from lathe.train.state import saved_steps
+from tests.train.conftest import SMALL, start_training, train
+
+
+def losses(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    return [r["loss"] for r in records if "loss" in r]
+
+
+def evaluations(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    return [r["eval_loss"] for r in records if "eval_loss" in r]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("run") / "dense"
+    train(data, output)
+    return output
+
+
+def test_loss_falls_and_the_checkpoint_loads(uninterrupted: Path) -> None:
+    trace, checkpoint = losses(uninterrupted), load_checkpoint(uninterrupted)
+    assert len(trace) == 20 and trace[-1] < trace[0] - 0.5
+    assert len(evaluations(uninterrupted)) == 3
+    assert checkpoint.meta["metrics"]["loss"] == trace[-1]
+    assert not (uninterrupted / "state").exists()
+
+
+def test_steps_equal_a_hand_written_loop(data: Path, uninterrupted: Path) -> None:
+    """Plain torch: no accumulation, no trainer; batches cut by Megatron's rule."""
+    recipe = load_recipe("tiny", SMALL)
+    model = new_model(model_config(recipe, 257), recipe.Model)
+    model.initialize(0.02, recipe.Global.seed)
+    tokens = TokenDataset.open(data)
+    batches = TrainBatches(recipe, tokens, Batch(8, 8, 8, 1), 0)
+    decayed = [p for n, p in model.named_parameters() if "bias" not in n and "ln_" not in n]
+    plain = [p for n, p in model.named_parameters() if "bias" in n or "ln_" in n]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}],
+        betas=(0.9, 0.999),
+    )
+    trace = []
+    for step in range(5):
+        x = batches(step, 0)
+        logits = model(x[:, :-1])
+        loss = -logits.log_softmax(-1).gather(2, x[:, 1:, None]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * (step + 1) / 2  # 2 warm-up steps of 20
+            if step >= 2:
+                cosine = 0.5 * (1 + math.cos(math.pi * (step + 1 - 2) / 18))
+                group["lr"] = 2e-4 + (2e-3 - 2e-4) * cosine
+        optimizer.step()
+        trace.append(loss.item())
+    np.testing.assert_allclose(losses(uninterrupted)[:5], trace, atol=1e-4)
+
+
+def test_two_workers_trace_the_losses_of_one(
+    data: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    train(data, tmp_path / "two", "Global.local_batch_size=4", workers=2)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(uninterrupted), atol=1e-4)
+    np.testing.assert_allclose(evaluations(tmp_path / "two"), evaluations(uninterrupted), atol=1e-4)
+
+
+def test_killed_run_goes_on_to_the_same_bits(data: Path, tmp_path: Path) -> None:
+    dropout = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
+    train(data, tmp_path / "whole", *dropout)
+    output = tmp_path / "killed"
+    for steps in (1, 3):  # killed twice, at different points
+        process = start_training(data, output, *dropout)
+        deadline = time.monotonic() + 60
+        while len(saved_steps(output / "state")) < min(steps, 2) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (output / "lathe.json").exists()
+    train(data, output, *dropout)
+    assert losses(output) == losses(tmp_path / "whole")
+    assert evaluations(output) == evaluations(tmp_path / "whole")
+    ours, whole = (load_file(f / "model.safetensors") for f in (output, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_a_finished_run_is_not_trained_again(data: Path, uninterrupted: Path) -> None:
+    before = (uninterrupted / "lathe.json").stat().st_mtime_ns
+    result = pretrain(load_recipe("tiny", SMALL), data, uninterrupted)
+    assert result.loss == losses(uninterrupted)[-1]
+    assert (uninterrupted / "lathe.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "precision", [("bfloat16", "auto"), ("float16", "auto")], ids=["bf16", "fp16"]
+)
+def test_half_precision_follows_float32(
+    data: Path, tmp_path: Path, uninterrupted: Path, precision: tuple[str, str]
+) -> None:
+    recipe = load_recipe("tiny", (*SMALL, f"Engine.mix_precision.dtype={precision[0]}"))
+    pretrain(recipe, data, tmp_path / "half")
+    np.testing.assert_allclose(losses(tmp_path / "half"), losses(uninterrupted), atol=0.05)
+
+
+def test_recompute_and_compile_leave_the_losses(
+    data: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    recipe = load_recipe("tiny", (*SMALL, "Model.use_recompute=True", "Engine.compile=True"))
+    pretrain(recipe, data, tmp_path / "compiled")
+    np.testing.assert_allclose(losses(tmp_path / "compiled"), losses(uninterrupted), atol=1e-4)
+
+
+class TestRefusals:
+    def test_foreign_output(self, data: Path, tmp_path: Path, uninterrupted: Path) -> None:
+        recipe = load_recipe("tiny", (*SMALL, "Optimizer.lr.max_lr=1e-3"))
+        with pytest.raises(UserError, match="other settings"):
+            pretrain(recipe, data, uninterrupted)
+        (tmp_path / "diary.txt").write_text("mine")
+        with pytest.raises(UserError, match="not empty"):
+            pretrain(recipe, data, tmp_path)
+        assert (tmp_path / "diary.txt").read_text() == "mine"
+
+    def test_vocabulary_larger_than_the_model(self, data: Path, tmp_path: Path) -> None:
+        recipe = load_recipe("tiny", (*SMALL, "Model.vocab_size=128"))
+        with pytest.raises(UserError, match="257-id vocabulary, the model has 128"):
+            pretrain(recipe, data, tmp_path / "out")
+
+    def test_sequence_longer_than_the_model(self, data: Path) -> None:
+        with pytest.raises(UserError, match="33 exceeds the model's 32"):
+            open_data(
+                data, load_recipe("tiny", (*SMALL, "Data.Train.dataset.max_seq_len=33")), 257, 32
+            )
+
+    def test_loss_that_is_not_finite(self, data: Path, tmp_path: Path) -> None:
+        recipe = load_recipe(
+            "tiny", (*SMALL, "Optimizer.lr.max_lr=1e30", "Optimizer.lr.warmup_rate=0")
+        )
+        with pytest.raises(UserError, match=r"loss is nan at step \d"):
+            pretrain(recipe, data, tmp_path / "out")
+
+
+def test_learning_rate_of_the_published_schedule() -> None:
+    lr = load_recipe("gpt-345m").Optimizer.lr
+    assert learning_rate(1, lr) == pytest.approx(5e-5 / 3600)
+    assert learning_rate(3600, lr) == pytest.approx(5e-5)
+    assert learning_rate((3600 + 360000) // 2, lr) == pytest.approx(3e-5)
+    assert learning_rate(360000, lr) == learning_rate(400000, lr) == 1e-5
+
+
+def test_weight_decay_spares_biases_and_norms(data: Path) -> None:
+    recipe = load_recipe("tiny", SMALL)
+    model = new_model(model_config(recipe, 257), recipe.Model)
+    names = {id(p): n for n, p in model.named_parameters()}
+    decayed, plain = make_optimizer(model, recipe.Optimizer).param_groups
+    assert decayed["weight_decay"] == 0.01 and plain["weight_decay"] == 0.0
+    assert all(names[id(p)].endswith("weight") for p in decayed["params"])
+    assert sum(n.endswith("bias") or "ln_" in n for n in names.values()) == len(plain["params"])
