@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import urllib.error
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 from minio import Minio
-from minio.error import MinioException, S3Error
+from minio.error import InvalidResponseError, MinioException, S3Error
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 
 from lathe.errors import UserError
@@ -21,9 +22,9 @@ from lathe.errors import UserError
 HTTP_SCHEMES = ("http", "https")
 S3_SCHEMES = ("s3", "minio")
 TIMEOUT_SECONDS = 60.0
-S3_BUSY = {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
-MISSING = {404, 410, "NoSuchBucket", "NoSuchKey"}
-REFUSED = {401, 403, "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+BUSY = {"429", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
+REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 NETWORK_ERRORS = (
     urllib.error.URLError,
     urllib3.exceptions.HTTPError,
@@ -96,13 +97,30 @@ def fetch(uri: str, folder: Path) -> Path:
         return _fetch_s3(uri, folder)
     except NETWORK_ERRORS as error:
         raise _explain(uri, error) from error
+    except ValueError as error:  # the minio client's, about a bucket's name or half a credential
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{uri}: {error}", "check the address and the AWS variables") from error
+
+
+def _status(error: BaseException) -> str:
+    """HTTP status or S3 error code that came back, empty if none did."""
+    if isinstance(error, urllib.error.HTTPError):
+        return str(error.code)
+    if isinstance(error, S3Error):
+        return error.code or ""
+    if isinstance(error, InvalidResponseError):  # the right XML as text/xml, as rclone sends it
+        found = re.search(
+            r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
+        )
+        return found[1] or found[2] if found else ""
+    return ""
 
 
 def _transient(error: BaseException) -> bool:
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code >= 500 or error.code == 429
-    if isinstance(error, S3Error):
-        return error.code in S3_BUSY
+    status = _status(error)
+    if status:
+        return status.startswith("5") or status in BUSY
     return isinstance(error, NETWORK_ERRORS)
 
 
@@ -192,17 +210,18 @@ def s3_client() -> Minio:
 
 
 def _explain(uri: str, error: Exception) -> UserError:
-    code = error.code if isinstance(error, S3Error | urllib.error.HTTPError) else None
-    if code in MISSING:
-        return UserError(f"{uri}: not found ({code})", "check the address")
-    if code in REFUSED:
+    status = _status(error)
+    is_s3 = urlsplit(uri).scheme in S3_SCHEMES
+    if status in MISSING:
+        return UserError(f"{uri}: not found ({status})", "check the address")
+    if status in REFUSED:
         return UserError(
-            f"{uri}: access refused ({code})",
+            f"{uri}: access refused ({status})",
             "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            if urlsplit(uri).scheme in S3_SCHEMES
+            if is_s3
             else "check that the address can be read without signing in",
         )
-    store = os.environ.get("AWS_ENDPOINT_URL") if urlsplit(uri).scheme in S3_SCHEMES else None
+    store = os.environ.get("AWS_ENDPOINT_URL") if is_s3 else None
     return UserError(
         f"{uri}: no answer{f' from {store}' if store else ''}: {error}",
         "check the network" + (" and AWS_ENDPOINT_URL" if store else " and the address"),

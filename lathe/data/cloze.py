@@ -19,6 +19,7 @@ PROSE_SHARE = 0.8
 
 PUNCTUATION = string.punctuation + "\u2018\u2019\u201c\u201d\u00ab\u00bb\u2013\u2014\u2026"
 JOINTS = re.compile(r"(?<=\w)['\u2019-](?=\w)")  # within "don't" and "read-only"
+APART = re.compile(r"\s+([.!?])$")  # "the end ." of tokenized text, as WikiText's
 PARAGRAPH = re.compile(r"\n\s*\n")
 SENTENCE = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)\]]))"  # ends here, perhaps inside quotes,
@@ -32,7 +33,7 @@ def cloze_passages(documents: Iterable[str], limit: int) -> list[str]:
 
     The last word has three letters or more, nothing but letters, and occurs earlier in the
     passage; before its sentence stand at least two sentences with at least 50 words. Passages do
-    not overlap. Runs of white space become one space, and passages of which a fifth is no plain
+    not overlap. Runs of white space become one space; passages of which a fifth is no plain
     words (code, tables) or that are longer than 150 words are left out. Of more than `limit` the
     ones with the smallest SHA-256 are taken: an even sample, the same every time.
     """
@@ -54,7 +55,7 @@ def _passages(document: str) -> Iterator[str]:
     context: list[list[str]] = []  # sentences since the last passage, as words
     for paragraph in PARAGRAPH.split(document):
         for sentence in SENTENCE.split(paragraph.strip()):
-            words = sentence.split()
+            words = APART.sub(r"\1", sentence).split()
             if passage := _passage(_shortest(context), words):
                 yield passage
                 context = []

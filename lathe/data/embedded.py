@@ -28,16 +28,16 @@ def python_documents() -> Iterator[str]:
     kinds, not the end of the alphabet.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    named = {f"topic {name}": text for name, text in topics.items()}
+    named = {text: f"topic {name}" for name, text in sorted(topics.items())}  # some share a text
     seen: set[str] = set()
     for path in sorted(library.rglob("*.py")):
         parts = path.relative_to(library).parts
         if SKIPPED.isdisjoint(parts):
             fresh = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
             seen.update(fresh)
-            named["/".join(parts)] = "\n\n".join(fresh)
-    for name in sorted(named, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        text = cleandoc(named[name])
+            named["\n\n".join(fresh)] = "/".join(parts)
+    for text in sorted(named, key=lambda text: hashlib.sha256(named[text].encode()).digest()):
+        text = cleandoc(text)
         if len(text) >= MIN_CHARACTERS:
             yield text
 

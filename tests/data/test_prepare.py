@@ -1,0 +1,172 @@
+"""The stage on real text: what it writes, that it can run again, what it refuses."""
+
+import json
+import logging
+import lzma
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.data.prepare import prepare
+from lathe.data.samples import Samples
+from lathe.data.tokenizer import load_tokenizer
+from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
+from lathe.settings import Recipe
+from lathe.storage import sha256
+
+
+def recipe(split: str = "6,2,2", max_seq_len: int = 32, **changes: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "Prepare": {"vocab_size": 400, **changes},
+            "Data": {"Train": {"dataset": {"split": split, "max_seq_len": max_seq_len}}},
+        }
+    )
+
+
+@pytest.fixture
+def texts(prose: list[str]) -> list[str]:
+    return prose[:30]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, texts: list[str]) -> str:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": f"\n{text}  "}) + "\n" for text in texts))
+    return str(file)
+
+
+@pytest.mark.parametrize("format", ["megatron", "paddle"])
+def test_writes_all_documents(tmp_path: Path, corpus: str, texts: list[str], format: str) -> None:
+    done = prepare(recipe(format=format), tmp_path / "out", corpus)
+    data, tokenizer = TokenDataset.open(done.folder), load_tokenizer(done.folder)
+    assert done.boundaries == (0, 18, 24, 30)
+    assert (done.documents, done.vocab_size, done.reused) == (30, 400, False)
+    assert len(data) == 30 and data.sizes.sum() == done.tokens
+    for row, text in zip(data, texts, strict=True):
+        assert row[-1] == data.eos_id and data.eos_id not in row[:-1]
+        assert tokenizer.decode(row[:-1].tolist()) == text.strip()
+    held_out = (done.folder / "heldout.txt").read_text()
+    assert held_out == "".join(f"{text.strip()}\n\n" for text in texts[24:])
+    lines = (done.folder / "cloze.jsonl").read_text().splitlines()
+    assert len(lines) == done.cloze_examples > 5
+    words = " ".join(held_out.split())
+    assert all(json.loads(line)["text"] in words for line in lines)
+    assert len(Samples(data, range(18), 32, 10, 1234)) >= 10
+
+
+def test_card_has_counts_and_digests(tmp_path: Path, corpus: str) -> None:
+    done = prepare(recipe(), tmp_path / "out", corpus)
+    card = json.loads((done.folder / "data.json").read_text())
+    files = {p.name for p in done.folder.iterdir()}
+    assert files == {"data.json", *card["files"]}
+    for name, file in card["files"].items():
+        assert file["sha256"] == sha256(done.folder / name)
+        assert file["bytes"] == (done.folder / name).stat().st_size
+    assert card["source"] == corpus and card["format"] == "megatron"
+    assert sum(card["part_tokens"]) == card["tokens"] == done.tokens
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_training_sees_only_the_training_part(tmp_path: Path) -> None:
+    file = tmp_path / "c.jsonl"
+    rows = ["alpha beta gamma " * 40] * 8 + ["zyzzyva quokka " * 40] * 2
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    done = prepare(recipe("8,1,1"), tmp_path / "out", str(file))
+    tokenizer = load_tokenizer(done.folder)
+    assert len(tokenizer.encode("alpha beta").ids) == 2
+    assert len(tokenizer.encode("quokka").ids) == 6
+
+
+def test_same_text_and_settings_are_kept(
+    tmp_path: Path, corpus: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lathe")
+    out = tmp_path / "out"
+    first = prepare(recipe(), out, corpus)
+    stamp = (out / "tokens.bin").stat().st_mtime_ns
+
+    packed = tmp_path / "other.jsonl.xz"
+    packed.write_bytes(lzma.compress(Path(corpus).read_bytes()))
+    again = prepare(recipe(max_seq_len=64), out, str(packed))
+    assert again.reused and again.tokens == first.tokens
+    assert (out / "tokens.bin").stat().st_mtime_ns == stamp
+    assert "already prepared from the same text and settings" in caplog.text
+
+    assert not prepare(recipe(vocab_size=420), out, corpus).reused
+    with Path(corpus).open("a") as file:
+        file.write('{"text": "One more."}\n')
+    assert not prepare(recipe(vocab_size=420), out, corpus).reused
+    (out / "tokens.bin").write_bytes(b"")
+    assert not prepare(recipe(vocab_size=420), out, corpus).reused
+    assert prepare(recipe(vocab_size=420), out, corpus).reused
+
+
+def test_same_bytes_every_time(tmp_path: Path, corpus: str) -> None:
+    digests = []
+    for name in ("a", "b"):
+        folder = prepare(recipe(), tmp_path / name, corpus).folder
+        digests.append({p.name: sha256(p) for p in folder.iterdir()})
+    assert digests[0] == digests[1]
+
+
+def test_given_tokenizer(tmp_path: Path, corpus: str, byte_tokenizer: Tokenizer) -> None:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    done = prepare(recipe(), tmp_path / "out", corpus, str(tmp_path / "tokenizer.json"))
+    assert (done.vocab_size, TokenDataset.open(done.folder).eos_id) == (257, 256)
+    assert prepare(recipe(), tmp_path / "out", corpus, str(tmp_path)).reused
+
+
+def test_gpt2_on_wikitext(tmp_path: Path, shared: Path) -> None:
+    source = shared / "wikitext/wiki.test.raw"
+    done = prepare(recipe("90,5,5"), tmp_path / "out", str(source), str(shared / "gpt2"))
+    assert (done.vocab_size, TokenDataset.open(done.folder).eos_id) == (50257, 50256)
+    assert done.cloze_examples > 10
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (None, {}, "no such file or folder"),
+        ("", {}, "no text in it"),
+        ('{"text": "a"}\n{', {}, r"corpus\.jsonl:2: not JSON"),
+        ('{"text": "a b c"}\n', {}, "training part: 1 documents with 4 tokens.*max_seq_len 32"),
+        ('{"text": "a"}\n' * 90, {"split": "0,1,0"}, "training part: 0 documents with 0 tokens"),
+        (None, {"tokenizer": "nowhere"}, "nowhere: no tokenizer there"),
+    ],
+)
+def test_errors_leave_nothing(
+    tmp_path: Path, content: str | None, changes: dict[str, str], message: str
+) -> None:
+    file = tmp_path / "corpus.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        prepare(recipe(**changes), tmp_path / "out", str(file))  # type: ignore[arg-type]
+    assert [p for p in tmp_path.iterdir() if p != file] == []
+
+
+def test_reuse_still_checks_the_sequence_length(tmp_path: Path, corpus: str) -> None:
+    prepare(recipe(), tmp_path / "out", corpus)
+    with pytest.raises(UserError, match="max_seq_len 1,000,000"):
+        prepare(recipe(max_seq_len=1_000_000), tmp_path / "out", corpus)
+    assert TokenDataset.open(tmp_path / "out")
+
+
+def test_small_parts_are_told(
+    tmp_path: Path, corpus: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(recipe("999,1,0"), tmp_path / "out", corpus)
+    assert "30 training, 0 validation, 0 test" in caplog.text
+    assert "cloze.jsonl is empty" in caplog.text
+    assert (tmp_path / "out/heldout.txt").read_text() == ""
+
+
+def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:
+    with pytest.raises(UserError, match="exists, and is no data set"):
+        prepare(recipe(), tmp_path, corpus)
+    assert Path(corpus).is_file()
+    (tmp_path / "empty").mkdir()
+    assert prepare(recipe(), tmp_path / "empty", corpus).documents == 30

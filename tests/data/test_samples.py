@@ -1,0 +1,159 @@
+"""Megatron's builder, against a slow literal transcription of its rules."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lathe.data.megatron import TokenArrays
+from lathe.data.samples import Samples, split_boundaries
+from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
+
+
+def data_set(sizes: list[int]) -> TokenDataset:
+    """Documents of these sizes, every token with a value of its own."""
+    lens = np.array(sizes, np.int32)
+    ends = np.cumsum(lens, dtype=np.int64)
+    arrays = TokenArrays(np.arange(lens.sum()), ends - lens, lens, np.arange(len(sizes) + 1))
+    return TokenDataset(Path("memory"), {}, arrays)
+
+
+def reference(
+    dataset: TokenDataset, documents: range, seq_len: int, num_samples: int, seed: int
+) -> tuple[int, list[int], list[tuple[int, int]], list[int], list[list[int]]]:
+    """Token by token and epoch by epoch: epochs, doc_idx, sample_idx, shuffle_idx, samples."""
+    rng = np.random.RandomState(seed)
+    per_epoch = sum(int(dataset.sizes[d]) for d in documents)
+    epochs = 1
+    while (epochs * per_epoch - 1) // seq_len < num_samples:
+        epochs += 1
+
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_len
+    in_last = num_samples - before_last
+    apart = epochs > 1 and in_last < int(0.80 * ((per_epoch - 1) // seq_len))
+
+    def shuffled(values: list[int]) -> list[int]:
+        array = np.array(values)
+        rng.shuffle(array)
+        return [int(value) for value in array]
+
+    if apart:
+        doc_idx = shuffled(list(documents) * (epochs - 1)) + shuffled(list(documents))
+    else:
+        doc_idx = shuffled(list(documents) * epochs)
+
+    flat = [(p, o) for p, d in enumerate(doc_idx) for o in range(int(dataset.sizes[d]))]
+    total = (epochs * per_epoch - 1) // seq_len
+    starts = [(0, 0)] + [flat[i * seq_len] for i in range(1, total + 1)]
+
+    order = list(range(total))
+    if apart:
+        shuffle_idx = shuffled(order[:before_last]) + shuffled(order[before_last:])
+    else:
+        shuffle_idx = shuffled(order)
+    tokens = [int(token) for d in doc_idx for token in dataset[d]]
+    samples = [tokens[i * seq_len : i * seq_len + seq_len + 1] for i in shuffle_idx]
+    return epochs, doc_idx, starts, shuffle_idx, samples
+
+
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    window=st.tuples(st.integers(0, 11), st.integers(1, 12)),
+    seq_len=st.integers(1, 9),
+    num_samples=st.integers(1, 60),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_equals_the_literal_rules(
+    sizes: list[int], window: tuple[int, int], seq_len: int, num_samples: int, seed: int
+) -> None:
+    dataset = data_set(sizes)
+    documents = range(len(sizes))[window[0] : window[0] + window[1]]
+    if sum(sizes[d] for d in documents) <= seq_len:
+        with pytest.raises(UserError, match="fewer than one sample"):
+            Samples(dataset, documents, seq_len, num_samples, seed)
+        return
+    built = Samples(dataset, documents, seq_len, num_samples, seed)
+    epochs, doc_idx, starts, shuffle_idx, samples = reference(
+        dataset, documents, seq_len, num_samples, seed
+    )
+    assert built.epochs == epochs
+    assert built.doc_idx.tolist() == doc_idx
+    assert [tuple(row) for row in built.sample_idx.tolist()] == starts
+    assert built.shuffle_idx.tolist() == shuffle_idx
+    assert [built[i].tolist() for i in range(len(built))] == samples
+    assert len(built) >= num_samples
+
+
+def test_golden_example() -> None:
+    """Documents 0-3, 4-5, 6-10; RandomState(7) puts the documents in order 2, 1, 0."""
+    built = Samples(data_set([4, 2, 5]), range(3), seq_len=2, num_samples=5, seed=7)
+    assert built.doc_idx.tolist() == [2, 1, 0]
+    assert built.sample_idx.tolist() == [[0, 0], [0, 2], [0, 4], [1, 1], [2, 1], [2, 3]]
+    assert built.shuffle_idx.tolist() == [2, 1, 0, 4, 3]
+    in_order = [[6, 7, 8], [8, 9, 10], [10, 4, 5], [5, 0, 1], [1, 2, 3]]
+    assert [built[i].tolist() for i in range(5)] == [in_order[k] for k in [2, 1, 0, 4, 3]]
+    assert (built[0].dtype, built.sample_idx.dtype) == (np.int64, np.int32)
+    assert (built.doc_idx.dtype, built.shuffle_idx.dtype) == (np.int32, np.uint32)
+
+
+def test_last_epoch_is_apart_below_80_percent() -> None:
+    """100 documents of one token + EOS, 199 // 1 samples an epoch: 159 of them are 80 %."""
+    dataset = data_set([2] * 100)
+    for extra, apart in ((158, True), (159, False)):
+        built = Samples(dataset, range(100), seq_len=1, num_samples=199 + extra, seed=0)
+        assert built.epochs == 2 and len(built) == 399
+        assert (sorted(built.doc_idx[:100].tolist()) == list(range(100))) == apart
+        assert (sorted(built.shuffle_idx[:199].tolist()) == list(range(199))) == apart
+
+
+@pytest.mark.parametrize(
+    ("split", "n", "expected"),
+    [
+        ((949, 50, 1), 1000, [0, 949, 999, 1000]),
+        ((949, 50, 1), 10, [0, 10, 10, 10]),
+        ((949, 50, 1), 0, [0, 0, 0, 0]),
+        ((1, 0, 0), 7, [0, 7, 7, 7]),
+        ((98, 2, 0), 1000, [0, 980, 1000, 1000]),
+        # .5 rounds to even: 2 + 2 + 0 overshoots nothing, 2 + 2 + 2 overshoots 5 by 1
+        ((0.5, 0.5, 0), 3, [0, 1, 3, 3]),
+        ((0.3, 0.3, 0.4), 5, [0, 1, 3, 5]),
+        # Megatron's own arithmetic gives -1 here
+        ((0, 0.5, 0.5), 3, [0, 0, 1, 3]),
+    ],
+)
+def test_split_boundaries(split: tuple[float, ...], n: int, expected: list[int]) -> None:
+    assert split_boundaries(split, n) == expected
+
+
+@given(
+    split=st.tuples(*[st.floats(0, 1000)] * 3).filter(lambda s: sum(s) > 1e-3),
+    n=st.integers(0, 10**7),
+)
+def test_split_boundaries_cover_all_documents(split: tuple[float, ...], n: int) -> None:
+    boundaries = split_boundaries(split, n)
+    assert boundaries[0] == 0 and boundaries[-1] == n
+    assert boundaries == sorted(boundaries)
+
+
+def test_an_empty_part_is_told_with_counts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lathe"):
+        split_boundaries((949, 50, 1), 10)
+    assert caplog.messages == [
+        "split 949,50,1 of 10 documents leaves a part empty: 10 training, 0 validation, 0 test"
+    ]
+    caplog.clear()
+    split_boundaries((1, 0, 0), 10)  # asked for
+    assert not caplog.messages
+
+
+def test_a_part_without_a_sample_is_refused() -> None:
+    dataset = data_set([3, 3, 3])
+    assert len(Samples(dataset, range(3), 8, 1, 0)) == 1
+    with pytest.raises(UserError, match=r"3 documents with 9 tokens.*max_seq_len 9 \+ 1"):
+        Samples(dataset, range(3), 9, 1, 0)
+    with pytest.raises(UserError, match="0 documents with 0 tokens"):
+        Samples(dataset, range(2, 2), 8, 1, 0)

@@ -1,0 +1,173 @@
+import gzip
+import json
+import lzma
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from lathe.data.sources import documents
+from lathe.errors import UserError
+
+LINES = "".join(json.dumps({"text": t, "title": "x"}) + "\n" for t in ("one\n", " ", "", "zwei é"))
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+
+
+def read(source: Path | str, text_key: str = "text") -> list[str]:
+    return list(documents(str(source), text_key))
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_json_lines(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / f"c.jsonl{ending}"
+    file.write_bytes(COMPRESS[ending](LINES.encode()))
+    assert read(file) == ["one", "zwei é"]
+    assert read(file, "title") == ["x"] * 4
+
+
+def test_zstandard_frames_and_long_lines(tmp_path: Path) -> None:
+    """Two frames, a line over both and over the read chunk, no newline at the end."""
+    long = "".join(map(str, range(200_000)))
+    data = (json.dumps({"text": long}) + "\n" + '{"text": "end"}').encode()
+    (tmp_path / "c.jsonl.zst").write_bytes(
+        zstandard.compress(data[:500_000]) + zstandard.compress(data[500_000:])
+    )
+    assert read(tmp_path / "c.jsonl.zst") == [long, "end"]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+def test_cut_archives(tmp_path: Path, ending: str) -> None:
+    whole = COMPRESS[ending]("".join(f"{i * i} " for i in range(30_000)).encode())
+    for name, data in ((f"cut.txt{ending}", whole[:-20]), (f"none.jsonl{ending}", b"not packed")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError, match=f"{name}: cannot be read"):
+            read(tmp_path / name)
+
+
+def test_text_file_is_cut_at_blank_lines_after_4000_characters(tmp_path: Path) -> None:
+    blocks = [f"block {i} " + "x" * 991 for i in range(10)]
+    (tmp_path / "a.md").write_text("\ufeff" + "\r\n \r\n".join(blocks) + "\n\n\n")
+    found = read(tmp_path / "a.md")
+    assert [text.count("block") for text in found] == [4, 4, 2]
+    assert found[0].startswith("block 0") and found[1].startswith("block 4")
+    assert "\r" not in "".join(found)
+    (tmp_path / "b.tokens").write_text("x" * 9000 + "\ny")
+    assert read(tmp_path / "b.tokens") == ["x" * 9000 + "\ny"]
+
+
+def test_folder_is_read_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "sub/b.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    (tmp_path / "z.txt").write_text("last")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden/c.txt").write_text("no")
+    assert read(tmp_path) == ["first", "one", "zwei é", "last"]
+    assert caplog.messages == [f"{tmp_path}: 1 files with other endings ignored"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n\n{"text": \n', r"c\.jsonl:3: not JSON"),
+        (b'{"text": "a"}\n["b"]', r"c\.jsonl:2: not a JSON object"),
+        (b'{"text": "a"}\n{"body": "b"}', r"c\.jsonl:2: no key 'text' among 'body'"),
+        (b'{"text": null}', r"c\.jsonl:1: 'text' holds NoneType"),
+        (b'{"text": "\\ud800"}', r"c\.jsonl:1: half of a surrogate"),
+        (b'{"text": "a"}\n{"text": "\xff"}', r"c\.jsonl:2: not UTF-8: invalid start byte at"),
+        (b"", r"c\.jsonl: no text in it"),
+        (b'{"text": " "}\n', r"c\.jsonl: no text in it"),
+    ],
+)
+def test_broken_json_lines(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "c.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "c.jsonl")
+
+
+def test_missing_empty_and_foreign_sources(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere: no such file"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no text in it"):
+        read(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.txt:1: not UTF-8"):
+        read(tmp_path)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http(tmp_path: Path) -> Iterator[str]:
+    with socketserver.TCPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))
+    ) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_http(tmp_path: Path, http: str) -> None:
+    (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(LINES.encode()))
+    assert read(f"{http}/c.jsonl.xz?version=1") == ["one", "zwei é"]
+    with pytest.raises(UserError, match=r"nothing\.txt: not found \(404\)"):
+        read(f"{http}/nothing.txt")
+
+
+@pytest.fixture
+def local_data_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+@pytest.mark.usefixtures("local_data_sets")
+def test_hugging_face_data_set(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"], "n": [1, 2]})
+    (tmp_path / "files").mkdir()
+    rows.to_json(tmp_path / "files/train.jsonl")
+    rows.select([1]).to_json(tmp_path / "files/validation.jsonl")
+    assert read(f"hf://{tmp_path}/files") == ["one", "two"]
+    assert read(f"hf://{tmp_path}/files::validation") == ["two"]
+    rows.save_to_disk(str(tmp_path / "saved"))
+    assert read(f"hf://{tmp_path}/saved") == ["one", "two"]
+    with pytest.raises(UserError, match="row 0: no key 'body' among 'text', 'n'"):
+        read(f"hf://{tmp_path}/saved", "body")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        read(f"hf://{tmp_path}/files::nosuch")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        read(f"hf://{tmp_path}/nowhere")
+    with pytest.raises(UserError, match="not a data set"):
+        read("hf://")
+
+
+def test_python_prose(prose: list[str]) -> None:
+    """Two MB of topics and docstrings, each once, and nothing from the tests."""
+    assert len(prose) > 300 and sum(map(len, prose)) > 1_500_000
+    assert len(set(prose)) == len(prose) and min(map(len, prose)) >= 200
+    assert all(text == text.strip() for text in prose)
+    (topic,) = [text for text in prose if text.startswith('The "for" statement\n')]
+    assert "used to iterate over the elements of a sequence" in topic
+    (module,) = [text for text in prose if text.startswith("Utilities for with-statement")]
+    first = module.index("An abstract base class for context managers.")
+    assert first < module.index("Context manager to automatically close something")
+    # Of asyncio's event loops each repeats the docstrings of the base class.
+    assert sum(text.count("Schedule a coroutine object.") for text in prose) == 1

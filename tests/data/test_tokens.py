@@ -1,0 +1,203 @@
+"""Both formats against bytes spelled from the specification with `struct`, not by our writers."""
+
+import io
+import json
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.data.megatron import MegatronWriter
+from lathe.data.paddle import PaddleWriter
+from lathe.data.tokens import CARD, WRITERS, TokenDataset
+from lathe.errors import UserError
+
+DOCUMENTS = [[5, 6, 7], [65000], [8, 9]]
+TOKENS = [5, 6, 7, 65000, 8, 9]
+CARD_TEXT = json.dumps({"documents": 3, "tokens": 6, "vocab_size": 65001, "eos_id": 0})
+
+
+def golden_idx(code: int, width: int, modes: bytes = b"") -> bytes:
+    return (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<B", code)
+        + struct.pack("<Q", 3)
+        + struct.pack("<Q", 4)
+        + struct.pack("<3i", 3, 1, 2)
+        + struct.pack("<3q", 0, 3 * width, 4 * width)
+        + struct.pack("<4q", 0, 1, 2, 3)
+        + modes
+    )
+
+
+def golden_npy(descr: str, letter: str) -> bytes:
+    """NPY 1.0: magic, version, u16 length, a dict padded with blanks and a newline to 64 bytes."""
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (6,), }}"
+    header = text.encode().ljust(128 - 10 - 1) + b"\n"
+    return (
+        b"\x93NUMPY\x01\x00"
+        + struct.pack("<H", len(header))
+        + header
+        + struct.pack(f"<6{letter}", *TOKENS)
+    )
+
+
+def write(format: str, folder: Path, vocab_size: int) -> TokenDataset:
+    folder.mkdir(exist_ok=True)
+    with WRITERS[format](folder / "tokens", vocab_size) as writer:
+        for tokens in DOCUMENTS:
+            writer.append(tokens)
+    (folder / CARD).write_text(CARD_TEXT)
+    return TokenDataset.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "code", "width", "letter"), [(65499, 8, 2, "H"), (65500, 4, 4, "i")]
+)
+def test_megatron_bytes(
+    tmp_path: Path, vocab_size: int, code: int, width: int, letter: str
+) -> None:
+    with MegatronWriter(tmp_path / "x", vocab_size) as writer:
+        for tokens in DOCUMENTS:
+            writer.append(tokens)
+    assert (tmp_path / "x.idx").read_bytes() == golden_idx(code, width)
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack(f"<6{letter}", *TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "descr", "letter"), [(65534, "<u2", "H"), (65535, "<i4", "i")]
+)
+def test_paddle_bytes(tmp_path: Path, vocab_size: int, descr: str, letter: str) -> None:
+    with PaddleWriter(tmp_path / "x", vocab_size) as writer:
+        for tokens in DOCUMENTS:
+            writer.append(tokens)
+    assert (tmp_path / "x_ids.npy").read_bytes() == golden_npy(descr, letter)
+    with zipfile.ZipFile(tmp_path / "x_idx.npz") as archive:
+        assert sorted(archive.namelist()) == ["docs.npy", "lens.npy"]
+        lens = np.load(io.BytesIO(archive.read("lens.npy")))
+        docs = np.load(io.BytesIO(archive.read("docs.npy")))
+    assert (lens.dtype, lens.tolist()) == (np.int32, [3, 1, 2])
+    assert (docs.dtype, docs.tolist()) == (np.int64, [0, 1, 2, 3])
+
+
+def test_paddle_writer_equals_numpy(tmp_path: Path) -> None:
+    """The header that is written before the count is known is the one `np.save` writes."""
+    with PaddleWriter(tmp_path / "x", 50257) as writer:
+        for i in range(700):
+            writer.append([i] * 250)
+    buffer = io.BytesIO()
+    np.save(buffer, np.repeat(np.arange(700, dtype=np.uint16), 250))
+    assert (tmp_path / "x_ids.npy").read_bytes() == buffer.getvalue()
+
+
+@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+@pytest.mark.parametrize("modes", [b"", b"\x00\x01\x02"])
+def test_reads_megatron_of_others(tmp_path: Path, code: int, letter: str, modes: bytes) -> None:
+    documents = [[5, 6, 7], [100], [8, 9]]
+    (tmp_path / "other.idx").write_bytes(golden_idx(code, struct.calcsize(letter), modes))
+    (tmp_path / "other.bin").write_bytes(struct.pack(f"<6{letter}", 5, 6, 7, 100, 8, 9))
+    (tmp_path / CARD).write_text(CARD_TEXT)
+    dataset = TokenDataset.open(tmp_path)
+    assert [row.tolist() for row in dataset] == documents
+    assert isinstance(dataset.arrays.tokens, np.memmap)
+    assert dataset.arrays.doc_idx.tolist() == [0, 1, 2, 3]
+    assert (dataset.arrays.modes is None) == (modes == b"")
+    if dataset.arrays.modes is not None:
+        assert dataset.arrays.modes.tolist() == [0, 1, 2]
+
+
+def test_reads_paddle_of_others(tmp_path: Path) -> None:
+    (tmp_path / "my_ids.npy").write_bytes(golden_npy("<i4", "i"))
+    np.savez(tmp_path / "my_idx.npz", lens=np.array([3, 1, 2]), docs=np.array([0, 1, 2, 3]))
+    (tmp_path / CARD).write_text(CARD_TEXT)
+    dataset = TokenDataset.open(tmp_path)
+    assert [row.tolist() for row in dataset] == DOCUMENTS
+    assert (dataset.sizes.dtype, dataset.sizes.tolist()) == (np.int32, [3, 1, 2])
+    assert isinstance(dataset.arrays.tokens, np.memmap)
+
+
+@pytest.mark.parametrize("format", WRITERS)
+def test_round_trip(tmp_path: Path, format: str) -> None:
+    dataset = write(format, tmp_path, 65001)
+    assert (len(dataset), dataset.vocab_size, dataset.eos_id) == (3, 65001, 0)
+    assert [row.tolist() for row in dataset] == DOCUMENTS
+    assert dataset.span(0, 1, 3).tolist() == [6, 7]
+
+
+def test_a_foreign_folder_is_described_by_its_tokenizer(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    write("megatron", tmp_path, 257)
+    (tmp_path / CARD).unlink()
+    with pytest.raises(UserError, match="no tokenizer there"):
+        TokenDataset.open(tmp_path)
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    card = TokenDataset.open(tmp_path).card
+    expected = {"format": "megatron", "documents": 3, "tokens": 6, "vocab_size": 257, "eos_id": 256}
+    assert card == expected
+
+
+def test_more_than_one_pair_is_an_error_that_names_them(tmp_path: Path) -> None:
+    write("megatron", tmp_path, 65001)
+    with PaddleWriter(tmp_path / "second", 65001) as writer:
+        writer.append([1])
+    with pytest.raises(UserError, match=r"tokens\.bin \+ tokens\.idx, second_ids\.npy \+ second"):
+        TokenDataset.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens_ids.npy", "tokens_idx.npz"])
+@pytest.mark.parametrize("kept", [None, 0, 10, -1])
+def test_missing_or_cut_files_are_named(tmp_path: Path, name: str, kept: int | None) -> None:
+    write("paddle" if "_" in name else "megatron", tmp_path, 65001)
+    file = tmp_path / name
+    if kept is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(UserError, match=name):
+        TokenDataset.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"MMIDIDX\0\0" + bytes(25), "version 0"),
+        (golden_idx(7, 4), "dtype code 7"),
+        (golden_idx(99, 2), "dtype code 99"),
+        (golden_idx(8, 2) + b"\0" * 5, "bytes, but 3 sequences"),
+        (golden_idx(8, 3), "points outside"),
+        (golden_idx(4, 4), "counts 24"),
+    ],
+)
+def test_broken_indexes(tmp_path: Path, index: bytes, message: str) -> None:
+    write("megatron", tmp_path, 100)
+    (tmp_path / "tokens.idx").write_bytes(index)
+    with pytest.raises(UserError, match=message):
+        TokenDataset.open(tmp_path)
+
+
+def test_card_of_other_files(tmp_path: Path) -> None:
+    write("megatron", tmp_path, 100)
+    (tmp_path / CARD).write_text(CARD_TEXT.replace("6", "7"))
+    with pytest.raises(UserError, match="take card and files from one data set"):
+        TokenDataset.open(tmp_path)
+    (tmp_path / CARD).write_text("{")
+    with pytest.raises(UserError, match="not a data set's card"):
+        TokenDataset.open(tmp_path)
+
+
+def test_folders_without_a_data_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no token files"):
+        TokenDataset.open(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        TokenDataset.open(tmp_path / "nowhere")
+
+
+def test_a_failed_writer_leaves_no_index(tmp_path: Path) -> None:
+    with pytest.raises(OverflowError), MegatronWriter(tmp_path / "x", 1000) as writer:
+        writer.append([70000])
+    assert not (tmp_path / "x.idx").exists()
