@@ -168,6 +168,6 @@ def test_python_prose(prose: list[str]) -> None:
     assert "used to iterate over the elements of a sequence" in topic
     (module,) = [text for text in prose if text.startswith("Utilities for with-statement")]
     first = module.index("An abstract base class for context managers.")
-    assert first < module.index("Context manager to automatically close something")
+    assert first < module.index("Context to automatically close something")
     # Of asyncio's event loops each repeats the docstrings of the base class.
     assert sum(text.count("Schedule a coroutine object.") for text in prose) == 1
