@@ -43,12 +43,17 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
         raise SystemExit(2) from error
 
 
+def paths(*artifacts: dsl.Artifact | None) -> list[Path | None]:
+    """Where the artifacts are; None for an optional input that was not given."""
+    return [Path(artifact.path) if artifact else None for artifact in artifacts]
+
+
 def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
-    """Log the numbers of a stage's result as metrics and as metadata of what it made.
+    """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata.
 
     The metrics file is written too: an artifact without a file never hits KFP's cache.
     """
-    figures = _figures(asdict(result))
+    figures = _figures(result if isinstance(result, dict) else asdict(result))
     for name, value in figures.items():
         metrics.log_metric(name, value)
     Path(metrics.path).write_text(json.dumps(figures, indent=2))

@@ -38,5 +38,4 @@ def full(
     ]
     variants = {"dense": dense, "pruned": pruned, "int8": int8}
     results = steps.compare(recipe, variants, data, cloze)
-    steps.report(recipe, sensitivity=ranked, **results)
-    steps.ship(recipe, results)
+    steps.ship(recipe, data, results | {"sensitivity": ranked})

@@ -57,4 +57,4 @@ class StageLog:
         if self._errors:
             return where + "\n".join(self._errors)
         tail = "\n".join(self._tail)
-        return f"{where}failed\n{tail[max(tail.find('    Traceback'), 0):].rstrip()}"
+        return f"{where}failed\n{tail[max(tail.find('    Traceback'), 0) :].rstrip()}"

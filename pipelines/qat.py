@@ -30,5 +30,4 @@ def qat(
     ranked = steps.analyze(recipe, model=dense, data=data).outputs["sensitivity"]
     int8 = steps.quantize(recipe, model=dense, data=data, sensitivity=ranked).outputs["quantized"]
     results = steps.compare(recipe, {"dense": dense, "int8": int8}, data, cloze)
-    steps.report(recipe, sensitivity=ranked, **results)
-    steps.ship(recipe, results)
+    steps.ship(recipe, data, results | {"sensitivity": ranked})

@@ -25,7 +25,7 @@ from lathe.errors import UserError
 from lathe.recipe import load_recipe
 from pipelines.compile import PIPELINES
 from pipelines.log import StageLog
-from pipelines.summary import summary
+from pipelines.summary import show
 
 RUNS = Path("run")
 GRACE_SECONDS = 15.0
@@ -177,7 +177,7 @@ def main(
         fail(f"error: {error}", 1)
     except Interrupted as error:
         fail("interrupted: every process of the run has ended", 128 + error.number)
-    print(summary(folder))
+    show(folder, pipeline, RUNS / "deployed")
 
 
 def fail(message: str, status: int) -> NoReturn:

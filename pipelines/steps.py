@@ -72,13 +72,20 @@ class Steps:
             }
         return results
 
-    def ship(self, recipe: str, results: dict[str, Any]) -> None:
-        """Deploy the INT8 model if it is as good as the dense one."""
+    def ship(self, recipe: str, data: Any, results: dict[str, Any]) -> None:
+        """Deploy the INT8 model if it is as good as the dense one, and report either way.
+
+        The report is in both branches, since nothing outside of a branch can use its outputs.
+        """
         passed = self.gate(
             recipe, baseline=results["dense_evaluation"], candidate=results["int8_evaluation"]
-        )
-        with dsl.If(passed.outputs["Output"] == True, "gate-passed"):  # noqa: E712
-            self.deploy(recipe, exported=results["int8_export"], model=results["int8_model"])
+        ).outputs["Output"]
+        exported, model = results["int8_export"], results["int8_model"]
+        with dsl.If(passed == True, "gate-passed"):  # noqa: E712
+            deployed = self.deploy(recipe, exported=exported, model=model, data=data)
+            self.report(recipe, deployed=deployed.outputs["deployed"], **results)
+        with dsl.Else("gate-failed"):
+            self.report(recipe, **results)
 
     def _task(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return component(recipe=recipe, overrides=self.overrides, **inputs)

@@ -1,7 +1,55 @@
-"""What a run has made: the table, and where things are."""
+"""What a run has made: the table, where things are, what to do next."""
 
+import json
+import shutil
 from pathlib import Path
 
+from rich.console import Console
 
-def summary(folder: Path) -> str:
-    return str(folder)
+from lathe.report.summary import Row, summary_table
+
+CHECKPOINTS = {"model": "pretrain/model", "pruned": "prune/pruned", "INT8": "quantize/quantized"}
+
+
+def show(folder: Path, pipeline: str, deployed: Path) -> None:
+    """Print the summary of a run folder and put its report and deployment where one finds them.
+
+    Args:
+        folder: the run folder, in which runs may have followed each other.
+        deployed: link that `make serve` follows; set to this run's deployment, if it has one.
+    """
+    console = Console(width=max(100, shutil.get_terminal_size().columns), highlight=False)
+    if figures := newest(folder, "report*/metrics"):
+        console.print(summary_table(rows(json.loads(figures.read_text()))))
+    for name, output in CHECKPOINTS.items():
+        if path := newest(folder, output):
+            print(f"{name:8}{path}")
+    if page := newest(folder, "report*/page"):
+        shutil.copyfile(page, folder / "report.html")
+        print(f"report  {folder / 'report.html'}")
+    if pipeline not in ("qat", "full"):
+        return
+    repository = newest(folder, "deploy/deployed")
+    if repository is None:
+        print("not deployed: the INT8 model did not pass the gate")
+        return
+    deployed.unlink(missing_ok=True)
+    deployed.symlink_to(repository, target_is_directory=True)
+    print(
+        f'server  {repository}\n\ntalk to it: make serve && make client PROMPT="In the beginning"'
+    )
+
+
+def newest(folder: Path, output: str) -> Path | None:
+    """The latest `<stage>/<output>` under a run folder."""
+    found = sorted(folder.glob(f"**/{output}"), key=lambda path: path.stat().st_mtime)
+    return found[-1].absolute() if found else None
+
+
+def rows(figures: dict[str, float]) -> list[Row]:
+    """The report's rows, from metrics named `dense.perplexity`."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in figures.items():
+        name, field = key.split(".")
+        found.setdefault(name, {})[field] = value
+    return [Row(name=name, **values) for name, values in found.items()]

@@ -1,4 +1,4 @@
-"""Exported model -> rehearsed Triton model repository."""
+"""Exported model -> Triton model repository, rehearsed."""
 
 from kfp import dsl
 
@@ -11,18 +11,20 @@ def deploy(
     overrides: list[str],
     exported: dsl.Input[dsl.Model],
     model: dsl.Input[dsl.Model],
-    repository: dsl.Output[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    deployed: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Build a Triton model repository, start a server on it and compare its answers.
 
     Args:
-        recipe: Name or path of the recipe (group Serving).
+        recipe: Name or path of the recipe (groups Serving, Generation, Export).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         exported: Folder of the exported model.
         model: The checkpoint that the served text is compared with.
-        repository: Triton model repository.
-        metrics: Figures of the rehearsal.
+        data: Token data set whose held-out text gives the prompts.
+        deployed: Folder with the Triton model repository and deploy.json, the rehearsal.
+        metrics: Prompts answered as the checkpoint does, latency and throughput.
     """
     from pathlib import Path
 
@@ -30,6 +32,7 @@ def deploy(
     from lathe.serve.deploy import deploy
 
     with stage(recipe, overrides) as settings:
-        result = deploy(settings, Path(exported.path), Path(model.path), Path(repository.path))
-        repository.metadata["format"] = "triton"
-        record(result, metrics, repository)
+        graph, checkpoint, prompts = Path(exported.path), Path(model.path), Path(data.path)
+        result = deploy(settings, graph, checkpoint, Path(deployed.path), prompts)
+        deployed.metadata["format"] = "triton"
+        record(result, metrics, deployed)

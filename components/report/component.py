@@ -21,11 +21,12 @@ def report(
     int8_evaluation: dsl.Input[dsl.Dataset] = None,
     int8_export: dsl.Input[dsl.Model] = None,
     sensitivity: dsl.Input[dsl.Dataset] = None,
+    deployed: dsl.Input[dsl.Model] = None,
 ):
     """Measure the latency of the exported graphs side by side and write the report.
 
     Args:
-        recipe: Name or path of the recipe (group Generation).
+        recipe: Name or path of the recipe (group Gate).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         dense_model: Checkpoint folder before compression.
         dense_evaluation: Its evaluation.
@@ -37,20 +38,22 @@ def report(
         int8_evaluation: Its evaluation.
         int8_export: Its ONNX folder.
         sensitivity: The analysis of the linear layers.
+        deployed: The rehearsal of the deployment, for its sample generations.
         page: Self-contained HTML with the table, the pictures and sample generations.
         metrics: The table's figures.
     """
-    from pathlib import Path
+    from dataclasses import asdict
 
-    from components.stage import record, stage
-    from lathe.report.page import report
+    from components.stage import paths, record, stage
+    from lathe.report.stage import report_run
+    from lathe.report.summary import Candidate
 
-    dense = (dense_model, dense_evaluation, dense_export)
-    pruned = (pruned_model, pruned_evaluation, pruned_export)
-    int8 = (int8_model, int8_evaluation, int8_export)
-    parts = {"dense": dense, "pruned": pruned, "int8": int8}
+    dense = paths(dense_model, dense_evaluation, dense_export)
+    pruned = paths(pruned_model, pruned_evaluation, pruned_export)
+    int8 = paths(int8_model, int8_evaluation, int8_export)
+    html, ranked, rehearsal = paths(page, sensitivity, deployed)
     with stage(recipe, overrides) as settings:
-        folders = {k: tuple(Path(a.path) for a in v) for k, v in parts.items() if v[0]}
-        ranked = Path(sensitivity.path) if sensitivity else None
-        result = report(settings, folders, Path(page.path), ranked)
-        record(result, metrics, page)
+        models = {"dense": dense, "pruned": pruned, "INT8": int8}
+        candidates = [Candidate(name, *folders) for name, folders in models.items() if folders[0]]
+        rows = report_run(settings, candidates, html, ranked, rehearsal)
+        record({f"{r.name}.{k}": v for r in rows for k, v in asdict(r).items()}, metrics, page)

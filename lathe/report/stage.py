@@ -1,0 +1,40 @@
+"""The report stage: latency side by side, the gate's verdict, the page."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from lathe.evaluate.gate import gate
+from lathe.evaluate.latency import measure
+from lathe.report.page import report
+from lathe.report.summary import Candidate, Row
+from lathe.settings import Recipe
+
+log = logging.getLogger("lathe")
+
+
+def report_run(
+    recipe: Recipe,
+    candidates: Sequence[Candidate],
+    output: Path,
+    sensitivity: Path | None = None,
+    deployed: Path | None = None,
+) -> list[Row]:
+    """Write the page of a run to the file `output` and return the rows of its table.
+
+    The last candidate is judged against the first by `recipe.Gate`, as far as both are evaluated;
+    the latency of those that are exported is measured in turn, so that they share the machine's
+    moods.
+
+    Raises:
+        UserError: a folder without what its stage writes.
+    """
+    exported = {c.name: c.exported for c in candidates if c.exported}
+    latency = measure(exported) if exported else None
+    first, last = candidates[0].evaluation, candidates[-1].evaluation
+    verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
+    for reason in verdict.reasons if verdict else ():
+        log.info("gate: %s", reason)
+    rows = report(output, candidates, None, sensitivity, deployed, latency, verdict)
+    log.info("report: %s", output)
+    return rows

@@ -1,0 +1,95 @@
+"""The compiled pipelines are what they were, and ask of the cluster what they should."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.images import TRAIN
+from pipelines.compile import PIPELINES, write
+
+GOLDEN = Path(__file__).parent / "golden"
+GPU_STAGES = ("pretrain", "prune", "analyze", "quantize", "evaluate")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return {path.stem: path for path in write(tmp_path_factory.mktemp("build"))}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_no_drift(compiled, name):
+    golden = GOLDEN / f"{name}.yaml"
+    assert compiled[name].read_text() == golden.read_text(), (
+        f"pipeline {name} compiles to something else than {golden}: "
+        "if that is meant, run `make golden` and look at its diff"
+    )
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_task_has_its_image_resources_and_limits(compiled, name):
+    spec, platform = yaml.safe_load_all(compiled[name].read_text())
+    executors = spec["deploymentSpec"]["executors"]
+    kubernetes = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for label, executor in executors.items():
+        if "importer" in executor:
+            continue
+        container, config = executor["container"], kubernetes[label]
+        assert container["image"] == TRAIN
+        assert int(config["activeDeadlineSeconds"]) > 0
+        on_gpu = label.removeprefix("exec-").split("-")[0] in GPU_STAGES
+        assert ("accelerator" in container["resources"]) == on_gpu
+        assert ("nodeSelector" in config and "tolerations" in config) == on_gpu
+        assert [m["mountPath"] for m in config.get("emptyDirMounts", [])] == ["/dev/shm"] * on_gpu
+    for task in _tasks(spec):
+        if (
+            "dag" not in spec["components"][task["componentRef"]["name"]]
+            and _name(task) != "importer"
+        ):
+            assert task["retryPolicy"]["maxRetryCount"] == 2, _name(task)
+
+
+@pytest.mark.parametrize("name", ["qat", "full"])
+def test_deploy_waits_for_the_gate_and_is_never_cached(compiled, name):
+    spec = next(yaml.safe_load_all(compiled[name].read_text()))
+    branches = {_name(t): t for t in _tasks(spec) if _name(t).startswith("gate-")}
+    verdict = "inputs.parameter_values['pipelinechannel--gate-Output'] == true"
+    conditions = {k: t["triggerPolicy"]["condition"] for k, t in branches.items()}
+    assert conditions == {"gate-passed": verdict, "gate-failed": f"!({verdict})"}
+    passed, failed = (
+        spec["components"][branches[k]["componentRef"]["name"]]["dag"]["tasks"]
+        for k in ("gate-passed", "gate-failed")
+    )
+    assert [_name(t) for t in passed.values()] == ["deploy", "report"]
+    assert [_name(t) for t in failed.values()] == ["report-2"]
+    assert "enableCache" not in passed["deploy"]["cachingOptions"]
+
+
+def test_full_compresses_the_pruned_model(compiled):
+    spec = next(yaml.safe_load_all(compiled["full"].read_text()))
+    tasks = spec["root"]["dag"]["tasks"]
+
+    def producer(task, name):
+        return tasks[task]["inputs"]["artifacts"][name]["taskOutputArtifact"]["producerTask"]
+
+    assert producer("prune", "model") == "pretrain"
+    assert producer("analyze", "model") == producer("quantize", "model") == "prune"
+    assert producer("gate", "baseline") == "evaluate-dense"
+    assert producer("gate", "candidate") == "evaluate-int8"
+    assert producer("condition-branches-1", "pipelinechannel--export-int8-exported") == (
+        "export-int8"
+    )
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_handful_of_parameters(name):
+    assert len(PIPELINES[name].component_spec.inputs) <= 8
+
+
+def _tasks(spec):
+    dags = [spec["root"], *spec["components"].values()]
+    return [task for dag in dags if "dag" in dag for task in dag["dag"]["tasks"].values()]
+
+
+def _name(task):
+    return task["taskInfo"]["name"]

@@ -1,0 +1,54 @@
+"""`make` hands its variables and `-o` overrides on unharmed."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+
+
+def dry_run(*arguments: str) -> list[str]:
+    """The words of the command that `make run` would run."""
+    fresh = [f"--old-file={stamp}" for stamp in (".venv/.train", ".venv-serve/.serve")]
+    command = ["make", "--dry-run", "--no-print-directory", *fresh, "run", *arguments]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    line = made.stdout.replace("\\\n", " ")
+    return shlex.split(next(row for row in line.splitlines() if "pipelines.run" in row))
+
+
+def overrides(words: list[str]) -> set[str]:
+    return {words[i + 1] for i, word in enumerate(words) if word == "-o"}
+
+
+def test_variables_become_options():
+    words = dry_run("PIPELINE=qat", "MODEL=my models/gpt", "CORPUS=it's.txt", "RUN=night")
+    assert words[1:] == [
+        *("-m", "pipelines.run", "qat"),
+        *("--corpus", "it's.txt", "--model", "my models/gpt", "--name", "night"),
+    ]
+
+
+def test_the_default_is_the_full_pipeline():
+    assert dry_run()[1:] == ["-m", "pipelines.run", "full"]
+
+
+def test_overrides_after_two_dashes():
+    wanted = [
+        "Engine.max_steps=200",
+        "Data.Train.dataset.split=[900,50,50]",
+        "Compress.Quantization.skip_tensor_map={block_3: [linear2, out]}",
+        "Serving.model_name=it's $HOME (mine)",
+    ]
+    given = [word for override in wanted for word in ("-o", override)]
+    assert overrides(dry_run("MODEL=m", "--", *given)) == set(wanted)
+
+
+def test_help_lists_every_target_of_the_front_door():
+    shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("env", "run", "test", "lint", "compile", "golden", "serve", "stop", "client"):
+        assert f"  {target} " in shown

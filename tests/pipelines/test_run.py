@@ -1,0 +1,137 @@
+"""A pipeline run on this machine: its log, its errors, its end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from pipelines.log import StageLog
+from pipelines.run import check, fingerprint
+
+
+def start(folder: Path, *arguments: object) -> subprocess.Popen:
+    """`python -m pipelines.run ...` in `folder`."""
+    command = [sys.executable, "-m", "pipelines.run", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe,
+        text=True,
+    )  # fmt: skip
+
+
+def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corpus):
+    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
+    first = start(tmp_path, *arguments)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 0, out + err
+    assert re.findall(r"^\S.*", out, re.M)[:3] == ["prepare", "pretrain", "evaluate-dense"]
+    assert "global step 3" in out and "KFP" not in out and "executor_input" not in out
+    (model,) = tmp_path.glob("run/one/*/pretrain/model")
+    assert (model / "model.safetensors").is_file()
+    assert str(model) in out
+
+    again = start(tmp_path, *arguments)
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, out + err
+    assert out.count("reused") == 3
+    assert str(model) in out
+
+
+def test_a_stages_user_error_is_one_message(tmp_path, recipe):
+    (tmp_path / "empty.txt").touch()
+    run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "empty.txt")
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert err.startswith("error: prepare: ") and "empty" in err and "cure: " in err
+    assert "Traceback" not in out + err
+    assert "pretrain" not in out
+
+
+def test_a_wrong_recipe_key_is_found_before_any_stage(tmp_path, recipe):
+    run = start(tmp_path, "pretrain", "--recipe", recipe, "-o", "Engine.max_step=1")
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (2, "")
+    assert "Engine.max_steps" in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_process(tmp_path, recipe, corpus, number):
+    forever = ("-o", "Engine.max_steps=10000000")
+    run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", corpus, *forever)
+    for line in run.stdout:
+        if "global step 3" in line:
+            break
+    assert processes(tmp_path)
+    run.send_signal(number)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 128 + number
+    assert "interrupted" in err
+    assert not processes(tmp_path)
+
+
+def processes(folder: Path) -> list[str]:
+    """Command lines that name the folder: the stages' own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if "executor_main" in command and str(folder) in command:
+            found.append(command)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("qat", {}, "needs a model.*cure: give --model .*PIPELINE=pretrain"),
+        ("qat", {"model": "nowhere"}, "model: no such file or folder: nowhere"),
+        ("full", {"cloze": "nowhere.jsonl"}, "cloze: no such file or folder"),
+        ("qat", {"model": "m", "prune_recipe": "x"}, "pipeline qat has no prune_recipe"),
+        ("ful", {}, "no pipeline ful.*pretrain, prune, qat, full"),
+    ],
+)
+def test_arguments_are_checked_first(name, arguments, message):
+    with pytest.raises(UserError, match=re.compile(message, re.S)):
+        check(name, arguments | {"overrides": []})
+
+
+def test_fingerprint_follows_the_input(tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("one")
+    before = fingerprint({"corpus": str(text)}, ["{}"])
+    assert before == fingerprint({"corpus": str(text)}, ["{}"])
+    assert before != fingerprint({"corpus": str(text)}, ['{"a": 1}'])
+    time.sleep(0.01)
+    text.write_text("two")
+    assert before != fingerprint({"corpus": str(text)}, ["{}"])
+
+
+def test_log_shows_lathe_and_keeps_a_defects_traceback():
+    log = StageLog()
+    lines = """\
+10:00:00.000 - INFO - Executing task \x1b[96m'prune'\x1b[0m
+    [KFP Executor 2026-01-01 10:00:00 INFO]: Got executor_input:
+    {
+    }
+    [lathe] pruned 3 heads
+    Traceback (most recent call last):
+      File "x.py", line 1, in <module>
+    KeyError: 'h.0'
+10:00:01.000 - ERROR - Task \x1b[96m'prune'\x1b[0m finished with status \x1b[91mFAILURE\x1b[0m"""
+    shown = [text for line in lines.splitlines() for text in log.feed(line)]
+    assert shown == ["prune", "    pruned 3 heads"]
+    assert log.failed == "prune"
+    assert log.error().splitlines()[:2] == [
+        "prune: failed",
+        "    Traceback (most recent call last):",
+    ]
+    assert log.error().endswith("KeyError: 'h.0'")
