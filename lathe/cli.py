@@ -1,0 +1,391 @@
+"""The command line: a verb a stage, the same functions as the pipeline components call."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.console import log_to_stderr, show, with_error
+from lathe.errors import UserError
+
+if TYPE_CHECKING:  # the stages bring torch: imported by the verb that runs, so that --help is fast
+    from lathe.settings import Recipe
+    from lathe.train.stage import TrainResult
+
+app = typer.Typer(
+    help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"
+    "The verbs in their order: prepare, pretrain, prune, analyze, quantize, evaluate, export, "
+    "deploy, client. Their defaults follow on each other under run/, so that each can be tried "
+    "without an option. Settings come from a recipe: `lathe recipe` lists them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A YAML file, or the name of a recipe that ships.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override", "-o", metavar="KEY=VALUE", help="Replace a setting; may be repeated."
+    ),
+]
+Data = Annotated[Path, typer.Option(help="Folder that `lathe prepare` wrote.")]
+Model = Annotated[Path, typer.Argument(help="Checkpoint, or HF GPT-2, folder.")]
+Output = Annotated[Path, typer.Option(help="Folder to write.")]
+OutputBeside = Annotated[Path | None, typer.Option(help="Folder to write.")]
+
+RUN = Path("run")
+
+
+@app.command(
+    epilog="Example: lathe prepare --source novels.jsonl.xz --tokenizer gpt2/ --output run/novels"
+)
+def prepare(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="Text, JSONL (.gz, .xz, .zst), a folder of them, an http(s):// or s3:// address, "
+            "or a Hugging Face data set; the recipe's Prepare.source unless given."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="tokenizer.json, a folder with GPT-2's BPE, or `train`."),
+    ] = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Output = RUN / "data",
+) -> None:
+    """Turn a corpus into a token data set, a tokenizer and held-out sets.
+
+    Without --source it is the English prose that ships with Python: nothing is downloaded.
+    """
+    from lathe.data.prepare import prepare
+
+    made = prepare(_load(recipe, override), output, source, tokenizer)
+    show(
+        data=made.folder,
+        documents=made.documents,
+        tokens=made.tokens,
+        vocabulary=made.vocab_size,
+        cloze_examples=made.cloze_examples,
+    )
+
+
+@app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")
+def pretrain(
+    data: Data = RUN / "data",
+    init: Annotated[
+        Path | None, typer.Option(help="Checkpoint, or HF GPT-2, folder to start from.")
+    ] = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Output = RUN / "dense",
+) -> None:
+    """Train a GPT on a token data set; a run that was stopped goes on where it was saved.
+
+    With several processes: torchrun --nproc-per-node 2 -m lathe pretrain ...
+    """
+    from lathe.train.pretrain import pretrain
+
+    _show_training(pretrain(_load(recipe, override), data, output, init))
+
+
+@app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")
+def prune(
+    model: Model = RUN / "dense",
+    data: Data = RUN / "data",
+    recipe: RecipeName = "tiny-prune",
+    override: Overrides = None,
+    output: Output = RUN / "pruned",
+) -> None:
+    """Remove whole attention heads and FFN channels, then finetune what is left."""
+    from lathe.compress.prune import prune
+
+    _show_training(prune(_load(recipe, override), model, data, output))
+
+
+@app.command(epilog="Example: lathe analyze run/pruned -o Sensitivity.loss_budget=0.02")
+def analyze(
+    model: Model = RUN / "pruned",
+    data: Data = RUN / "data",
+    recipe: RecipeName = "tiny-qat",
+    override: Overrides = None,
+    output: Output = RUN / "sensitivity",
+) -> None:
+    """Rank the linear layers by what INT8 costs in each, and choose those to leave in float."""
+    from lathe.compress.sensitivity import analyze
+
+    result = analyze(_load(recipe, override), model, data, output)
+    worst = result.linears[0]
+    show(
+        analysis=output,
+        float_loss=result.baseline,
+        most_sensitive=f"{worst.name} ({worst.score:+.2g})",
+        leave_in_float=", ".join(result.skip) or "none",
+        predicted_increase=result.predicted,
+    )
+
+
+@app.command(epilog="Example: lathe quantize run/pruned --sensitivity run/sensitivity")
+def quantize(
+    model: Model = RUN / "pruned",
+    data: Data = RUN / "data",
+    sensitivity: Annotated[
+        Path | None, typer.Option(help="Folder of `lathe analyze`: its choice stays in float.")
+    ] = None,
+    recipe: RecipeName = "tiny-qat",
+    override: Overrides = None,
+    output: Output = RUN / "int8",
+) -> None:
+    """Train a model to bear INT8 weights and activations (quantization-aware training)."""
+    from lathe.compress.quantize import quantize
+
+    _show_training(quantize(_load(recipe, override), model, data, output, sensitivity))
+
+
+@app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
+def evaluate(
+    model: Model = RUN / "int8",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of `lathe prepare`, for its held-out sets.")
+    ] = None,
+    cloze: Annotated[Path | None, typer.Option(help="LAMBADA-format JSONL.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file, for the perplexity.")] = None,
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: OutputBeside = None,
+) -> None:
+    """Measure cloze accuracy (strict LAMBADA) and perplexity (as on WikiText).
+
+    Writes MODEL-eval unless --output says otherwise. Without --data, --cloze and --text it
+    measures on run/data.
+    """
+    from lathe.evaluate.stage import evaluate
+
+    if data is None and cloze is None and text is None:
+        data = RUN / "data"
+    output = output or _beside(model, "eval")
+    result = evaluate(_load(recipe, override), model, output, data, cloze, text)
+    show(
+        evaluation=result.folder,
+        parameters=result.n_params,
+        cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
+        cloze_examples=result.n_examples or None,
+        perplexity=with_error(result.perplexity, result.perplexity_stderr),
+        adjusted_perplexity=result.adjusted_perplexity,
+    )
+
+
+@app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")
+def export(
+    model: Model = RUN / "int8",
+    data: Data = RUN / "data",
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: OutputBeside = None,
+) -> None:
+    """Write a static ONNX graph with KV cache, and prove that it is the checkpoint.
+
+    Writes MODEL-onnx unless --output says otherwise. A quantized checkpoint gives an INT8 graph.
+    """
+    from lathe.export.stage import export
+
+    output = output or _beside(model, "onnx")
+    result = export(_load(recipe, override), model, data, output)
+    show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)
+
+
+@app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
+def deploy(
+    exported: Annotated[Path, typer.Argument(help="Folder of `lathe export`.")] = RUN / "int8-onnx",
+    model: Annotated[Path, typer.Option(help="The checkpoint it was exported from.")] = RUN
+    / "int8",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of `lathe prepare`, for held-out prompts.")
+    ] = None,
+    keep_running: Annotated[bool, typer.Option(help="Leave the server up.")] = True,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Output = RUN / "deploy",
+) -> None:
+    """Build a Triton model repository, serve it, and compare its text with the checkpoint's.
+
+    The server stays up on loopback: `lathe client` talks to it, `lathe stop` ends it.
+    """
+    from lathe.serve.deploy import deploy
+
+    result = deploy(_load(recipe, override), exported, model, output, data, keep_running)
+    show(
+        repository=result.repository,
+        same_text=f"{result.identical} of {result.prompts} prompts",
+        ready_in_seconds=result.start_seconds,
+        first_token_ms=result.first_token_ms,
+        tokens_per_second=result.tokens_per_second,
+    )
+
+
+@app.command(epilog="Example: lathe serve run/deploy")
+def serve(
+    deployed: Annotated[Path, typer.Argument(help="Folder of `lathe deploy`.")] = RUN / "deployed",
+) -> None:
+    """Start the server of a deployed folder again; the default is the last pipeline run's."""
+    from lathe.serve.deploy import serve
+
+    state = serve(deployed)
+    show(model=state.model_name, http=state.http, grpc=state.grpc)
+
+
+@app.command()
+def stop() -> None:
+    """Stop the server that `lathe deploy` or `lathe serve` left running."""
+    from lathe.serve.state import stop
+
+    stopped = stop()
+    print(f"stopped {stopped.http}" if stopped else "no server is running")
+
+
+@app.command(epilog='Example: lathe client "Once upon a time" --max-tokens 40 --greedy')
+def client(
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same sample again.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
+) -> None:
+    """Ask the running server to continue a prompt, and print its text as it comes.
+
+    What is not given is the server's default, from the recipe it was deployed with.
+    """
+    from lathe.serve.client import Client, connect
+
+    strategy = "greedy_search" if greedy else None
+    with Client(url, model_name) if url else connect() as server:
+        pieces = server.stream(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            decode_strategy=strategy,
+        )
+        print(prompt, end="")
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+        print()
+
+
+@app.command(epilog='Example: lathe generate run/dense "The module" -o Generation.max_dec_len=60')
+def generate(
+    model: Annotated[Path, typer.Argument(help="Checkpoint, or HF GPT-2, folder.")],
+    prompts: Annotated[list[str], typer.Argument(help="Texts to go on from.")],
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+) -> None:
+    """Continue prompts with a checkpoint itself, without a server."""
+    from lathe.model.checkpoint import load_checkpoint
+    from lathe.model.generate import generate
+
+    settings = _load(recipe, override)
+    checkpoint = load_checkpoint(model)
+    tokens = [checkpoint.tokenizer.encode(prompt).ids for prompt in prompts]
+    seed, eos = settings.Global.seed, checkpoint.eos_id
+    new = generate(checkpoint.model, tokens, settings.Generation, eos, seed)
+    copies = settings.Generation.num_return_sequences
+    for i, ids in enumerate(new):
+        print(prompts[i // copies] + checkpoint.tokenizer.decode(ids))
+
+
+@app.command(epilog="Example: lathe report run/dense run/pruned run/int8 --output report.html")
+def report(
+    models: Annotated[
+        list[Path],
+        typer.Argument(help="Checkpoint folders; the others are compared with the first."),
+    ],
+    sensitivity: Annotated[Path | None, typer.Option(help="Folder of `lathe analyze`.")] = None,
+    deployed: Annotated[Path | None, typer.Option(help="Folder of `lathe deploy`.")] = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Annotated[Path, typer.Option(help="HTML file to write.")] = RUN / "report.html",
+) -> None:
+    """Compare models in one self-contained HTML page: quality, size, latency, curves, samples.
+
+    Beside a MODEL it finds MODEL-eval and MODEL-onnx, where `lathe evaluate` and `lathe export`
+    put them. The last one is judged against the first by the recipe's Gate.
+    """
+    from rich.console import Console
+
+    from lathe.report.stage import report_run
+    from lathe.report.summary import Candidate, summary_table
+
+    candidates = [
+        Candidate(m.name, m, _if_folder(_beside(m, "eval")), _if_folder(_beside(m, "onnx")))
+        for m in models
+    ]
+    rows = report_run(_load(recipe, override), candidates, output, sensitivity, deployed)
+    Console().print(summary_table(rows))
+    show(report=output)
+
+
+@app.command(epilog="Example: lathe recipe gpt-345m -o Model.num_layers=12 > mine.yaml")
+def recipe(
+    name: Annotated[str | None, typer.Argument(help="Recipe to print; none: list them.")] = None,
+    override: Overrides = None,
+) -> None:
+    """Print a recipe with its bases merged and every default filled in, as YAML."""
+    import yaml
+
+    from lathe.recipe import shipped_recipes
+
+    if name is None:
+        print("\n".join(shipped_recipes()))
+        return
+    settings = _load(name, override).model_dump(mode="json")
+    print(yaml.safe_dump(settings, sort_keys=False), end="")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and status 2, no traceback."""
+    log_to_stderr()
+    try:
+        app(prog_name="lathe")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _load(name: str, overrides: list[str] | None) -> "Recipe":
+    from lathe.recipe import load_recipe
+
+    return load_recipe(name, overrides or [])
+
+
+def _beside(model: Path, suffix: str) -> Path:
+    return model.with_name(f"{model.name}-{suffix}")
+
+
+def _if_folder(path: Path) -> Path | None:
+    return path if path.is_dir() else None
+
+
+def _show_training(result: "TrainResult") -> None:
+    show(
+        model=result.folder,
+        steps=result.step,
+        parameters=result.n_params,
+        loss=result.loss,
+        first_perplexity=result.first_eval_perplexity,
+        perplexity=result.eval_perplexity,
+        tokens_per_second=result.tokens_per_second,
+    )
