@@ -68,7 +68,7 @@ class Engine:
                 "positions",
                 "shorten it",
             )
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         if len(ids) >= self.n_positions:
             raise UserError(
                 f"text_input of {len(ids)} tokens leaves no room in the model's "

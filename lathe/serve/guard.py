@@ -1,25 +1,36 @@
-"""Runs a command, and ends it when whoever asked for it is gone.
+"""Runs a server, and ends it when whoever asked for it is gone.
 
-    python -m lathe.serve.guard FD COMMAND...
+    python -m lathe.serve.guard FD SHARED_MEMORY COMMAND...
 
 FD is one end of a socket pair. The guard writes the command's process id to it; when the other end
-closes (its owner has died, or is done) it ends the command. After one byte from the other end it
-lets the command live, and only waits for it.
+closes (its owner has died, or gives up) it ends the command. After one byte from the other end it
+lets the command live, and only waits for it. When the command has ended, however that came, its
+regions in /dev/shm are removed: those whose name begins with SHARED_MEMORY.
 """
 
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 GRACE_SECONDS = 10.0
 
 
 def main() -> int:
-    owner = socket.socket(fileno=int(sys.argv[1]))
-    child = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL)
+    fd, shared_memory, *command = sys.argv[1:]
+    owner = socket.socket(fileno=int(fd))
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_watch, args=(owner, child), daemon=True).start()
-    return child.wait()
+    status = child.wait()
+    clear_shared_memory(shared_memory)
+    return status
+
+
+def clear_shared_memory(prefix: str) -> None:
+    """Remove what a killed server leaves in /dev/shm."""
+    for region in Path("/dev/shm").glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
 
 
 def _watch(owner: socket.socket, child: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ def next_token(
     seen: NDArray[np.bool_],
     n_generated: int,
     params: Params,
-    eos_id: int,
+    eos_id: int | None,
     rng: np.random.Generator,
 ) -> int:
     """Choose the next id.
@@ -29,7 +29,7 @@ def next_token(
     """
     if params.repetition_penalty != 1.0:
         logits = penalize(logits, seen, params.repetition_penalty)
-    if n_generated < params.min_tokens:
+    if eos_id is not None and n_generated < params.min_tokens:
         logits = logits.copy()
         logits[eos_id] = -np.inf
     if params.decode_strategy == "greedy_search":

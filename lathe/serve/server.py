@@ -1,6 +1,7 @@
 """Starts a real tritonserver on loopback and waits until its model answers."""
 
 import logging
+import re
 import socket
 import subprocess
 import time
@@ -19,6 +20,7 @@ from lathe.settings import ServingSettings
 log = logging.getLogger("lathe")
 
 LOG_LINES = 20
+CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
 DRAIN_SECONDS = 3  # what Triton waits for requests in flight when it is told to stop
 
@@ -34,16 +36,19 @@ class TritonServer:
     ) -> None:
         self.folder, self.state = folder, state
         self._guard, self._owner = guard, owner
+        self._detached = False
 
     def __enter__(self) -> "TritonServer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        if not self._detached:
+            self.stop()
 
     def detach(self) -> ServerState:
         """Let the server outlive this process; `state.stop` ends it."""
         self._owner.sendall(b"1")
+        self._detached = True
         return self.state
 
     def stop(self) -> None:
@@ -78,7 +83,7 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
     command = _command(environment, repository.absolute(), folder, ports, shared_memory)
-    guard, owner = _spawn(environment, command, folder / LOG_FILE)
+    guard, owner = _spawn(environment, shared_memory, command, folder / LOG_FILE)
     try:
         pid = int(owner.makefile().readline() or 0)
         state = ServerState(
@@ -145,12 +150,13 @@ def _command(
 
 
 def _spawn(
-    environment: ServeEnvironment, command: list[str], log_path: Path
+    environment: ServeEnvironment, shared_memory: str, command: list[str], log_path: Path
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     owner, other = socket.socketpair()
     with log_path.open("wb") as log_file, other:
+        guarded = ["-m", "lathe.serve.guard", str(other.fileno()), shared_memory, *command]
         guard = subprocess.Popen(
-            [environment.python, "-m", "lathe.serve.guard", str(other.fileno()), *command],
+            [environment.python, *guarded],
             env=environment.variables(),
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
@@ -187,5 +193,7 @@ def _is_ready(state: ServerState) -> bool:
 
 
 def _tail(log_path: Path) -> str:
-    lines = log_path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return "\n".join([*lines, f"the whole log: {log_path}"])
+    """The log's last lines, without what Triton says of itself at length."""
+    lines = log_path.read_text(errors="replace").splitlines()
+    telling = [line for line in lines if not CHATTER.match(line)][-LOG_LINES:]
+    return "\n".join([*telling, f"the whole log: {log_path}"])

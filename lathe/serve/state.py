@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lathe.serve.guard import clear_shared_memory
 from lathe.storage import atomic_file
 
 HOST = "127.0.0.1"
@@ -92,8 +93,7 @@ def end(state: ServerState) -> None:
         time.sleep(0.02)
     with suppress(ProcessLookupError):
         os.killpg(state.group, signal.SIGKILL)
-    for region in Path("/dev/shm").glob(f"{state.shared_memory}*"):
-        region.unlink(missing_ok=True)
+    clear_shared_memory(state.shared_memory)
 
 
 def _read(folder: Path) -> ServerState:

@@ -1,0 +1,52 @@
+"""Are the served tokens the checkpoint's own?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lathe.model.checkpoint import Checkpoint
+from lathe.model.generate import generate
+from lathe.settings import GenerationSettings
+
+GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where a served continuation leaves the checkpoint's.
+
+    `gap`: how much the checkpoint's logit of its own choice is above that of the served token. A
+    gap within the export's numeric tolerance is a tie that either may break in its own way.
+    """
+
+    position: int
+    expected: int
+    served: int
+    gap: float
+
+
+def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[int]:
+    """The checkpoint's own greedy continuation, in torch."""
+    settings = GREEDY.model_copy(update={"max_dec_len": max_tokens})
+    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.eos_id)[0]
+
+
+@torch.inference_mode()
+def find_parting(
+    checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
+) -> Parting | None:
+    """The first place where two continuations differ, an early end counting as EOS; or None."""
+    if list(expected) == list(served):
+        return None
+    eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
+    pairs = zip([*expected, eos], [*served, eos], strict=False)
+    position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    ids = [*_ids(checkpoint, prompt), *expected[:position]]
+    logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
+    return Parting(position, mine, theirs, float(logits[mine] - logits[theirs]))
+
+
+def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
+    ids: list[int] = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).ids
+    return ids

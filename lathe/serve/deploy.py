@@ -1,0 +1,241 @@
+"""Exported model -> Triton model repository, rehearsed on a real server.
+
+The stage passes only if the live server says what the evaluated checkpoint says: greedy tokens of
+held-out prompts are compared with those of the checkpoint in torch, over gRPC and HTTP, streamed
+and whole, one by one and several at once.
+"""
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.progress import track
+from lathe.serve import state as serve_state
+from lathe.serve.agreement import Parting, find_parting, greedy_tokens
+from lathe.serve.client import Client, Parameter
+from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together
+from lathe.serve.repository import write_repository
+from lathe.serve.server import TritonServer, start
+from lathe.serve.state import ServerState
+from lathe.settings import Recipe, ServingSettings
+from lathe.storage import atomic_file
+
+log = logging.getLogger("lathe")
+
+REPORT = "deploy.json"
+REPOSITORY = "repository"
+N_PROMPTS = 8
+N_CLIENTS = 4
+PROMPT_CHARACTERS = 80
+OPENINGS = (  # prompts where no held-out text is given
+    "The function returns",
+    "In the beginning there was",
+    "A list of all",
+    "It is not possible to",
+    "When the user",
+    "This class is used to",
+    "There are many ways to",
+    "For example, if you",
+)
+
+
+@dataclass(frozen=True)
+class DeployResult:
+    """Figures of a rehearsal; `deploy.json` has them too, and what every prompt was answered."""
+
+    folder: Path
+    repository: Path
+    prompts: int
+    identical: int  # prompts whose greedy tokens are the checkpoint's, every one
+    near_ties: int  # prompts that leave it where its two best logits are as good as equal
+    start_seconds: float
+    first_token_ms: float  # median
+    tokens_per_second: float  # of one client
+    tokens_per_second_together: float  # of N_CLIENTS clients
+
+
+def deploy(
+    recipe: Recipe,
+    exported: Path,
+    model: Path,
+    output: Path,
+    data: Path | None = None,
+    keep_running: bool = False,
+) -> DeployResult:
+    """Write `output/repository`, serve it, and compare its answers with the checkpoint's.
+
+    Args:
+        recipe: groups Serving, Generation (defaults of requests) and Export (new_tokens).
+        exported: folder of the export stage.
+        model: the checkpoint it was exported from.
+        data: prepared data, whose held-out text gives the prompts; default a few openings.
+        keep_running: serve on the recipe's ports, in place of the server that runs in the default
+            state folder, and leave it up. Otherwise the server takes free ports and ends with the
+            stage.
+
+    Raises:
+        UserError: a port is in use, or a folder is not what it should be.
+        RuntimeError: the server does not come up, or does not say what the checkpoint says.
+    """
+    checkpoint = load_checkpoint(model)
+    tolerance = _proven_tolerance(exported, model, checkpoint.digest)
+    prompts = _prompts(data)
+    repository = write_repository(exported, output / REPOSITORY, recipe.Serving, recipe.Generation)
+    new_tokens = min(recipe.Export.new_tokens, checkpoint.model.config.n_positions // 2)
+    started = time.perf_counter()
+    with _start(repository, recipe.Serving, output, keep_running) as server:
+        start_seconds = time.perf_counter() - started
+        answers, together, together_seconds = _rehearse(server.state, prompts, new_tokens)
+        expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]
+        partings = [
+            find_parting(checkpoint, prompt, mine, answer.tokens)
+            for prompt, mine, answer in zip(prompts, expected, answers, strict=True)
+        ]
+        result = DeployResult(
+            folder=output,
+            repository=repository,
+            prompts=len(prompts),
+            identical=partings.count(None),
+            near_ties=len(prompts) - partings.count(None),
+            start_seconds=start_seconds,
+            first_token_ms=1e3 * statistics.median(a.first_token_seconds for a in answers),
+            tokens_per_second=_n_tokens(answers) / sum(a.seconds for a in answers),
+            tokens_per_second_together=_n_tokens(together) / together_seconds,
+        )
+        _check(prompts, partings, tolerance)
+        _write_report(result, recipe.Serving, prompts, answers, partings)
+        if keep_running:
+            server.detach()
+            log.info('talk to it: lathe client "%s"; end it: make stop', prompts[0])
+    return result
+
+
+def serve(deployed: Path) -> ServerState:
+    """Start the server of a deployed folder again, on its own ports, and leave it up.
+
+    Args:
+        deployed: output of `deploy`.
+
+    Raises:
+        UserError: no such folder, a server runs already, or a port is in use.
+    """
+    report = deployed / REPORT
+    if not report.is_file():
+        raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
+    serving = ServingSettings.model_validate(json.loads(report.read_text())["serving"])
+    return start(deployed / REPOSITORY, serving).detach()
+
+
+def _start(
+    repository: Path, serving: ServingSettings, output: Path, keep_running: bool
+) -> TritonServer:
+    if not keep_running:
+        free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+        return start(repository, serving.model_copy(update=free), output / "server")
+    if serve_state.stop():
+        log.info("stopped the server that ran before")
+    return start(repository, serving)
+
+
+def _rehearse(
+    state: ServerState, prompts: Sequence[str], new_tokens: int
+) -> tuple[list[Answer], list[Answer], float]:
+    """Answers one by one, and together with the seconds that took; all ways must say the same."""
+    greedy: dict[str, Parameter] = {
+        "decode_strategy": "greedy_search",
+        "max_tokens": new_tokens,
+        "min_tokens": 0,
+        "repetition_penalty": 1.0,
+    }
+    with Client(state.grpc, state.model_name) as client:
+        ask(client, prompts[0], **greedy)  # the first request of all pays for onnxruntime's start
+        answers = [ask(client, prompt, **greedy) for prompt in track(prompts, "ask the server")]
+        started = time.perf_counter()
+        together = ask_together(client, prompts, N_CLIENTS, **greedy)
+        seconds = time.perf_counter() - started
+        ways = {
+            f"{N_CLIENTS} clients at once": [answer.tokens for answer in together],
+            "gRPC, not streamed": [client.generate(p, **greedy).tokens for p in prompts],
+            "HTTP generate": [ask_http(state, p, False, **greedy) for p in prompts],
+            "HTTP generate_stream": [ask_http(state, p, True, **greedy) for p in prompts],
+        }
+    for way, tokens in ways.items():
+        for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
+            if got != answer.tokens:
+                raise RuntimeError(
+                    f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}"
+                )
+    return answers, together, seconds
+
+
+def _check(prompts: Sequence[str], partings: Sequence[Parting | None], tolerance: float) -> None:
+    for prompt, parting in zip(prompts, partings, strict=True):
+        if parting is not None and not parting.gap <= tolerance:
+            raise RuntimeError(
+                f"the server is not the checkpoint: after {prompt!r} and {parting.position} equal "
+                f"tokens it says {parting.served}, the checkpoint {parting.expected}, whose logit "
+                f"is {parting.gap:.4g} higher (tolerance {tolerance:g})"
+            )
+
+
+def _proven_tolerance(exported: Path, model: Path, digest: str) -> float:
+    """How far the export's logits may be from the checkpoint's, by the export's own proof."""
+    path = exported / "export.json"
+    if not path.is_file():
+        raise UserError(f"{exported}: no export.json", "give the output folder of `lathe export`")
+    card = json.loads(path.read_text())
+    if "proof" not in card:
+        raise UserError(f"{path}: the export was never proven", "export the model again")
+    if card["source"] != digest:
+        raise UserError(
+            f"{exported} was exported from another checkpoint than {model}",
+            "export the model again, or give the checkpoint it came from",
+        )
+    return float(max(card["proof"]["max_error"], card["proof"]["tolerance"]))
+
+
+def _prompts(data: Path | None) -> list[str]:
+    """Openings of held-out lines, evenly spread; cut after a word."""
+    if data is None:
+        return list(OPENINGS)
+    path = data / "heldout.txt"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", "give the output folder of `lathe prepare`")
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if len(line) >= PROMPT_CHARACTERS // 2]
+    chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]
+    cut = [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]
+    return cut or list(OPENINGS)
+
+
+def _n_tokens(answers: Sequence[Answer]) -> int:
+    return sum(len(answer.tokens) for answer in answers)
+
+
+def _write_report(
+    result: DeployResult,
+    serving: ServingSettings,
+    prompts: Sequence[str],
+    answers: Sequence[Answer],
+    partings: Sequence[Parting | None],
+) -> None:
+    samples: list[dict[str, Any]] = [
+        {
+            "prompt": prompt,
+            "text": answer.text,
+            "tokens": answer.tokens,
+            "parting": parting and asdict(parting),
+        }
+        for prompt, answer, parting in zip(prompts, answers, partings, strict=True)
+    ]
+    figures = {k: v for k, v in asdict(result).items() if not isinstance(v, Path)}
+    report = {**figures, "serving": serving.model_dump(), "samples": samples}
+    with atomic_file(result.folder / REPORT) as work:
+        work.write_text(json.dumps(report, indent=2) + "\n")

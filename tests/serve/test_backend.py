@@ -1,0 +1,193 @@
+"""The generation backend inside a real tritonserver."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from tritonclient.grpc import service_pb2
+
+from lathe.errors import UserError
+from lathe.model.checkpoint import Checkpoint
+from lathe.serve.agreement import greedy_tokens
+from lathe.serve.client import Client
+from lathe.serve.rehearsal import ask, ask_http, ask_together
+from lathe.serve.repository import write_repository
+from lathe.serve.server import TritonServer, start
+from lathe.settings import GenerationSettings, ServingSettings
+
+GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
+PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9]
+
+
+def post(server: TritonServer, verb: str, body: dict[str, Any], **options: Any) -> Any:
+    state = server.state
+    url = f"http://{state.http}/v2/models/{state.model_name}/{verb}"
+    return requests.post(url, json=body, timeout=30, **options)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_is_the_checkpoints_own(
+    server: TritonServer, client: Client, checkpoint: Checkpoint, prompt: str
+) -> None:
+    expected = greedy_tokens(checkpoint, prompt, 24)
+    assert len(expected) > 1
+    whole = client.generate(prompt, max_tokens=24, **GREEDY)
+    assert whole.tokens == expected
+    assert whole.finish_reason == ("length" if len(expected) == 24 else "stop")
+    streamed = ask(client, prompt, max_tokens=24, **GREEDY)
+    assert (streamed.text, streamed.tokens) == (whole.text, expected)
+    assert checkpoint.tokenizer.decode(expected).startswith(whole.text)
+    for stream in (False, True):
+        assert ask_http(server.state, prompt, stream, max_tokens=24, **GREEDY) == expected
+
+
+def test_neighbours_do_not_mix(client: Client, checkpoint: Checkpoint) -> None:
+    prompts = [f"client {i} says {'abc' * i}" for i in range(4)]
+    answers = ask_together(client, prompts, 4, max_tokens=30, **GREEDY)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == greedy_tokens(checkpoint, prompt, 30)
+
+
+def test_a_short_request_overtakes_long_ones(client: Client) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        long = [pool.submit(ask, client, f"{i}", max_tokens=1000, min_tokens=1000) for i in "abc"]
+        time.sleep(0.05)
+        client.generate("short", max_tokens=1)
+        assert not any(future.done() for future in long)
+        assert [len(future.result().tokens) for future in long] == [1000] * 3
+
+
+def test_sampling_follows_its_seed(client: Client) -> None:
+    drawn = [client.generate("hello", seed=seed, max_tokens=20).tokens for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    unseeded = {tuple(client.generate("hello", max_tokens=20).tokens) for _ in range(4)}
+    assert len(unseeded) > 1
+
+
+def test_the_recipes_defaults_and_the_seeds_names(client: Client) -> None:
+    assert len(client.generate("hello", min_tokens=12).tokens) == 12  # max_dec_len of the recipe
+    assert len(client.generate("hello", max_dec_len=5, min_dec_len=5).tokens) == 5
+    one = client.generate("hello", top_k=1, max_tokens=8, temperature=3.0).tokens
+    assert one == client.generate("hello", max_tokens=8, decode_strategy="greedy_search").tokens
+
+
+def test_parameters_as_input_tensors(server: TritonServer, client: Client) -> None:
+    body = {"text_input": "hello", "max_tokens": 9, "min_tokens": 9, "temperature": 0.7}
+    reply = post(server, "generate", body | {"top_p": 0.9, "seed": 4, "top_k": 20}).json()
+    options = {"temperature": 0.7, "top_p": 0.9, "seed": 4, "top_k": 20}
+    assert reply["tokens"] == client.generate("hello", max_tokens=9, min_tokens=9, **options).tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parameters", "message"),
+    [
+        ("", {}, "text_input is empty"),
+        ("x" * 1024, {}, "1024 tokens leaves no room in the model's 1024 positions"),
+        ("x" * 2000, {}, "2,000 bytes cannot fit the model's 1024 positions"),
+        ("x" * 1000, {"max_tokens": 25}, "1000 tokens and max_tokens 25 .* 1024 positions"),
+        ("x", {"top_p": 1.5}, r"top_p 1\.5 .* at most 1"),
+        ("x", {"temperature": float("nan")}, "temperature nan"),
+        ("x", {"temprature": 1.0}, "did you mean temperature"),
+        ("x", {"max_tokens": -1}, "max_tokens -1 .* at least 1"),
+    ],
+)
+def test_a_bad_request_fails_alone(
+    client: Client, checkpoint: Checkpoint, prompt: str, parameters: Any, message: str
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        neighbour = pool.submit(ask, client, "fine", max_tokens=20, **GREEDY)
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            client.generate(prompt, **parameters)
+        assert neighbour.result().tokens == greedy_tokens(checkpoint, "fine", 20)
+
+
+def test_errors_over_http_carry_the_message(server: TritonServer) -> None:
+    reply = post(server, "generate", {"text_input": "x", "top_p": 1.5})
+    assert reply.status_code == 400
+    assert "top_p 1.5 is out of range" in reply.json()["error"]
+    reply = post(server, "generate_stream", {"text_input": ""})
+    assert "text_input is empty" in reply.text
+    assert "text_input is missing" in post(server, "generate", {"max_tokens": 3}).json()["error"]
+    assert post(server, "generate", {"text_input": 5}).status_code == 500
+    assert post(server, "generate", {"text_input": "x", "max_tokens": 2.5}).status_code == 500
+
+
+def test_bytes_that_are_not_utf8_are_refused(client: Client) -> None:
+    inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [1]}]
+    inputs[0]["contents"] = {"bytes_contents": [b"ab\xff"]}
+    request = service_pb2.ModelInferRequest(model_name=client.model_name, inputs=inputs)
+    (response,) = client._stub.ModelStreamInfer(iter([request]))
+    assert "text_input is not UTF-8: byte 0xff at offset 2" in response.error_message
+
+
+def test_wrong_shapes_are_tritons_to_refuse(client: Client) -> None:
+    inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [2]}]
+    inputs[0]["contents"] = {"bytes_contents": [b"a", b"b"]}
+    request = service_pb2.ModelInferRequest(model_name=client.model_name, inputs=inputs)
+    (response,) = client._stub.ModelStreamInfer(iter([request]))
+    assert "unexpected shape" in response.error_message
+
+
+def test_an_unknown_model_is_named(server: TritonServer) -> None:
+    with Client(server.state.grpc, "nope") as client, pytest.raises(RuntimeError, match="nope"):
+        client.generate("x")
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory, triton: None, exported: Path) -> Any:
+    """One request runs, one waits."""
+    serving = ServingSettings(
+        http_port=0, grpc_port=0, metrics_port=0, max_running=1, max_queue=1, threads=1
+    )
+    folder = tmp_path_factory.mktemp("narrow")
+    repository = write_repository(exported, folder / "repository", serving, GenerationSettings())
+    with start(repository, serving, folder / "state") as server:
+        yield server
+
+
+LONG = {"max_tokens": 1000, "min_tokens": 1000}
+
+
+def test_a_full_queue_is_refused_clearly(narrow: TritonServer) -> None:
+    with Client(narrow.state.grpc, "gpt") as client, ThreadPoolExecutor(1) as pool:
+        running = client.stream("a", **LONG)
+        next(running)
+        waiting = pool.submit(client.generate, "b", max_tokens=3, min_tokens=3)
+        time.sleep(0.05)
+        with pytest.raises(UserError, match="busy: 1 requests wait"):
+            client.generate("c")
+        reply = post(narrow, "generate", {"text_input": "d"})
+        assert "busy" in reply.json()["error"]
+        assert sum(len(piece.tokens) for piece in running) == 999
+        assert len(waiting.result().tokens) == 3
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_client_that_leaves_frees_its_place(narrow: TritonServer, protocol: str) -> None:
+    with Client(narrow.state.grpc, "gpt") as client:
+        started = time.perf_counter()
+        client.generate("a", **LONG)
+        whole = time.perf_counter() - started
+        if protocol == "grpc":
+            stream = client.stream("a", **LONG)
+            next(stream)
+            stream.close()
+        else:
+            body = {"text_input": "a", "stream": True, **LONG}
+            with post(narrow, "generate_stream", body, stream=True) as reply:
+                assert json.loads(next(reply.iter_lines()).removeprefix(b"data: "))["tokens"]
+        started = time.perf_counter()
+        client.generate("b", max_tokens=1)
+        assert time.perf_counter() - started < whole / 2
+
+
+def test_a_deadline_ends_the_wait(narrow: TritonServer) -> None:
+    with (
+        Client(narrow.state.grpc, "gpt", timeout_seconds=0.05) as client,
+        pytest.raises(UserError, match=r"no answer within 0\.05 s"),
+    ):
+        client.generate("a", **LONG)

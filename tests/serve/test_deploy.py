@@ -1,0 +1,93 @@
+"""The stage, end to end: repository, live server, comparison with the checkpoint."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.model.checkpoint import Checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.serve import client as client_functions
+from lathe.serve import state as serve_state
+from lathe.serve.agreement import find_parting
+from lathe.serve.deploy import deploy, serve
+from lathe.settings import ExportSettings, Recipe, ServingSettings
+from tests.serve.conftest import FREE_PORTS, SHAPE
+
+RECIPE = Recipe(
+    Serving=ServingSettings(**FREE_PORTS, threads=1), Export=ExportSettings(new_tokens=12)
+)
+
+
+def test_deploy_leaves_the_server_up(
+    triton: None,
+    checkpoint: Checkpoint,
+    exported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(serve_state.STATE_VARIABLE, str(tmp_path / "state"))
+    output = tmp_path / "deployed"
+    result = deploy(
+        RECIPE, exported, checkpoint.folder, output, data=exported.parent, keep_running=True
+    )
+    try:
+        assert result.identical + result.near_ties == result.prompts > 0
+        assert result.tokens_per_second > 0
+        report = json.loads((output / "deploy.json").read_text())
+        assert report["identical"] == result.identical
+        assert report["samples"][0]["prompt"].startswith("All that glitters")
+        first = report["samples"][0]
+        text = client_functions.generate(
+            first["prompt"], decode_strategy="greedy_search", min_tokens=0, max_tokens=12
+        )
+        assert text == first["text"]
+        with pytest.raises(UserError, match="runs already"):
+            serve(output)
+    finally:
+        assert serve_state.stop() is not None
+
+
+def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
+    triton: None, checkpoint: Checkpoint, exported: Path, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = GPT(SHAPE)
+    other.initialize(0.2, seed=2)
+    save_checkpoint(tmp_path / "other", other, byte_tokenizer, "pretrain", Recipe())
+    with pytest.raises(UserError, match="was exported from another checkpoint"):
+        deploy(RECIPE, exported, tmp_path / "other", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    lying = tmp_path / "lying"
+    shutil.copytree(exported, lying)
+    card = json.loads((lying / "export.json").read_text())
+    digest = Checkpoint(tmp_path / "other", other, byte_tokenizer, {}).digest
+    (lying / "export.json").write_text(json.dumps(card | {"source": digest}))
+    with pytest.raises(RuntimeError, match="the server is not the checkpoint: after"):
+        deploy(RECIPE, lying, tmp_path / "other", tmp_path / "out")
+    assert not (tmp_path / "out" / "deploy.json").exists()
+    assert serve_state.find(tmp_path / "out" / "server") is None
+
+
+def test_a_parting_tells_position_and_gap(checkpoint: Checkpoint) -> None:
+    assert find_parting(checkpoint, "x", [1, 2], [1, 2]) is None
+    parting = find_parting(checkpoint, "x", [1, 2, 3], [1, 5])
+    assert parting is not None
+    assert (parting.position, parting.expected, parting.served) == (1, 2, 5)
+    ended = find_parting(checkpoint, "x", [1, 2], [1])
+    assert ended is not None
+    assert (ended.position, ended.served) == (1, checkpoint.eos_id)
+
+
+def test_an_unproven_export_is_refused(
+    checkpoint: Checkpoint, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported, tmp_path / "e")
+    card = json.loads((exported / "export.json").read_text())
+    del card["proof"]
+    (tmp_path / "e" / "export.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match="never proven"):
+        deploy(RECIPE, tmp_path / "e", checkpoint.folder, tmp_path / "out")

@@ -1,0 +1,39 @@
+import pytest
+
+from lathe.errors import UserError
+from lathe.serve.params import Params, parse
+
+
+def test_defaults_fill_what_is_not_given() -> None:
+    assert parse({"top_k": 3}, Params(temperature=0.5)) == Params(temperature=0.5, top_k=3)
+
+
+def test_the_seeds_names_are_taken() -> None:
+    given = {"max_dec_len": 9, "min_dec_len": 2, "decode_strategy": "greedy_search"}
+    params = parse(given, Params())
+    assert (params.max_tokens, params.min_tokens) == (9, 2)
+    assert params.decode_strategy == "greedy_search"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"top_p": 1.5}, "top_p 1.5 .* at most 1"),
+        ({"top_p": 0}, "top_p 0 .* above 0"),
+        ({"temperature": float("nan")}, "temperature nan .* finite"),
+        ({"temperature": float("inf")}, "temperature inf .* finite"),
+        ({"temperature": "hot"}, "temperature 'hot' is not of type float"),
+        ({"max_tokens": 0}, "max_tokens 0 .* at least 1"),
+        ({"max_dec_len": -3}, "max_dec_len -3 .* at least 1"),
+        ({"top_k": True}, "top_k True is not of type int"),
+        ({"decode_strategy": "beam_search"}, "beam_search .* sampling or greedy_search"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
+        ({"max_tokens": 5, "max_dec_len": 5}, "max_tokens is given twice"),
+        ({"tempreature": 1.0}, "unknown parameter tempreature.*did you mean temperature"),
+        ({"zzz": 1.0}, "unknown parameter zzz.*known: max_tokens"),
+        ({"seed": -1}, "seed -1 .* at least 0"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_limit(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        parse(given, Params())

@@ -1,0 +1,81 @@
+"""The sampler against transformers' logits processors, and its draws against their odds."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lathe.serve.params import Params
+from lathe.serve.sampling import distribution, next_token, penalize
+
+VOCAB, EOS = 200, 7
+
+
+def logits_of(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, VOCAB).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.7, 50, 0.75), (1.3, 0, 0.9), (0.5, 5, 1.0), (1.0, 1, 0.5), (1.0, 500, 0.01)],
+)
+def test_distribution_is_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    logits = logits_of(seed)
+    scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    expected = scores.softmax(-1)[0].numpy()
+    ids, probabilities = distribution(logits, temperature, top_k, top_p)
+    got = np.zeros(VOCAB)
+    got[ids] = probabilities
+    assert set(ids) == set(np.flatnonzero(expected))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.2, 2.0])
+def test_repetition_penalty_is_transformers(penalty: float) -> None:
+    logits, history = logits_of(0), [3, 5, 5, 9, 150]
+    seen = np.zeros(VOCAB, bool)
+    seen[history] = True
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([history]), torch.from_numpy(logits)[None])[0].numpy()
+    np.testing.assert_allclose(penalize(logits, seen, penalty), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("n_generated", [0, 1, 2, 3])
+def test_minimum_length_is_transformers(n_generated: int) -> None:
+    logits = logits_of(0)
+    logits[EOS] = 100.0
+    processor = MinNewTokensLengthLogitsProcessor(4, 2, EOS, device="cpu")
+    history = torch.zeros(1, 4 + n_generated, dtype=torch.long)
+    expected = int(processor(history, torch.from_numpy(logits.copy())[None]).argmax())
+    params = Params(decode_strategy="greedy_search", min_tokens=2)
+    rng = np.random.default_rng(0)
+    seen = np.zeros(VOCAB, bool)
+    assert next_token(logits, seen, n_generated, params, EOS, rng) == expected
+    assert logits[EOS] == 100.0
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = logits_of(1)
+    params = Params(temperature=2.0, top_k=6, top_p=1.0, min_tokens=0)
+    rng = np.random.default_rng(0)
+    seen = np.zeros(VOCAB, bool)
+    n = 4000
+    drawn = [next_token(logits, seen, 0, params, EOS, rng) for _ in range(n)]
+    ids, probabilities = distribution(logits, 2.0, 6, 1.0)
+    counts = np.bincount(drawn, minlength=VOCAB)[ids]
+    assert counts.sum() == n
+    deviation = (counts - n * probabilities) / np.sqrt(n * probabilities * (1 - probabilities))
+    assert np.abs(deviation).max() < 4

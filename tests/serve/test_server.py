@@ -1,0 +1,150 @@
+"""Start, state, stop: with the real binary, and nothing left behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.serve import client as client_functions
+from lathe.serve import state as serve_state
+from lathe.serve.client import Client
+from lathe.serve.environment import PYTHON_VARIABLE, find_environment
+from lathe.serve.repository import write_repository
+from lathe.serve.server import free_ports, start
+from lathe.serve.state import STATE_VARIABLE
+from lathe.settings import GenerationSettings, ServingSettings
+
+
+def processes(word: str) -> list[str]:
+    """Command lines that name `word`: the guard's, the server's and the stub's do."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        if path.parent.name == str(os.getpid()):
+            continue
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return [line for line in lines if word in line]
+
+
+def wait_until_gone(word: str, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while processes(word) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes(word) == []
+
+
+def run_python(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def test_killed_and_started_again_and_stopped(
+    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "state"
+    first = start(repository, serving, folder)
+    with pytest.raises(UserError, match="runs already"):
+        start(repository, serving, folder)
+    os.kill(first.state.pid, signal.SIGKILL)
+    wait_until_gone(first.state.shared_memory)
+    assert serve_state.find(folder) is None
+    with Client(first.state.grpc, "gpt") as client, pytest.raises(UserError, match="no server"):
+        client.generate("x")
+
+    with start(repository, serving, folder) as second:
+        assert serve_state.find(folder) == second.state
+        assert len(processes(second.state.shared_memory)) == 3
+        with Client(second.state.grpc, "gpt") as client:
+            assert client.generate("x", max_tokens=3, min_tokens=3).finish_reason == "length"
+    assert serve_state.find(folder) is None
+    assert processes(str(folder)) == processes(second.state.shared_memory) == []
+    assert not list(Path("/dev/shm").glob(f"{second.state.shared_memory}*"))
+    ports = ("http_port", "grpc_port", "metrics_port")
+    freed = {port: getattr(second.state, port) for port in ports}
+    assert free_ports(ServingSettings(**freed)) == tuple(freed.values())
+    assert serve_state.stop(folder) is None
+
+
+START_AND_LEAVE = """
+import sys
+from pathlib import Path
+from lathe.serve.server import start
+from lathe.settings import ServingSettings
+serving = ServingSettings(http_port=0, grpc_port=0, metrics_port=0)
+start(Path(sys.argv[1]), serving, Path(sys.argv[2])).detach()
+"""
+
+
+def test_a_detached_server_outlives_its_parent(
+    triton: None, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
+    with pytest.raises(UserError, match=f"no server is running.*{tmp_path}"):
+        client_functions.generate("x")
+    assert run_python(START_AND_LEAVE, repository, tmp_path).wait(30) == 0
+    text = client_functions.generate("x", max_tokens=4, seed=1)
+    assert "".join(client_functions.stream("x", max_tokens=4, seed=1)) == text
+    stopped = serve_state.stop()
+    assert stopped is not None
+    wait_until_gone(stopped.shared_memory)
+
+
+def test_no_orphan_when_the_parent_dies_while_it_starts(
+    triton: None, repository: Path, tmp_path: Path
+) -> None:
+    parent = run_python(START_AND_LEAVE, repository, tmp_path)
+    while not (found := processes(f"--backend-directory={tmp_path}")):
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.wait()
+    wait_until_gone(f"--backend-directory={tmp_path}")
+    assert not (tmp_path / "server.json").exists()
+    (region,) = {re.search("lathe_[0-9a-f]{12}", line)[0] for line in found}  # type: ignore[index]
+    assert not list(Path("/dev/shm").glob(f"{region}*"))
+
+
+@pytest.mark.parametrize("key", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_in_use_is_named_before_anything_starts(
+    triton: None, repository: Path, tmp_path: Path, key: str
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0} | {key: port}
+        with pytest.raises(UserError, match=rf"Serving\.{key} {port} .*in use(?s:.*)make stop"):
+            start(repository, ServingSettings(**ports), tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_model_that_does_not_load_shows_the_log(
+    triton: None, exported: Path, serving: ServingSettings, tmp_path: Path
+) -> None:
+    repository = tmp_path / "repository"
+    write_repository(exported, repository, serving, GenerationSettings())
+    (repository / "gpt" / "1" / "model.onnx").write_bytes(b"not a graph")
+    with pytest.raises(
+        RuntimeError, match=r"(?s)model\.onnx: onnxruntime cannot load.*triton\.log"
+    ):
+        start(repository, serving, tmp_path / "state")
+    wait_until_gone(str(tmp_path))
+    assert not (tmp_path / "state" / "server.json").exists()
+
+
+def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(UserError, match="no such interpreter"):
+        find_environment()
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    with pytest.raises(UserError, match="nvidia-pytriton is not installed"):
+        find_environment()

@@ -1,0 +1,41 @@
+"""Streamed text against `Tokenizer.decode`, which sees all ids at once."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from lathe.errors import UserError
+from lathe.serve.text import TextStream, TokenBytes
+
+TEXT = "naïve café — 你好, Привет 🙂👩‍🚀 end\n\ttab"
+
+
+def test_characters_come_whole(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(TokenBytes(byte_tokenizer))
+    pieces = [stream.add(token) for token in byte_tokenizer.encode(TEXT).ids]
+    assert len(pieces) == len(TEXT.encode())
+    assert "".join(pieces) == TEXT
+    assert all(len(piece) <= 1 for piece in pieces)
+
+
+def test_invalid_bytes_read_as_the_tokenizer_reads_them(byte_tokenizer: Tokenizer) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        tokens = [*rng.integers(0, 257, 30).tolist(), *byte_tokenizer.encode("end").ids]
+        stream = TextStream(TokenBytes(byte_tokenizer))
+        assert "".join(map(stream.add, tokens)) == byte_tokenizer.decode(tokens)
+
+
+def test_an_unfinished_character_is_left_out(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(TokenBytes(byte_tokenizer))
+    assert "".join(map(stream.add, byte_tokenizer.encode("ok 🙂").ids[:-1])) == "ok "
+
+
+def test_ids_beyond_the_tokenizer_and_special_ones_are_silent(byte_tokenizer: Tokenizer) -> None:
+    stream = TextStream(TokenBytes(byte_tokenizer))
+    assert [stream.add(token) for token in (256, 300)] == ["", ""]
+
+
+def test_another_kind_of_tokenizer_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'▁the' is not byte-level"):
+        TokenBytes(Tokenizer(models.WordLevel({"▁the": 0}, "▁the")))
