@@ -228,7 +228,7 @@ class OfflineEvalSettings(Settings):
 
 
 class ExportSettings(Settings):
-    opset: Annotated[int, Field(ge=17, le=22)] = 21
+    opset: Annotated[int, Field(ge=20, le=22)] = 21
     prompts: Positive = 16
     new_tokens: Positive = 24
     tolerance: Annotated[float, Field(gt=0)] = 1e-3

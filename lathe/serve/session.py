@@ -175,6 +175,8 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Idle threads spin within a run, where it pays, but not after it, where others need the CPU.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     if saturates(CPUINFO.read_text() if CPUINFO.exists() else ""):
         # Exact, and elsewhere several times slower: it keeps onnxruntime off the fast kernels.
         options.add_session_config_entry("session.x64quantprecision", "1")

@@ -1,0 +1,81 @@
+"""How fast exported models are, measured in turns so that they share the machine's moods."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.progress import bar
+from lathe.serve.session import MODEL, OnnxModel
+
+
+def measure(
+    models: Mapping[str, Path],
+    prompt_tokens: int = 64,
+    new_tokens: int = 16,
+    batch: int = 1,
+    rounds: int = 5,
+    threads: int = 0,
+) -> dict[str, dict[str, float]]:
+    """Prefill and decode times of exported folders on random tokens.
+
+    Args:
+        models: name -> export folder; the first is what ratios refer to.
+        prompt_tokens: length of a prompt, fewer where a model has too few positions.
+        new_tokens: decode steps after each prompt.
+        rounds: each runs every model once, in turn; one more to warm up is not counted.
+        threads: onnxruntime's; 0 takes every core.
+
+    Returns:
+        Per name: `bytes` of model.onnx, `prefill_ms` of the batch's prompts, `decode_ms` of a
+        step, `tokens_per_second` of decoding, medians all; and against the first model
+        `bytes_ratio` (smaller is better), `prefill_speedup` and `decode_speedup`.
+
+    Raises:
+        UserError: a folder is no export.
+    """
+    opened = {name: OnnxModel(folder, threads) for name, folder in models.items()}
+    shortest = min(model.n_positions for model in opened.values())
+    prompt_tokens = max(1, min(prompt_tokens, shortest - new_tokens))
+    new_tokens = min(new_tokens, shortest - prompt_tokens)
+    prefill: dict[str, list[float]] = {name: [] for name in models}
+    decode: dict[str, list[float]] = {name: [] for name in models}
+    generator = np.random.default_rng(0)
+    with bar("latency", (rounds + 1) * len(models)) as progress:
+        for turn in range(rounds + 1):
+            for name, model in opened.items():
+                shape = (batch, prompt_tokens + new_tokens)
+                tokens = generator.integers(0, model.vocab_size, shape)
+                times = _run(model, tokens, prompt_tokens)
+                if turn > 0:
+                    prefill[name].append(times[0])
+                    decode[name].extend(times[1:])
+                progress.advance()
+    figures = {
+        name: {
+            "bytes": float((model.folder / MODEL).stat().st_size),
+            "prefill_ms": float(np.median(prefill[name])) * 1e3,
+            "decode_ms": float(np.median(decode[name])) * 1e3,
+            "tokens_per_second": batch / float(np.median(decode[name])),
+        }
+        for name, model in opened.items()
+    }
+    first = figures[next(iter(figures))]
+    for own in figures.values():
+        own["bytes_ratio"] = own["bytes"] / first["bytes"]
+        own["prefill_speedup"] = first["prefill_ms"] / own["prefill_ms"]
+        own["decode_speedup"] = first["decode_ms"] / own["decode_ms"]
+    return figures
+
+
+def _run(model: OnnxModel, tokens: NDArray[np.int64], prompt: int) -> list[float]:
+    """Seconds of the prompt, then of every further token."""
+    cache = model.start(tokens.shape[0], tokens.shape[1])
+    times = []
+    for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, tokens.shape[1]))]:
+        start = time.perf_counter()
+        model.step(cache, tokens[:, first:last])
+        times.append(time.perf_counter() - start)
+    return times

@@ -1,0 +1,240 @@
+"""Proof that an exported graph is the checkpoint it came from."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from lathe.model.generate import generate
+from lathe.model.gpt import GPT
+from lathe.progress import bar
+from lathe.serve.session import MODEL, OnnxModel, open_session, pad
+from lathe.settings import GenerationSettings
+
+log = logging.getLogger("lathe")
+
+INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm")
+NOISE_FACTOR = 8  # of the mean error; onnxruntime is seen at 1 to 2, a GELU of the wrong kind at 20
+
+
+class ProofError(RuntimeError):
+    """The graph does not compute what the checkpoint computes."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Where the greedy texts part, at two tokens that torch itself rates nearly the same."""
+
+    prompt: int
+    step: int
+    torch_token: int
+    onnx_token: int
+    margin: float  # torch's logit of its own token less that of the other
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Figures of a proof that held; errors are of logits, against torch.
+
+    Attributes:
+        noise: mean change of torch's own logits when every linear's input moves by one unit in
+            the last place, what another order of summation may do.
+        batch_error: largest difference between a ragged batch and each row alone.
+        ties: rows whose greedy tokens differ, each within the error of the logits.
+    """
+
+    integer_kernels: int
+    prompts: int
+    new_tokens: int
+    max_error: float
+    mean_error: float
+    noise: float
+    logits_std: float
+    batch_error: float
+    ties: list[Tie]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def prove(
+    model: GPT, folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int, tolerance: float
+) -> Proof:
+    """Compare an exported folder with the (fake-quantized) model it was made from.
+
+    - The graph passes onnx's checker, and shape inference gives every tensor a type.
+    - onnxruntime, after its own optimizations, runs one integer kernel for each quantized linear
+      and no float one beyond the rest.
+    - Logits at every position of every prompt. float32: the largest error is at most `tolerance`,
+      the mean one at most `NOISE_FACTOR` times the model's own rounding noise. int8: another order
+      of summation moves an activation that lies on the edge between two quanta by a whole one, and
+      the layers behind it amplify that, so no bound on the largest error can hold; the mean error
+      is at most `NOISE_FACTOR` times the noise, plus tolerance / 10 of the logits' standard
+      deviation for flips too rare for the probe to meet.
+    - A ragged batch gives each row what it gets alone.
+    - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's; a
+      row may part from it only at tokens whose logits differ in torch by less than the largest
+      error found above. Such rows are listed.
+
+    Raises:
+        ProofError: any of it does not hold; names the figure, the prompt and the step.
+    """
+    kernels = count_kernels(model, folder / MODEL)
+    onnx_model = OnnxModel(folder, threads=torch.get_num_threads())
+    n_checks = 3 * len(prompts)
+    with bar("prove the export", n_checks) as progress:
+        max_error, mean_error, noise, std = _compare_logits(model, onnx_model, prompts, progress)
+        is_int8 = model.config.quantization is not None
+        mean_limit = NOISE_FACTOR * noise + (tolerance / 10 * std if is_int8 else 0.0)
+        if not mean_error <= mean_limit or not (is_int8 or max_error <= tolerance):
+            raise ProofError(
+                f"logits differ from torch's by {mean_error:.3g} in the mean (limit "
+                f"{mean_limit:.3g}) and by {max_error:.3g} at most (limit "
+                f"{'none' if is_int8 else f'{tolerance:.3g}'})"
+            )
+        batch_error = _compare_batch(onnx_model, prompts)
+        batch_limit = max(max_error, tolerance) if is_int8 else tolerance
+        if not batch_error <= batch_limit:
+            raise ProofError(
+                f"a row's logits change by {batch_error:.3g} with its batch (limit "
+                f"{batch_limit:.3g})"
+            )
+        settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new_tokens)
+        expected = generate(model, prompts, settings)
+        progress.advance(len(prompts))
+        batched = onnx_model.greedy(prompts, new_tokens, stop_at_eos=False)
+        ties = _compare_greedy(model, prompts, expected, batched, max_error)
+        for i, prompt in enumerate(prompts):
+            alone = onnx_model.greedy([prompt], new_tokens, stop_at_eos=False)
+            if alone[0] != batched[i]:
+                _compare_greedy(model, [prompt], [expected[i]], alone, max_error, first=i)
+            progress.advance()
+    return Proof(
+        integer_kernels=kernels,
+        prompts=len(prompts),
+        new_tokens=new_tokens,
+        max_error=max_error,
+        mean_error=mean_error,
+        noise=noise,
+        logits_std=std,
+        batch_error=batch_error,
+        ties=ties,
+    )
+
+
+def count_kernels(model: GPT, path: Path) -> int:
+    """Check the file, and count the integer matrix products of the graph that really runs.
+
+    Raises:
+        ProofError: the file is no valid ONNX, or the count is not that of the quantization plan.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ProofError(f"{path}: not a valid ONNX graph: {error}") from error
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True).graph
+    typed = {value.name for value in (*graph.value_info, *graph.output)}
+    untyped = [name for node in graph.node for name in node.output if name not in typed]
+    if untyped:
+        raise ProofError(f"{path}: shape inference does not reach {', '.join(untyped[:3])}")
+    with TemporaryDirectory() as scratch:
+        optimized = Path(scratch) / MODEL
+        open_session(path, optimized=optimized)
+        ops = Counter(node.op_type for node in onnx.load(optimized).graph.node)
+    plan = model.config.quantization
+    wanted = len(plan.activation_scales) if plan else 0
+    integer = sum(ops[op] for op in INTEGER_KERNELS)
+    in_float = ops["MatMul"] + ops["FusedMatMul"] + ops["Gemm"]
+    total = 4 * model.config.n_layer + 1
+    if (integer, in_float) != (wanted, total - wanted):
+        raise ProofError(
+            f"{path}: onnxruntime runs {integer} integer and {in_float} float matrix products "
+            f"where the quantization plan has {wanted} and {total - wanted}"
+        )
+    return integer
+
+
+def _compare_logits(
+    model: GPT, onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], progress: Any
+) -> tuple[float, float, float, float]:
+    """Largest and mean error, the model's own mean noise, and the standard deviation of logits."""
+    largest, error, noise, variance, n = 0.0, 0.0, 0.0, 0.0, 0
+    for i, prompt in enumerate(prompts):
+        tokens = torch.tensor([list(prompt)])
+        logits = model(tokens)  # (1, T, V)
+        difference = (torch.from_numpy(onnx_model.logits(tokens.numpy())) - logits).abs()
+        with _rounded_otherwise(model, seed=i):
+            noise += float((model(tokens) - logits).abs().sum(dtype=torch.float64))
+        largest = max(largest, float(difference.max()))
+        error += float(difference.sum(dtype=torch.float64))
+        variance += float(logits.var(-1).sum()) * logits.shape[-1]
+        n += logits.numel()
+        progress.advance()
+    return largest, error / n, noise / n, float(np.sqrt(variance / n))
+
+
+@contextmanager
+def _rounded_otherwise(model: GPT, seed: int) -> Iterator[None]:
+    """Move the input of every linear and of the head up or down by one unit in the last place."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(x: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+        return x * (1 + torch.finfo(x.dtype).eps * sign)
+
+    hooks = [model.ln_f.register_forward_hook(lambda _module, _inputs, output: moved(output))]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            hook = module.register_forward_pre_hook(lambda _module, inputs: (moved(inputs[0]),))
+            hooks.append(hook)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _compare_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]) -> float:
+    tokens, lengths = pad(prompts)
+    cache = onnx_model.start(len(prompts), int(lengths.max()))
+    together = onnx_model.step(cache, tokens, lengths)  # (B, V)
+    alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
+    return float(np.abs(together - np.stack(alone)).max())
+
+
+def _compare_greedy(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    got: Sequence[Sequence[int]],
+    max_error: float,
+    first: int = 0,
+) -> list[Tie]:
+    """The rows that part from torch's within the error; `first` is the first row's number."""
+    ties = []
+    for i, (prompt, theirs, ours) in enumerate(zip(prompts, expected, got, strict=True), first):
+        if list(theirs) == list(ours):
+            continue
+        step = next(k for k, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
+        logits = model(torch.tensor([[*prompt, *theirs[:step]]]))[0, -1]
+        margin = float(logits[theirs[step]] - logits[ours[step]])
+        tie = Tie(i, step, theirs[step], ours[step], margin)
+        if not margin <= max_error:
+            raise ProofError(
+                f"greedy decoding of prompt {i} parts at step {step}: torch chooses token "
+                f"{tie.torch_token}, the graph {tie.onnx_token}, whose logit is lower by "
+                f"{margin:.3g}; the largest error of a logit is {max_error:.3g}"
+            )
+        log.warning("greedy tie, prompt %d step %d: %s", i, step, tie)
+        ties.append(tie)
+    return ties

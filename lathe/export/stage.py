@@ -1,0 +1,160 @@
+"""The export stage: a checkpoint becomes a proven ONNX folder."""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort  # type: ignore[import-untyped]
+import torch
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+from lathe.export.graph import build
+from lathe.export.proof import prove
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.fake_quant import LINEARS
+from lathe.model.gpt import GPT
+from lathe.serve.session import CARD, MODEL
+from lathe.settings import ExportSettings, Recipe
+from lathe.storage import atomic_folder, sha256
+
+log = logging.getLogger("lathe")
+
+HELD_OUT = "heldout.txt"
+HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
+LONGEST_PROMPT = 64
+SHORTEST_PROMPT = 4
+HEAD_SIZE_MULTIPLE = 8  # onnxruntime's GroupQueryAttention takes no other
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A proven export; `export.json` holds all figures of the proof.
+
+    Attributes:
+        flavour: `fp32` or `int8`.
+        n_bytes: size of `model.onnx`.
+        integer_kernels: matrix products that onnxruntime runs in integers.
+        max_error, mean_error: of the logits, against torch.
+        ties: greedy texts that part from torch's at two tokens it rates nearly the same.
+    """
+
+    folder: Path
+    flavour: str
+    n_bytes: int
+    integer_kernels: int
+    max_error: float
+    mean_error: float
+    ties: int
+
+
+def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResult:
+    """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and prove them.
+
+    Args:
+        model: checkpoint folder; one with a quantization plan gives the int8 flavour.
+        data: output of prepare; its held-out text is what the proof compares on.
+        output: appears when the proof held, and not before.
+
+    Raises:
+        UserError: no checkpoint, too little held-out text, a head size that cannot be run.
+        ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
+    """
+    checkpoint = load_checkpoint(model)
+    settings = recipe.Export
+    config = checkpoint.model.config
+    if config.head_dim % HEAD_SIZE_MULTIPLE:
+        raise UserError(
+            f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
+            "choose num_attention_heads so that hidden_size / num_attention_heads is one",
+        )
+    new_tokens = min(settings.new_tokens, config.n_positions // 2)
+    prompts = held_out_prompts(checkpoint, data, settings.prompts, config.n_positions - new_tokens)
+    with atomic_folder(output) as work:
+        card = write(checkpoint, work, settings)
+        proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
+        card["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
+        _write_card(work, card)
+    result = ExportResult(
+        folder=output,
+        flavour=card["flavour"],
+        n_bytes=card["bytes"],
+        integer_kernels=proof.integer_kernels,
+        max_error=proof.max_error,
+        mean_error=proof.mean_error,
+        ties=len(proof.ties),
+    )
+    log.info(
+        "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g); "
+        "%d of %d greedy texts the same",
+        result.flavour,
+        result.n_bytes / 1e6,
+        result.integer_kernels,
+        result.max_error,
+        result.mean_error,
+        proof.prompts - result.ties,
+        proof.prompts,
+    )
+    return result
+
+
+def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
+    """Write the files of an export, not proven; returns the card."""
+    config = checkpoint.model.config
+    graph = build(config, weights(checkpoint.model), config.quantization, settings.opset)
+    onnx.save(graph, folder / MODEL)
+    shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
+    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
+    card = {
+        "flavour": "int8" if config.quantization else "fp32",
+        "n_head": list(config.n_head),
+        "head_dim": config.head_dim,
+        "n_positions": config.n_positions,
+        "vocab_size": config.vocab_size,
+        "eos_id": checkpoint.eos_id,
+        "opset": settings.opset,
+        "bytes": (folder / MODEL).stat().st_size,
+        "sha256": sha256(folder / MODEL),
+        "source": checkpoint.digest,
+        "versions": {"torch": torch.__version__, "onnxruntime": ort.__version__},
+    }
+    _write_card(folder, card)
+    return card
+
+
+def weights(model: GPT) -> Mapping[str, NDArray[np.float32]]:
+    """Views of the float weights under HF's names, linears as [in, out]."""
+    conv1d = tuple(f"{linear}.weight" for linear in LINEARS)
+    return {
+        name: (tensor.detach().T if name.endswith(conv1d) else tensor.detach()).numpy()
+        for name, tensor in model.named_parameters()
+    }
+
+
+def held_out_prompts(checkpoint: Checkpoint, data: Path, n: int, longest: int) -> list[list[int]]:
+    """`n` stretches of the held-out text, of lengths from 4 to `min(64, longest)` tokens."""
+    path = data / HELD_OUT
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", "give the output folder of the prepare stage")
+    with path.open(encoding="utf-8") as f:
+        text = f.read(HELD_OUT_CHARACTERS)
+    tokens: list[int] = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
+    longest = min(LONGEST_PROMPT, longest)
+    lengths = np.linspace(min(SHORTEST_PROMPT, longest), longest, n).round().astype(int)
+    if len(tokens) < longest + n:
+        raise UserError(
+            f"{path}: {len(tokens)} tokens are too few for {n} prompts of up to {longest}",
+            "lower Export.prompts, or prepare a larger corpus or test split",
+        )
+    starts = np.linspace(0, len(tokens) - longest, n).astype(int)
+    return [tokens[a : a + k] for a, k in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+
+def _write_card(folder: Path, card: dict[str, Any]) -> None:
+    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
