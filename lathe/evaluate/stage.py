@@ -1,4 +1,4 @@
-"""The evaluate stage: a checkpoint measured on a cloze set and on a text."""
+"""The evaluate stage: a checkpoint measured on a cloze set and on a text, and its own words."""
 
 import hashlib
 import json
@@ -21,6 +21,7 @@ from lathe.evaluate.lambada import (
     score_cloze,
     summarize_cloze,
 )
+from lathe.evaluate.samples import Sample, continue_prompts, held_out_prompts
 from lathe.evaluate.wikitext import (
     PerplexityResult,
     read_text,
@@ -57,7 +58,8 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
 ) -> EvalResult:
-    """Measure `model` and write `metrics.json` and `examples.jsonl` (a cloze example a line).
+    """Measure `model`; write `metrics.json`, `examples.jsonl` (a cloze example a line) and
+    `samples.json` (continuations of prompts from the text).
 
     What is measured: `cloze` (LAMBADA-format JSONL) and `text` (UTF-8) where given, then
     `Offline_Eval.eval_path` (a cloze set if its name ends in .jsonl), then the held-out files of
@@ -81,6 +83,7 @@ def evaluate(
     scores: list[ExampleScore] = []
     cloze_result: ClozeResult | None = None
     text_result: PerplexityResult | None = None
+    samples: list[Sample] = []
     if cloze is not None:
         examples = read_cloze(cloze, checkpoint.tokenizer)
         scores = score_cloze(net, examples, seq_len, token_budget)
@@ -91,6 +94,15 @@ def evaluate(
         losses = token_losses(net, read.tokens, seq_len, overlap, token_budget)
         text_result = summarize_perplexity(losses, read, block=seq_len)
         _require_finite(text_result.loss, model)
+        if prompts := held_out_prompts(text):
+            samples = continue_prompts(
+                net,
+                checkpoint.tokenizer,
+                prompts,
+                recipe.Generation,
+                recipe.Global.seed,
+                checkpoint.eos_id,
+            )
 
     weights = checkpoint.folder / WEIGHTS
     metrics = {
@@ -112,7 +124,7 @@ def evaluate(
         },
         "seconds": round(time.perf_counter() - started, 3),
     }
-    _write(output, metrics, scores)
+    _write(output, metrics, scores, samples)
     result = _result(output, metrics)
     log.info("%s", _sentence(result))
     return result
@@ -173,12 +185,21 @@ def _json_ready(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
 
-def _write(output: Path, metrics: Mapping[str, Any], scores: Sequence[ExampleScore]) -> None:
+def _write(
+    output: Path,
+    metrics: Mapping[str, Any],
+    scores: Sequence[ExampleScore],
+    samples: Sequence[Sample],
+) -> None:
     with atomic_folder(output) as work:
         with (work / "examples.jsonl").open("w") as f:
             f.writelines(json.dumps(asdict(score)) + "\n" for score in scores)
-        text = json.dumps(metrics, indent=2, allow_nan=False)
-        (work / "metrics.json").write_text(text + "\n")
+        for name, values in (
+            ("samples.json", [asdict(sample) for sample in samples]),
+            ("metrics.json", metrics),
+        ):
+            text = json.dumps(values, indent=2, allow_nan=False)
+            (work / name).write_text(text + "\n")
 
 
 def _result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:

@@ -48,6 +48,18 @@ def test_data_folder_is_measured_and_recorded(
     assert all(len(digest) == 64 for digest in metrics["digests"].values())
 
 
+def test_samples_continue_held_out_prompts(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    (data / "heldout.txt").write_text(
+        "short\n" + 3 * ("the keeper of the light climbed " * 4 + "\n")
+    )
+    evaluate(recipe, model_folder, tmp_path / "out", data)
+    samples = json.loads((tmp_path / "out/samples.json").read_text())
+    assert len(samples) == 3
+    assert all("light climbed" in sample["prompt"] and sample["text"] for sample in samples)
+
+
 def test_running_again_gives_the_same_figures(
     recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,48 @@
+"""What a model writes: continuations of a few held-out prompts, for a reader to judge."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from lathe.model.generate import generate
+from lathe.model.gpt import GPT
+from lathe.settings import GenerationSettings
+
+N_SAMPLES = 4
+NEW_TOKENS = 48
+PROMPT_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    text: str
+
+
+def held_out_prompts(text: Path) -> list[str]:
+    """Openings of long lines, evenly spread over the file, each cut after a whole word."""
+    lines = [line.strip() for line in text.read_text(encoding="utf-8").splitlines()]
+    long = [line for line in lines if len(line) > PROMPT_CHARACTERS // 2]
+    chosen = long[:: max(1, len(long) // N_SAMPLES)][:N_SAMPLES]
+    return [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]
+
+
+def continue_prompts(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    settings: GenerationSettings,
+    seed: int,
+    eos_id: int | None,
+) -> list[Sample]:
+    """One continuation a prompt of at most 48 tokens, by the recipe's decoding strategy."""
+    limit = min(NEW_TOKENS, settings.max_dec_len, model.config.n_positions // 2)
+    settings = settings.model_copy(update={"max_dec_len": limit, "num_return_sequences": 1})
+    room = model.config.n_positions - limit
+    encoded = [e.ids[-room:] for e in tokenizer.encode_batch(prompts, add_special_tokens=False)]
+    written = generate(model, encoded, settings, eos_id, seed)
+    return [
+        Sample(tokenizer.decode(ids), tokenizer.decode(new))
+        for ids, new in zip(encoded, written, strict=True)
+    ]

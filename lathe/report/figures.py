@@ -1,0 +1,162 @@
+"""The pictures of a report, each an SVG document."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from lathe.report.style import Theme, draw
+
+MAX_LINEARS = 24
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One quantity of every candidate.
+
+    Attributes:
+        values, stderrs: one a candidate; None where it was not measured.
+        labels: what is written beside each.
+        from_zero: bars from zero (a size), not points on a closer scale (a score).
+    """
+
+    title: str
+    unit: str
+    names: Sequence[str]
+    values: Sequence[float | None]
+    labels: Sequence[str]
+    stderrs: Sequence[float | None] | None = None
+    from_zero: bool = True
+
+
+def loss_curve(records: Sequence[Mapping[str, Any]], series: int, theme: Theme) -> str:
+    """Training loss a step, its moving average, and the validation losses.
+
+    Args:
+        records: lines of `train.jsonl`.
+        series: index of the candidate, which sets the colour.
+    """
+    train = np.array([(r["step"], r["loss"]) for r in records if "loss" in r], dtype=float)
+    held_out = np.array([(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r])
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        color = theme.color(series)
+        if len(train):
+            steps, losses = train.T
+            axes.plot(steps, losses, color=color, linewidth=0.8, alpha=0.3)
+            axes.plot(steps, _smooth(losses), color=color, linewidth=1.8, label="training")
+        if len(held_out):
+            steps, losses = held_out.T
+            axes.plot(
+                steps,
+                losses,
+                color=theme.ink,
+                linewidth=1.2,
+                linestyle=(0, (4, 2)),
+                marker="o",
+                markersize=4.5,
+                label="validation",
+                zorder=3,
+            )
+            axes.annotate(
+                f"{losses[-1]:.3f}",
+                (steps[-1], losses[-1]),
+                xytext=(0, 9),
+                textcoords="offset points",
+                ha="right",
+                weight="bold",
+            )
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats per token)")
+        axes.margins(x=0.02, y=0.12)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+
+    return draw(2.8, theme, paint)
+
+
+def sensitivity_chart(
+    linears: Sequence[Mapping[str, Any]], skip: Sequence[str], theme: Theme
+) -> str:
+    """Ranked bars of what INT8 in one linear alone costs; those left in float stand out.
+
+    Args:
+        linears: `{"name", "score"}` in nats a token, worst first; the first 24 are drawn.
+        skip: names of those left in float.
+    """
+    shown = linears[:MAX_LINEARS]
+    chosen = np.array([linear["name"] in skip for linear in shown])
+    scores = np.array([linear["score"] for linear in shown], dtype=float)
+    rows = np.arange(len(shown))
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for mask, color, hatch, label in (
+            (chosen, theme.accent, "////", "left in float"),
+            (~chosen, theme.series[0], "", "INT8"),
+        ):
+            if mask.any():
+                axes.barh(
+                    rows[mask], scores[mask], 0.68, color=color, hatch=hatch, label=label,
+                    edgecolor=theme.grid, linewidth=0,
+                )  # fmt: skip
+        axes.axvline(0, color=theme.muted, linewidth=0.8)
+        axes.set_yticks(rows, [str(linear["name"]) for linear in shown])
+        axes.tick_params(axis="y", labelcolor=theme.ink)
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("loss added (nats per token)")
+        axes.locator_params(axis="x", nbins=5)
+        axes.legend(loc="lower right")
+
+    return draw(0.9 + 0.24 * len(shown), theme, paint)
+
+
+def comparison(measure: Measure, theme: Theme) -> str:
+    """One quantity, a row a candidate: bars, or points with a 95 % interval."""
+    rows = [i for i, value in enumerate(measure.values) if value is not None]
+    values = np.array([measure.values[i] for i in rows], dtype=float)
+    stderrs = [measure.stderrs[i] if measure.stderrs else None for i in rows]
+    intervals = np.array([1.96 * (stderr or 0.0) for stderr in stderrs])
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for place, i in enumerate(rows):
+            color = theme.color(i)
+            if measure.from_zero:
+                axes.barh(place, values[place], 0.56, color=color)
+            else:
+                axes.errorbar(
+                    values[place], place, xerr=intervals[place] or None, fmt="o", color=color,
+                    markersize=8, elinewidth=2.2, capsize=4, capthick=2.2,
+                )  # fmt: skip
+        for place, i in enumerate(rows):
+            end = values[place] + (0.0 if measure.from_zero else intervals[place])
+            axes.annotate(
+                measure.labels[i], (end, place), xytext=(7, 0),
+                textcoords="offset points", va="center",
+            )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [measure.names[i] for i in rows])
+        axes.tick_params(axis="y", labelcolor=theme.ink)
+        axes.set_ylim(len(rows) - 0.45, -0.55)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(measure.unit)
+        low, high = (values - intervals).min(), (values + intervals).max()
+        # Room on the right for the labels.
+        span = high if measure.from_zero else max(high - low, 0.02 * abs(high), 1e-9)
+        start = 0.0 if measure.from_zero else low - 0.15 * span
+        axes.set_xlim(start, high + (0.42 if measure.from_zero else 0.6) * span)
+        axes.locator_params(axis="x", nbins=6)
+
+    return draw(0.75 + 0.42 * len(rows), theme, paint)
+
+
+def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Centred moving average over a tenth of the run: it does not lag. The window shrinks at the
+    start, where the loss is steep, and is one-sided at the end."""
+    reach, n = len(values) // 20, len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(n)
+    low = at - np.minimum(reach, at)
+    high = np.minimum(at + np.minimum(reach, at), n - 1) + 1
+    return np.asarray((sums[high] - sums[low]) / (high - low))

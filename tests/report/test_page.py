@@ -1,0 +1,126 @@
+import base64
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.evaluate.gate import GateResult
+from lathe.report.page import report
+from lathe.report.summary import Candidate
+from tests.report.conftest import HOSTILE, write_json
+
+Make = Callable[..., Candidate]
+
+
+class Page(HTMLParser):
+    """Tags, attributes that load something, and text of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.sources += [v or "" for k, v in attrs if k in ("src", "srcset", "href", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def sensitivity(tmp_path: Path) -> Path:
+    linears = [{"name": "h.0.mlp.c_fc", "score": 0.01, "n_params": 9}]
+    linears += [{"name": "h.1.mlp.c_fc", "score": -0.001, "n_params": 9}]
+    analysis = {
+        "metric": "loss",
+        "baseline": 3.7,
+        "linears": linears,
+        "skip": ["h.0.mlp.c_fc"],
+        "rule": HOSTILE,
+        "budget": 0.02,
+        "predicted": 0.015,
+    }
+    write_json(tmp_path / "sensitivity/sensitivity.json", analysis)
+    return tmp_path / "sensitivity"
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Path:
+    figures = {
+        "prompts": 8,
+        "identical": 7,
+        "near_ties": 1,
+        "start_seconds": 2.5,
+        "first_token_ms": 6.0,
+        "tokens_per_second": 400.0,
+        "tokens_per_second_together": 900.0,
+        "samples": [{"prompt": "A list of", "text": f" {HOSTILE}"}],
+    }
+    write_json(tmp_path / "deployed/deploy.json", figures)
+    return tmp_path / "deployed"
+
+
+def test_a_whole_run_is_one_self_contained_page(
+    make_candidate: Make, sensitivity: Path, deployed: Path, tmp_path: Path
+) -> None:
+    candidates = [make_candidate("dense"), make_candidate("INT8", 41.0)]
+    latency = {name: {"prefill_ms": 4.0, "decode_ms": 1.0} for name in ("dense", "INT8")}
+    verdict = GateResult(False, ("failed: perplexity", HOSTILE))
+    output = tmp_path / "out/report.html"
+    rows = report(output, candidates, sensitivity, deployed, latency, verdict, title=HOSTILE)
+    assert [row.name for row in rows] == ["dense", "INT8"]
+
+    page = Page(output)
+    assert "script" not in page.tags
+    assert page.sources
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
+    assert page.tags.count("img") == page.tags.count("source") == 5 + 2 + 1
+    for source in page.sources:
+        svg = base64.b64decode(source.split(",")[1])
+        assert ET.fromstring(svg).tag.endswith("svg")
+    for expected in (
+        "INT8:\n    gate failed",
+        "41.00",
+        "1.02x",  # perplexity against dense
+        "h.0.mlp.c_fc",
+        "In the beginning",
+        f" {HOSTILE} said INT8",
+        "7 of 8 greedy texts",
+        "max error",
+        "3.2e-05",
+        "c" * 64,
+        "max_lr",  # of the recipe
+    ):
+        assert expected in page.text
+    assert HOSTILE not in output.read_text()
+
+
+def test_a_pretrained_model_alone_has_a_page(make_candidate: Make, tmp_path: Path) -> None:
+    report(tmp_path / "report.html", [Candidate("dense", make_candidate("dense").model)])
+    page = Page(tmp_path / "report.html")
+    assert page.tags.count("img") == 1
+    assert "dense: pretraining" in page.text
+    assert "Samples" not in page.text
+    assert "Sensitivity to INT8" not in page.text
+
+
+def test_a_cut_last_line_of_the_trace_is_passed_over(make_candidate: Make, tmp_path: Path) -> None:
+    model = make_candidate("dense").model
+    with (model / "train.jsonl").open("a") as f:
+        f.write('{"step": 41, "lo')
+    report(tmp_path / "report.html", [Candidate("dense", model)])
+    assert Page(tmp_path / "report.html").tags.count("img") == 1
+
+
+def test_an_absent_folder_is_named_and_no_page_written(
+    make_candidate: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"sensitivity\.json"):
+        report(tmp_path / "report.html", [make_candidate("dense")], sensitivity=tmp_path)
+    assert not (tmp_path / "report.html").exists()

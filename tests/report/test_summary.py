@@ -1,0 +1,64 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.report.summary import Candidate, _scaled, cells, columns, summarize, summary_table
+
+Make = Callable[..., Candidate]
+
+
+def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
+    dense, int8 = make_candidate("dense", mb=4), make_candidate("INT8", 42.0, 0.29, mb=1)
+    rows = summarize([dense, int8], {"INT8": {"prefill_ms": 2.0, "decode_ms": 0.5}})
+    assert rows[0].n_params == load_checkpoint(dense.model).model.config.n_params()
+    assert (rows[0].n_bytes, rows[1].n_bytes) == (4_000_000, 1_000_000)
+    assert (rows[1].perplexity, rows[1].perplexity_stderr) == (42.0, 0.5)
+    assert (rows[1].accuracy, rows[1].accuracy_stderr) == (0.29, 0.01)
+    assert (rows[0].prefill_ms, rows[1].decode_ms) == (None, 0.5)
+
+
+def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> None:
+    rows = summarize([make_candidate("dense", mb=4), make_candidate("INT8", 42.0, mb=1)])
+    titles = [column.title for column in columns(rows)]
+    assert titles == ["Parameters", "File", "Perplexity", "Cloze accuracy"]
+    dense, int8 = ([str(cell) for cell in row] for row in cells(rows))
+    assert dense[1:] == ["4 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
+    assert int8[1:] == ["1 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
+
+
+def test_a_model_alone_is_a_row(make_candidate: Make) -> None:
+    model = make_candidate("dense").model
+    (row,) = summarize([Candidate("dense", model)])
+    assert row.n_bytes == (model / "model.safetensors").stat().st_size
+    assert row.perplexity is None
+
+
+def test_terminal_table_has_a_column_a_model(make_candidate: Make) -> None:
+    rows = summarize([make_candidate("dense"), make_candidate("pruned")])
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary_table(rows))
+    header = console.export_text().splitlines()[1]
+    assert "dense" in header
+    assert "pruned" in header
+
+
+def test_missing_folders_are_named(make_candidate: Make, tmp_path: Path) -> None:
+    dense = make_candidate("dense")
+    with pytest.raises(UserError, match=r"absent.*model\.onnx"):
+        summarize([Candidate("dense", dense.model, exported=tmp_path / "absent")])
+    with pytest.raises(UserError, match=r"no metrics\.json"):
+        summarize([Candidate("dense", dense.model, tmp_path)])
+    with pytest.raises(UserError, match="no models"):
+        summarize([])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(7, "7 B"), (999, "999 B"), (1000, "1 kB"), (12_900_000, "12.9 MB"), (5e12, "5e+03 GB")],
+)
+def test_sizes_have_three_digits(value: float, shown: str) -> None:
+    assert _scaled(value, (" B", " kB", " MB", " GB")) == shown
