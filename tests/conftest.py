@@ -6,8 +6,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lathe.data.prepare import prepare
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.recipe import load_recipe
+from tests import small_run
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -34,6 +37,28 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """A token data set of some 100,000 bytes, each a token."""
+    folder = tmp_path_factory.mktemp("data")
+    byte_tokenizer.save(str(folder / "tokenizer.json"))
+    drinks = ("beer", "wine", "milk")
+    lines = [f"{i} bottles of {drinks[i % 3]} on wall {i * 7}.\n\n" for i in range(4000)]
+    (folder / "corpus.txt").write_text("".join(lines))
+    recipe = load_recipe("tiny", small_run.SMALL)
+    output = folder / "tokens"
+    prepare(recipe, output, str(folder / "corpus.txt"), str(folder / "tokenizer.json"))
+    return output
+
+
+@pytest.fixture(scope="session")
+def small_dense(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint pretrained on `small_data` for 20 steps."""
+    output = tmp_path_factory.mktemp("run") / "dense"
+    small_run.run("pretrain", small_data, output)
+    return output
 
 
 def small_config(**changes: object) -> GPTConfig:

@@ -49,19 +49,15 @@ class EvalBatches:
         bounds = split_boundaries(settings.split, len(data.sizes))
         documents = range(bounds[1], bounds[2])
         available = max(int(data.sizes[bounds[1] : bounds[2]].sum()) - 1, 0)
-        count = min(available // settings.max_seq_len, batch_size * batches)
+        self.count = min(available // settings.max_seq_len, batch_size * batches)
         self.batch_size = batch_size
-        self.samples = (
-            Samples(data, documents, settings.max_seq_len, count, seed) if count else None
-        )
+        self.samples: Samples | None = None
+        if self.count:
+            self.samples = Samples(data, documents, settings.max_seq_len, self.count, seed)
 
     def __len__(self) -> int:
         """0 where the validation part cannot fill one sequence."""
         return -(-self.count // self.batch_size)
-
-    @property
-    def count(self) -> int:
-        return len(self.samples) if self.samples is not None else 0
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens (<= batch_size, T + 1)."""

@@ -1,9 +1,6 @@
 """The loop against a hand-written one, across workers, and across kills."""
 
-import json
 import math
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,41 +16,23 @@ from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
 from lathe.train.optimizer import learning_rate, make_optimizer
 from lathe.train.pretrain import model_config, new_model, pretrain
-from lathe.train.state import saved_steps
-from tests.train.conftest import SMALL, start_training, train
+from tests.small_run import SMALL, kill_after_saves, records, run, start
 
 
-def losses(folder: Path) -> list[float]:
-    records = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
-    return [r["loss"] for r in records if "loss" in r]
-
-
-def evaluations(folder: Path) -> list[float]:
-    records = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
-    return [r["eval_loss"] for r in records if "eval_loss" in r]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("run") / "dense"
-    train(data, output)
-    return output
-
-
-def test_loss_falls_and_the_checkpoint_loads(uninterrupted: Path) -> None:
-    trace, checkpoint = losses(uninterrupted), load_checkpoint(uninterrupted)
+def test_loss_falls_and_the_checkpoint_loads(small_dense: Path) -> None:
+    trace, checkpoint = records(small_dense, "loss"), load_checkpoint(small_dense)
     assert len(trace) == 20 and trace[-1] < trace[0] - 0.5
-    assert len(evaluations(uninterrupted)) == 3
+    assert len(records(small_dense, "eval_loss")) == 3
     assert checkpoint.meta["metrics"]["loss"] == trace[-1]
-    assert not (uninterrupted / "state").exists()
+    assert not (small_dense / "state").exists()
 
 
-def test_steps_equal_a_hand_written_loop(data: Path, uninterrupted: Path) -> None:
+def test_steps_equal_a_hand_written_loop(small_data: Path, small_dense: Path) -> None:
     """Plain torch: no accumulation, no trainer; batches cut by Megatron's rule."""
     recipe = load_recipe("tiny", SMALL)
     model = new_model(model_config(recipe, 257), recipe.Model)
     model.initialize(0.02, recipe.Global.seed)
-    tokens = TokenDataset.open(data)
+    tokens = TokenDataset.open(small_data)
     batches = TrainBatches(recipe, tokens, Batch(8, 8, 8, 1), 0)
     decayed = [p for n, p in model.named_parameters() if "bias" not in n and "ln_" not in n]
     plain = [p for n, p in model.named_parameters() if "bias" in n or "ln_" in n]
@@ -76,89 +55,87 @@ def test_steps_equal_a_hand_written_loop(data: Path, uninterrupted: Path) -> Non
                 group["lr"] = 2e-4 + (2e-3 - 2e-4) * cosine
         optimizer.step()
         trace.append(loss.item())
-    np.testing.assert_allclose(losses(uninterrupted)[:5], trace, atol=1e-4)
+    np.testing.assert_allclose(records(small_dense, "loss")[:5], trace, atol=1e-4)
 
 
 def test_two_workers_trace_the_losses_of_one(
-    data: Path, tmp_path: Path, uninterrupted: Path
+    small_data: Path, tmp_path: Path, small_dense: Path
 ) -> None:
-    train(data, tmp_path / "two", "Global.local_batch_size=4", workers=2)
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(uninterrupted), atol=1e-4)
-    np.testing.assert_allclose(evaluations(tmp_path / "two"), evaluations(uninterrupted), atol=1e-4)
+    two = tmp_path / "two"
+    run("pretrain", small_data, two, overrides=("Global.local_batch_size=4",), workers=2)
+    for key in ("loss", "eval_loss"):
+        np.testing.assert_allclose(records(two, key), records(small_dense, key), atol=1e-4)
 
 
-def test_killed_run_goes_on_to_the_same_bits(data: Path, tmp_path: Path) -> None:
+def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
     dropout = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
-    train(data, tmp_path / "whole", *dropout)
-    output = tmp_path / "killed"
-    for steps in (1, 3):  # killed twice, at different points
-        process = start_training(data, output, *dropout)
-        deadline = time.monotonic() + 60
-        while len(saved_steps(output / "state")) < min(steps, 2) and time.monotonic() < deadline:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (output / "lathe.json").exists()
-    train(data, output, *dropout)
-    assert losses(output) == losses(tmp_path / "whole")
-    assert evaluations(output) == evaluations(tmp_path / "whole")
-    ours, whole = (load_file(f / "model.safetensors") for f in (output, tmp_path / "whole"))
-    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("pretrain", small_data, whole, overrides=dropout)
+    for saves in (1, 2):
+        kill_after_saves(start("pretrain", small_data, killed, overrides=dropout), killed, saves)
+    run("pretrain", small_data, killed, overrides=dropout)
+    for key in ("loss", "eval_loss", "lr", "grad_norm"):
+        assert records(killed, key) == records(whole, key)
+    ours, theirs = (load_file(f / "model.safetensors") for f in (killed, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_finished_run_is_not_trained_again(data: Path, uninterrupted: Path) -> None:
-    before = (uninterrupted / "lathe.json").stat().st_mtime_ns
-    result = pretrain(load_recipe("tiny", SMALL), data, uninterrupted)
-    assert result.loss == losses(uninterrupted)[-1]
-    assert (uninterrupted / "lathe.json").stat().st_mtime_ns == before
+def test_a_finished_run_is_not_trained_again(small_data: Path, small_dense: Path) -> None:
+    before = (small_dense / "lathe.json").stat().st_mtime_ns
+    result = pretrain(load_recipe("tiny", SMALL), small_data, small_dense)
+    assert result.loss == records(small_dense, "loss")[-1]
+    assert (small_dense / "lathe.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
     "precision", [("bfloat16", "auto"), ("float16", "auto")], ids=["bf16", "fp16"]
 )
 def test_half_precision_follows_float32(
-    data: Path, tmp_path: Path, uninterrupted: Path, precision: tuple[str, str]
+    small_data: Path, tmp_path: Path, small_dense: Path, precision: tuple[str, str]
 ) -> None:
     recipe = load_recipe("tiny", (*SMALL, f"Engine.mix_precision.dtype={precision[0]}"))
-    pretrain(recipe, data, tmp_path / "half")
-    np.testing.assert_allclose(losses(tmp_path / "half"), losses(uninterrupted), atol=0.05)
+    pretrain(recipe, small_data, tmp_path / "half")
+    np.testing.assert_allclose(
+        records(tmp_path / "half", "loss"), records(small_dense, "loss"), atol=0.05
+    )
 
 
 def test_recompute_and_compile_leave_the_losses(
-    data: Path, tmp_path: Path, uninterrupted: Path
+    small_data: Path, tmp_path: Path, small_dense: Path
 ) -> None:
     recipe = load_recipe("tiny", (*SMALL, "Model.use_recompute=True", "Engine.compile=True"))
-    pretrain(recipe, data, tmp_path / "compiled")
-    np.testing.assert_allclose(losses(tmp_path / "compiled"), losses(uninterrupted), atol=1e-4)
+    pretrain(recipe, small_data, tmp_path / "compiled")
+    np.testing.assert_allclose(
+        records(tmp_path / "compiled", "loss"), records(small_dense, "loss"), atol=1e-4
+    )
 
 
 class TestRefusals:
-    def test_foreign_output(self, data: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    def test_foreign_output(self, small_data: Path, tmp_path: Path, small_dense: Path) -> None:
         recipe = load_recipe("tiny", (*SMALL, "Optimizer.lr.max_lr=1e-3"))
         with pytest.raises(UserError, match="other settings"):
-            pretrain(recipe, data, uninterrupted)
+            pretrain(recipe, small_data, small_dense)
         (tmp_path / "diary.txt").write_text("mine")
         with pytest.raises(UserError, match="not empty"):
-            pretrain(recipe, data, tmp_path)
+            pretrain(recipe, small_data, tmp_path)
         assert (tmp_path / "diary.txt").read_text() == "mine"
 
-    def test_vocabulary_larger_than_the_model(self, data: Path, tmp_path: Path) -> None:
+    def test_vocabulary_larger_than_the_model(self, small_data: Path, tmp_path: Path) -> None:
         recipe = load_recipe("tiny", (*SMALL, "Model.vocab_size=128"))
         with pytest.raises(UserError, match="257-id vocabulary, the model has 128"):
-            pretrain(recipe, data, tmp_path / "out")
+            pretrain(recipe, small_data, tmp_path / "out")
 
-    def test_sequence_longer_than_the_model(self, data: Path) -> None:
+    def test_sequence_longer_than_the_model(self, small_data: Path) -> None:
+        recipe = load_recipe("tiny", (*SMALL, "Data.Train.dataset.max_seq_len=33"))
         with pytest.raises(UserError, match="33 exceeds the model's 32"):
-            open_data(
-                data, load_recipe("tiny", (*SMALL, "Data.Train.dataset.max_seq_len=33")), 257, 32
-            )
+            open_data(small_data, recipe, 257, 32)
 
-    def test_loss_that_is_not_finite(self, data: Path, tmp_path: Path) -> None:
+    def test_loss_that_is_not_finite(self, small_data: Path, tmp_path: Path) -> None:
         recipe = load_recipe(
             "tiny", (*SMALL, "Optimizer.lr.max_lr=1e30", "Optimizer.lr.warmup_rate=0")
         )
         with pytest.raises(UserError, match=r"loss is nan at step \d"):
-            pretrain(recipe, data, tmp_path / "out")
+            pretrain(recipe, small_data, tmp_path / "out")
 
 
 def test_learning_rate_of_the_published_schedule() -> None:
@@ -169,7 +146,7 @@ def test_learning_rate_of_the_published_schedule() -> None:
     assert learning_rate(360000, lr) == learning_rate(400000, lr) == 1e-5
 
 
-def test_weight_decay_spares_biases_and_norms(data: Path) -> None:
+def test_weight_decay_spares_biases_and_norms(small_data: Path) -> None:
     recipe = load_recipe("tiny", SMALL)
     model = new_model(model_config(recipe, 257), recipe.Model)
     names = {id(p): n for n, p in model.named_parameters()}

@@ -1,0 +1,116 @@
+"""Prune, analyze and quantize as stages, on a small trained model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity import LinearScore, analyze, choose_skips
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.recipe import load_recipe
+from lathe.settings import SensitivitySettings
+from lathe.train.batches import EvalBatches, open_data
+from lathe.train.trainer import next_token_loss
+from tests.small_run import SMALL, kill_after_saves, records, run, start
+
+QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
+
+
+def test_prune_then_finetune_with_recompute(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    changes = ("Compress.Prune.ratio=0.25", "Model.use_recompute=True", "Engine.max_steps=30")
+    result = prune(load_recipe("tiny", (*SMALL, *changes)), small_dense, small_data, tmp_path / "p")
+    pruned = load_checkpoint(tmp_path / "p")
+    assert pruned.model.config.n_head == (3, 3) and pruned.model.config.n_inner == (96, 96)
+    assert result.n_params < load_checkpoint(small_dense).model.config.n_params()
+    assert result.eval_loss < result.first_eval_loss
+    assert pruned.meta["parent"] == load_checkpoint(small_dense).digest
+    with pytest.raises(UserError, match="quantized"):
+        run_quantized = tmp_path / "q"
+        quantize(load_recipe("tiny", QUANTIZE), tmp_path / "p", small_data, run_quantized)
+        prune(load_recipe("tiny", SMALL), run_quantized, small_data, tmp_path / "again")
+
+
+def test_quantized_checkpoint_computes_what_was_trained(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """The plan in config.json rebuilds the very model whose loss the run reported."""
+    skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2,qkv]",)
+    recipe = load_recipe("tiny", (*QUANTIZE, *skip))
+    result = quantize(recipe, small_dense, small_data, tmp_path / "q")
+    model = load_checkpoint(tmp_path / "q").model
+    plan = model.config.quantization
+    assert plan is not None and plan.quantize_embedding
+    assert {"h.1.mlp.c_proj", "h.1.attn.c_attn"}.isdisjoint(plan.activation_scales)
+    assert len(plan.activation_scales) == 8 - 2 + 1
+    tokens = open_data(small_data, recipe, model.config.vocab_size, model.config.n_positions)
+    batches = EvalBatches(recipe, tokens, 4, 2)
+    assert len(batches) == 2
+    with torch.no_grad():
+        losses = [float(next_token_loss(model, batches[i])) for i in range(len(batches))]
+    assert sum(losses) / len(losses) == pytest.approx(result.eval_loss, abs=1e-6)
+
+
+def test_killed_qat_goes_on_to_the_same_ranges(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    pact = ("Compress.Quantization.activation_preprocess_type=PACT",)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("quantize", small_dense, small_data, whole, overrides=pact)
+    process = start("quantize", small_dense, small_data, killed, overrides=pact)
+    kill_after_saves(process, killed, 1)
+    run("quantize", small_dense, small_data, killed, overrides=pact)
+    assert records(killed, "loss") == records(whole, "loss")
+    assert (killed / "config.json").read_text() == (whole / "config.json").read_text()
+
+
+def test_two_workers_watch_the_same_ranges_as_one(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    run("quantize", small_dense, small_data, one)
+    half = ("Global.local_batch_size=4",)
+    run("quantize", small_dense, small_data, two, overrides=half, workers=2)
+    scales = [load_checkpoint(f).model.config.quantization.activation_scales for f in (one, two)]  # type: ignore[union-attr]
+    assert scales[1] == pytest.approx(scales[0], rel=1e-3)
+
+
+def test_analysis_finds_the_linear_that_was_spoiled(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """An outlier weight makes one row's quantum so coarse that INT8 destroys that linear."""
+    spoiled = load_checkpoint(small_dense)
+    with torch.no_grad():
+        spoiled.model.h[1].mlp.c_fc.weight[:, 0] = 400.0
+        spoiled.model.h[1].ln_2.weight[0] = 0.0
+        spoiled.model.h[1].ln_2.bias[0] = 0.0
+    recipe = load_recipe("tiny", (*QUANTIZE, "Sensitivity.loss_budget=0.001"))
+    save_checkpoint(tmp_path / "m", spoiled.model, spoiled.tokenizer, "pretrain", recipe)
+    result = analyze(recipe, tmp_path / "m", small_data, tmp_path / "s")
+    assert result.linears[0].name == "h.1.mlp.c_fc" and "h.1.mlp.c_fc" in result.skip
+    assert len(result.linears) == 9
+    assert [x.score for x in result.linears] == sorted(x.score for x in result.linears)[::-1]
+    written = json.loads((tmp_path / "s" / "sensitivity.json").read_text())
+    assert written["skip"] == result.skip
+    quantize(recipe, tmp_path / "m", small_data, tmp_path / "q", tmp_path / "s")
+    plan = load_checkpoint(tmp_path / "q").model.config.quantization
+    assert plan is not None and not set(result.skip) & set(plan.activation_scales)
+
+
+def test_skips_follow_the_stated_rule() -> None:
+    ranked = [LinearScore(n, s, 1) for n, s in (("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", -0.3))]
+    assert choose_skips(ranked, SensitivitySettings(loss_budget=1.0)) == ([], pytest.approx(0.8))
+    assert choose_skips(ranked, SensitivitySettings(loss_budget=0.3)) == (["a"], pytest.approx(0.3))
+    both = choose_skips(ranked, SensitivitySettings(loss_budget=0.0, max_skips=2))
+    assert both == (["a", "b"], pytest.approx(0.1))
+
+
+def test_a_skip_of_no_block_is_refused(small_dense: Path, small_data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", (*SMALL, "Compress.Quantization.skip_tensor_map.block_9=[out]"))
+    with pytest.raises(UserError, match="block_9"):
+        quantize(recipe, small_dense, small_data, tmp_path / "q")
