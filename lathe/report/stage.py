@@ -35,6 +35,6 @@ def report_run(
     verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
     for reason in verdict.reasons if verdict else ():
         log.info("gate: %s", reason)
-    rows = report(output, candidates, None, sensitivity, deployed, latency, verdict)
+    rows = report(output, candidates, sensitivity, deployed, latency, verdict)
     log.info("report: %s", output)
     return rows
