@@ -46,7 +46,7 @@ class Client:
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
-        self._channel = grpc.insecure_channel(url)
+        self._channel = grpc.insecure_channel(url, [("grpc.enable_http_proxy", 0)])
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def __enter__(self) -> "Client":

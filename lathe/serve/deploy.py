@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe.errors import UserError
-from lathe.model.checkpoint import load_checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.progress import track
 from lathe.serve import state as serve_state
 from lathe.serve.agreement import Parting, find_parting, greedy_tokens
@@ -86,9 +86,11 @@ def deploy(
     """
     checkpoint = load_checkpoint(model)
     tolerance = _proven_tolerance(exported, model, checkpoint.digest)
-    prompts = _prompts(data)
+    n_positions = checkpoint.model.config.n_positions
+    new_tokens = min(recipe.Export.new_tokens, n_positions // 2)
+    room = n_positions - new_tokens
+    prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
     repository = write_repository(exported, output / REPOSITORY, recipe.Serving, recipe.Generation)
-    new_tokens = min(recipe.Export.new_tokens, checkpoint.model.config.n_positions // 2)
     started = time.perf_counter()
     with _start(repository, recipe.Serving, output, keep_running) as server:
         start_seconds = time.perf_counter() - started
@@ -213,6 +215,12 @@ def _prompts(data: Path | None) -> list[str]:
     chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]
     cut = [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]
     return cut or list(OPENINGS)
+
+
+def _fit(checkpoint: Checkpoint, prompt: str, n_tokens: int) -> str:
+    """The prompt, cut before the token that has no room."""
+    offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
+    return prompt if len(offsets) <= n_tokens else prompt[: offsets[n_tokens][0]]
 
 
 def _n_tokens(answers: Sequence[Answer]) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 from lathe.serve.client import Client, Parameter
-from lathe.serve.state import ServerState
+from lathe.serve.state import LOOPBACK, ServerState
 
 HTTP_TIMEOUT_SECONDS = 300.0
 
@@ -53,7 +53,7 @@ def ask_http(state: ServerState, prompt: str, stream: bool, **parameters: Parame
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urlopen(request, timeout=HTTP_TIMEOUT_SECONDS) as reply:
+    with LOOPBACK.open(request, timeout=HTTP_TIMEOUT_SECONDS) as reply:
         lines = [line for line in reply.read().decode().split("\n") if line]
     answers = [json.loads(line.removeprefix("data: ")) for line in lines]
     return [token for answer in answers for token in _as_list(answer["tokens"])]

@@ -8,13 +8,12 @@ import time
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
-from urllib.request import urlopen
 
 from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
-from lathe.serve.state import HOST, LOG_FILE, ServerState
+from lathe.serve.state import HOST, LOG_FILE, LOOPBACK, ServerState
 from lathe.settings import ServingSettings
 
 log = logging.getLogger("lathe")
@@ -185,8 +184,9 @@ def _wait_ready(
 
 
 def _is_ready(state: ServerState) -> bool:
+    url = f"http://{state.http}/v2/models/{state.model_name}/ready"
     try:
-        with urlopen(f"http://{state.http}/v2/models/{state.model_name}/ready", timeout=1) as reply:
+        with LOOPBACK.open(url, timeout=1) as reply:
             return bool(reply.status == 200)
     except OSError:
         return False

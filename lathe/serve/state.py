@@ -11,11 +11,13 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
 
 from lathe.serve.guard import clear_shared_memory
 from lathe.storage import atomic_file
 
 HOST = "127.0.0.1"
+LOOPBACK = build_opener(ProxyHandler({}))  # HTTP to it, never through the environment's proxy
 STATE_VARIABLE = "LATHE_SERVE_STATE"
 STATE_FILE = "server.json"
 LOG_FILE = "triton.log"

@@ -30,6 +30,7 @@ def test_deploy_leaves_the_server_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(serve_state.STATE_VARIABLE, str(tmp_path / "state"))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # loopback is not for a proxy
     output = tmp_path / "deployed"
     result = deploy(
         RECIPE, exported, checkpoint.folder, output, data=exported.parent, keep_running=True
