@@ -42,7 +42,7 @@ class ExportResult:
         n_bytes: size of `model.onnx`.
         integer_kernels: matrix products that onnxruntime runs in integers.
         max_error, mean_error: of the logits, against torch.
-        ties: greedy texts that part from torch's at two tokens it rates nearly the same.
+        ties: greedy texts that part from torch's, at two tokens it rates nearly the same.
     """
 
     folder: Path
@@ -88,7 +88,7 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         integer_kernels=proof.integer_kernels,
         max_error=proof.max_error,
         mean_error=proof.mean_error,
-        ties=len(proof.ties),
+        ties=len({tie.prompt for tie in proof.ties}),
     )
     log.info(
         "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g); "

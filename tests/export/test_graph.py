@@ -1,0 +1,157 @@
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from tokenizers import Tokenizer
+from transformers import GPT2LMHeadModel
+
+from lathe.export.graph import build, quantize_weight
+from lathe.export.stage import weights
+from lathe.model.config import QuantizationPlan
+from lathe.model.fake_quant import fake_quantize_weight
+from tests.small_export import PRUNED, UNIFORM, make_model, random_tokens, save, write_unproven
+
+
+def test_float_logits_are_those_of_transformers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    model = make_model(UNIFORM)
+    exported = write_unproven(model, byte_tokenizer, tmp_path)
+    reference = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint").eval()
+    tokens = random_tokens(3, 40)
+    with torch.no_grad():
+        expected = reference(tokens).logits.numpy()
+    logits = exported.logits(tokens.numpy())
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_pruned_widths(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    model = make_model(PRUNED)
+    exported = write_unproven(model, byte_tokenizer, tmp_path)
+    tokens = random_tokens(2, 30)
+    with torch.no_grad():
+        expected = model(tokens).numpy()
+    np.testing.assert_allclose(exported.logits(tokens.numpy()), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 33])
+def test_every_integer_linear_is_exact_integer_arithmetic(
+    tmp_path: Path, byte_tokenizer: Tokenizer, length: int
+) -> None:
+    """Each linear, at the inputs it has inside the model, against integers in numpy."""
+    model = make_model(PRUNED, int8=True)
+    exported = write_unproven(model, byte_tokenizer, tmp_path)
+    graph = onnx.load(tmp_path / "model.onnx")
+    linears = _integer_linears(graph)
+    assert len(linears) == 4 * PRUNED.n_layer + 1
+    watched = {name for linear in linears.values() for name in linear} - {"logits"}
+    graph.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in sorted(watched)
+    )
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    feeds = _prompt(random_tokens(2, length).numpy())
+    for i, n_head in enumerate(PRUNED.n_head):
+        empty = np.zeros((2, n_head, 0, exported.head_dim), np.float32)
+        feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
+    names = [*sorted(watched), "logits"]
+    seen = dict(zip(names, session.run(names, feeds), strict=True))
+    plan, float_weights = model.config.quantization, weights(model)
+    assert plan is not None
+    for name, (source, result) in linears.items():
+        quantum = np.float32(plan.activation_scales[name])
+        x = np.clip(np.rint(seen[source] / quantum) + 128, 0, 255).astype(np.int64) - 128
+        weight = float_weights["wte.weight"].T if name == "lm_head" else None
+        weight = float_weights[f"{name}.weight"] if weight is None else weight
+        scale = np.abs(weight).max(axis=0) / np.float32(127)
+        q = np.rint(weight / scale).astype(np.int64)
+        bias = 0.0 if name == "lm_head" else float_weights[f"{name}.bias"]
+        expected = (x @ q) * (np.float64(quantum) * scale) + bias
+        assert len(np.unique(x)) > 20, name
+        # Nothing but the last rounding to float32: a quantum off would be 1e-3 and more.
+        np.testing.assert_allclose(seen[result], expected, rtol=2e-6, atol=2e-6, err_msg=name)
+
+
+def test_mixed_plan_leaves_skipped_linears_float(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    model = make_model(UNIFORM, int8=True, skip=("h.1.mlp.c_proj", "lm_head"))
+    write_unproven(model, byte_tokenizer, tmp_path)
+    stored = _initializers(onnx.load(tmp_path / "model.onnx"))
+    assert stored["h.1.mlp.c_proj.weight"].dtype == np.float32
+    assert stored["h.1.mlp.c_fc.weight"].dtype == np.int8
+    assert stored["wte.weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_embedding_is_stored_once(
+    tmp_path: Path, byte_tokenizer: Tokenizer, int8: bool
+) -> None:
+    model = make_model(UNIFORM, int8)
+    write_unproven(model, byte_tokenizer, tmp_path)
+    stored = _initializers(onnx.load(tmp_path / "model.onnx"))
+    large = [name for name, value in stored.items() if value.size == model.wte.weight.numel()]
+    assert large == ["wte.weight"]
+    assert stored["wte.weight"].dtype == (np.int8 if int8 else np.float32)
+
+
+@pytest.mark.parametrize("kind", ["abs_max", "channel_wise_abs_max"])
+def test_weights_are_quantized_as_in_training(kind: str) -> None:
+    weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0.0  # a dead output channel
+    q, scale = quantize_weight(weight.T.numpy(), 1, kind)  # type: ignore[arg-type]
+    expected = fake_quantize_weight(weight, kind).T.numpy()  # type: ignore[arg-type]
+    np.testing.assert_array_equal(q.astype(np.float32) * scale, expected)
+
+
+def test_head_and_embedding_are_quantized_together() -> None:
+    plan = QuantizationPlan(quantize_embedding=True, activation_scales={"h.0.attn.c_attn": 0.1})
+    with pytest.raises(ValueError, match="lm_head"):
+        build(UNIFORM, weights(make_model(UNIFORM)), plan)
+
+
+@pytest.mark.parametrize("opset", [20, 22])
+def test_opset(opset: int) -> None:
+    model = build(UNIFORM, weights(make_model(UNIFORM)), None, opset)
+    assert next(o.version for o in model.opset_import if o.domain == "") == opset
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_weights_are_views_of_the_model(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    model = make_model(UNIFORM, int8=True)
+    saved = load_file(save(model, byte_tokenizer, tmp_path) / "model.safetensors")
+    found = weights(model)
+    assert {f"transformer.{name}" for name in found} == set(saved)
+    for name, value in found.items():
+        assert value.base is not None
+        np.testing.assert_array_equal(value, saved[f"transformer.{name}"])
+
+
+def _integer_linears(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
+    """Module path -> (float tensor that is quantized for it, its result)."""
+    producer = {node.output[0]: node for node in model.graph.node}
+    found = {}
+    for node in model.graph.node:
+        if node.op_type == "MatMul" and producer[node.input[0]].op_type == "DequantizeLinear":
+            quantize = producer[producer[node.input[0]].input[0]]
+            name = quantize.input[1].removesuffix(".scale")
+            found[name] = (quantize.input[0], "logits" if name == "lm_head" else name)
+    return found
+
+
+def _initializers(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+
+
+def _prompt(tokens: np.ndarray) -> dict[str, np.ndarray]:
+    batch, length = tokens.shape
+    positions = np.tile(np.arange(length), (batch, 1))
+    return {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "seqlens_k": np.full(batch, length - 1, np.int32),
+        "total_sequence_length": np.array(length, np.int32),
+        "logits_index": positions,
+    }

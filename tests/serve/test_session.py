@@ -1,0 +1,124 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.serve.session import OnnxModel, pad, saturates
+from tests.small_export import PRUNED, make_model, random_tokens, write_unproven
+
+LENGTHS = (3, 11, 1, 7)
+PROMPTS = [random_tokens(n, seed=n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["fp32", "int8"])
+def exported(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    byte_tokenizer: Tokenizer,
+) -> OnnxModel:
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_unproven(make_model(PRUNED, request.param == "int8"), byte_tokenizer, folder)
+
+
+def test_ragged_batch_gives_each_row_what_it_gets_alone(exported: OnnxModel) -> None:
+    tokens, lengths = pad(PROMPTS)
+    together = exported.logits(tokens, lengths)
+    for row, prompt in enumerate(PROMPTS):
+        alone = exported.logits(np.array([prompt]))[0]
+        np.testing.assert_allclose(together[row, : len(prompt)], alone, atol=1e-5)
+
+
+def test_steps_with_the_cache_are_the_forward_pass_without(exported: OnnxModel) -> None:
+    tokens, lengths = pad(PROMPTS)
+    cache = exported.start(len(PROMPTS), capacity=20)
+    logits = exported.step(cache, tokens, lengths)
+    rows = [list(prompt) for prompt in PROMPTS]
+    for step in range(6):
+        for row, ids in enumerate(rows):
+            alone = exported.logits(np.array([ids]))[0, -1]
+            np.testing.assert_allclose(logits[row], alone, atol=1e-5)
+        more = random_tokens(len(rows), 1, seed=step)
+        logits = exported.step(cache, more.numpy())
+        for ids, token in zip(rows, more[:, 0].tolist(), strict=True):
+            ids.append(token)
+    assert cache.lengths.tolist() == [n + 6 for n in LENGTHS]
+
+
+def test_a_single_row_takes_its_prompt_in_pieces(exported: OnnxModel) -> None:
+    tokens = random_tokens(1, 12).numpy()
+    cache = exported.start(1)
+    exported.step(cache, tokens[:, :5])
+    logits = exported.step(cache, tokens[:, 5:])
+    np.testing.assert_allclose(logits, exported.logits(tokens)[:, -1], atol=1e-5)
+
+
+def test_a_step_that_fits_nowhere_changes_nothing(exported: OnnxModel) -> None:
+    cache = exported.start(2, capacity=8)
+    exported.step(cache, random_tokens(2, 6).numpy(), np.array([2, 6]))
+    with pytest.raises(ValueError, match="empty cache"):
+        exported.step(cache, random_tokens(2, 2).numpy())
+    for _ in range(2):
+        exported.step(cache, random_tokens(2, 1).numpy())
+    with pytest.raises(ValueError, match="9 tokens exceed the cache's 8"):
+        exported.step(cache, random_tokens(2, 1).numpy())
+    assert cache.lengths.tolist() == [4, 8]
+    with pytest.raises(ValueError, match="lengths"):
+        exported.step(exported.start(2), random_tokens(2, 3).numpy(), np.array([0, 3]))
+    with pytest.raises(ValueError, match="capacity"):
+        exported.start(1, capacity=65)
+
+
+def test_greedy_is_the_argmax_of_every_step(exported: OnnxModel) -> None:
+    new = exported.greedy(PROMPTS, 5, stop_at_eos=False)
+    for prompt, tokens in zip(PROMPTS, new, strict=True):
+        logits = exported.logits(np.array([prompt + tokens]))[0]
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(axis=1).tolist()
+        assert exported.greedy([prompt], 5, stop_at_eos=False) == [tokens]
+
+
+def test_greedy_ends_at_the_end_of_text(exported: OnnxModel) -> None:
+    new = exported.greedy(PROMPTS, 5, stop_at_eos=False)
+    exported.eos_id, eos_id = new[0][2], exported.eos_id
+    try:
+        stopped = exported.greedy(PROMPTS, 5)
+    finally:
+        end, exported.eos_id = exported.eos_id, eos_id
+    assert stopped == [ids[: ids.index(end)] if end in ids else ids for ids in new]
+
+
+def test_greedy_ends_where_positions_do(exported: OnnxModel) -> None:
+    long, short = random_tokens(62).tolist(), PROMPTS[0]
+    new = exported.greedy([long, short], 10, stop_at_eos=False)
+    # The last token needs no position of its own: nothing follows it.
+    assert [len(tokens) for tokens in new] == [3, 10]
+    assert new == [exported.greedy([p], 10, stop_at_eos=False)[0] for p in (long, short)]
+
+
+def test_damaged_folders(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"no export\.json"):
+        OnnxModel(tmp_path)
+    write_unproven(make_model(PRUNED), byte_tokenizer, tmp_path)
+    file = tmp_path / "model.onnx"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"model\.onnx: onnxruntime cannot load"):
+        OnnxModel(tmp_path)
+    (tmp_path / "export.json").write_text("{")
+    with pytest.raises(UserError, match=r"export\.json: not JSON"):
+        OnnxModel(tmp_path)
+
+
+def test_old_cpus_get_the_exact_kernels() -> None:
+    assert saturates("processor : 0\nflags\t\t: fpu sse2 avx2 fma\n")
+    assert not saturates("processor : 0\nflags\t\t: fpu avx512f avx512_vnni\n")
+    assert not saturates("processor : 0\nflags\t\t: fpu avx2 avx_vnni\n")
+    assert not saturates("processor : 0\nFeatures : fp asimd\n")  # no x86
+
+
+def test_the_servers_environment_can_import_it() -> None:
+    heavy = "{'torch', 'onnx', 'pydantic', 'omegaconf'}"
+    code = f"import sys, lathe.serve.session; sys.exit(bool({heavy} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,65 @@
+"""Small random models, float and INT8, as checkpoint folders and as exports."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from lathe.export.stage import write
+from lathe.model import fake_quant
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.model.gpt import GPT
+from lathe.serve.session import OnnxModel
+from lathe.settings import ExportSettings, Recipe
+
+UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
+PRUNED = GPTConfig(384, 64, 48, 16, (2, 1, 3), (80, 40, 96))
+
+
+def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, UNIFORM.vocab_size, shape, generator=generator)
+
+
+def make_model(config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = ()) -> GPT:
+    """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens."""
+    model = GPT(config)
+    model.initialize(0.2, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2, generator=generator)
+    if int8:
+        names = [n for n in (*fake_quant.linear_names(model), fake_quant.HEAD) if n not in skip]
+        head = fake_quant.HEAD in names
+        plan = QuantizationPlan(
+            quantize_embedding=head, activation_scales=dict.fromkeys(names, 0.0)
+        )
+        fake_quant.insert(model, plan)
+        scales = fake_quant.calibrate(model, [random_tokens(4, 48, seed=3)])
+        scales = {name: scales[name] for name in names}
+        plan = QuantizationPlan(quantize_embedding=head, activation_scales=scales)
+        model.config = config.with_quantization(plan)
+    return model.eval()
+
+
+def save(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
+    save_checkpoint(folder, model, tokenizer, "pretrain", Recipe())
+    return folder
+
+
+def write_unproven(model: GPT, tokenizer: Tokenizer, folder: Path) -> OnnxModel:
+    """The export of a model without its proof."""
+    checkpoint = load_checkpoint(save(model, tokenizer, folder / "checkpoint"))
+    write(checkpoint, folder, ExportSettings())
+    return OnnxModel(folder, threads=1)
+
+
+def write_held_out(data: Path) -> Path:
+    """A data folder with nothing but held-out text."""
+    data.mkdir()
+    lines = [f"{n} turns of the chuck take {n * n % 97} strokes of the tool.\n" for n in range(40)]
+    (data / "heldout.txt").write_text("".join(lines))
+    return data
