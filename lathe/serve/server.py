@@ -13,7 +13,7 @@ from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
-from lathe.serve.state import HOST, LOG_FILE, LOOPBACK, ServerState
+from lathe.serve.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, ServerState
 from lathe.settings import ServingSettings
 
 log = logging.getLogger("lathe")
@@ -135,7 +135,7 @@ def _command(
     return [
         str(environment.binary),
         f"--model-repository={repository}",
-        f"--backend-directory={environment.link_backends(folder / 'backends')}",
+        f"--backend-directory={environment.link_backends(folder / BACKENDS)}",
         f"--backend-config=python,shm-region-prefix-name={shared_memory}",
         "--disable-auto-complete-config",
         f"--http-address={HOST}",

@@ -6,6 +6,7 @@ The state folder is `run/serve` under the working directory, or `LATHE_SERVE_STA
 
 import json
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -21,6 +22,7 @@ LOOPBACK = build_opener(ProxyHandler({}))  # HTTP to it, never through the envir
 STATE_VARIABLE = "LATHE_SERVE_STATE"
 STATE_FILE = "server.json"
 LOG_FILE = "triton.log"
+BACKENDS = "backends"
 STOP_SECONDS = 15.0
 
 
@@ -83,6 +85,7 @@ def stop(folder: Path | None = None) -> ServerState | None:
     if state is not None:
         end(state)
     (folder / STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder / BACKENDS, ignore_errors=True)  # links to this machine's environment
     return state
 
 

@@ -50,6 +50,7 @@ def test_deploy_leaves_the_server_up(
             serve(output)
     finally:
         assert serve_state.stop() is not None
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["triton.log"]
 
 
 def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
