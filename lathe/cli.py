@@ -9,7 +9,9 @@ import typer
 from lathe.console import log_to_stderr, show, with_error
 from lathe.errors import UserError
 
-if TYPE_CHECKING:  # the stages bring torch: imported by the verb that runs, so that --help is fast
+# The stages bring torch: the verb that runs imports its own, after its recipe has been read, so that
+# help and a mistake in the settings come at once.
+if TYPE_CHECKING:
     from lathe.settings import Recipe
     from lathe.train.stage import TrainResult
 
@@ -64,9 +66,10 @@ def prepare(
 
     Without --source it is the English prose that ships with Python: nothing is downloaded.
     """
+    settings = _load(recipe, override)
     from lathe.data.prepare import prepare
 
-    made = prepare(_load(recipe, override), output, source, tokenizer)
+    made = prepare(settings, output, source, tokenizer)
     show(
         data=made.folder,
         documents=made.documents,
@@ -90,9 +93,10 @@ def pretrain(
 
     With several processes: torchrun --nproc-per-node 2 -m lathe pretrain ...
     """
+    settings = _load(recipe, override)
     from lathe.train.pretrain import pretrain
 
-    _show_training(pretrain(_load(recipe, override), data, output, init))
+    _show_training(pretrain(settings, data, output, init))
 
 
 @app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")
@@ -104,9 +108,10 @@ def prune(
     output: Output = RUN / "pruned",
 ) -> None:
     """Remove whole attention heads and FFN channels, then finetune what is left."""
+    settings = _load(recipe, override)
     from lathe.compress.prune import prune
 
-    _show_training(prune(_load(recipe, override), model, data, output))
+    _show_training(prune(settings, model, data, output))
 
 
 @app.command(epilog="Example: lathe analyze run/pruned -o Sensitivity.loss_budget=0.02")
@@ -118,9 +123,10 @@ def analyze(
     output: Output = RUN / "sensitivity",
 ) -> None:
     """Rank the linear layers by what INT8 costs in each, and choose those to leave in float."""
+    settings = _load(recipe, override)
     from lathe.compress.sensitivity import analyze
 
-    result = analyze(_load(recipe, override), model, data, output)
+    result = analyze(settings, model, data, output)
     worst = result.linears[0]
     show(
         analysis=output,
@@ -143,9 +149,10 @@ def quantize(
     output: Output = RUN / "int8",
 ) -> None:
     """Train a model to bear INT8 weights and activations (quantization-aware training)."""
+    settings = _load(recipe, override)
     from lathe.compress.quantize import quantize
 
-    _show_training(quantize(_load(recipe, override), model, data, output, sensitivity))
+    _show_training(quantize(settings, model, data, output, sensitivity))
 
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
@@ -165,12 +172,13 @@ def evaluate(
     Writes MODEL-eval unless --output says otherwise. Without --data, --cloze and --text it
     measures on run/data.
     """
+    settings = _load(recipe, override)
     from lathe.evaluate.stage import evaluate
 
     if data is None and cloze is None and text is None:
         data = RUN / "data"
     output = output or _beside(model, "eval")
-    result = evaluate(_load(recipe, override), model, output, data, cloze, text)
+    result = evaluate(settings, model, output, data, cloze, text)
     show(
         evaluation=result.folder,
         parameters=result.n_params,
@@ -193,10 +201,11 @@ def export(
 
     Writes MODEL-onnx unless --output says otherwise. A quantized checkpoint gives an INT8 graph.
     """
+    settings = _load(recipe, override)
     from lathe.export.stage import export
 
     output = output or _beside(model, "onnx")
-    result = export(_load(recipe, override), model, data, output)
+    result = export(settings, model, data, output)
     show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)
 
 
@@ -217,9 +226,10 @@ def deploy(
 
     The server stays up on loopback: `lathe client` talks to it, `lathe stop` ends it.
     """
+    settings = _load(recipe, override)
     from lathe.serve.deploy import deploy
 
-    result = deploy(_load(recipe, override), exported, model, output, data, keep_running)
+    result = deploy(settings, exported, model, output, data, keep_running)
     show(
         repository=result.repository,
         same_text=f"{result.identical} of {result.prompts} prompts",
@@ -294,10 +304,10 @@ def generate(
     override: Overrides = None,
 ) -> None:
     """Continue prompts with a checkpoint itself, without a server."""
+    settings = _load(recipe, override)
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
 
-    settings = _load(recipe, override)
     checkpoint = load_checkpoint(model)
     tokens = [checkpoint.tokenizer.encode(prompt).ids for prompt in prompts]
     seed, eos = settings.Global.seed, checkpoint.eos_id
@@ -324,6 +334,7 @@ def report(
     Beside a MODEL it finds MODEL-eval and MODEL-onnx, where `lathe evaluate` and `lathe export`
     put them. The last one is judged against the first by the recipe's Gate.
     """
+    settings = _load(recipe, override)
     from rich.console import Console
 
     from lathe.report.stage import report_run
@@ -333,7 +344,7 @@ def report(
         Candidate(m.name, m, _if_folder(_beside(m, "eval")), _if_folder(_beside(m, "onnx")))
         for m in models
     ]
-    rows = report_run(_load(recipe, override), candidates, output, sensitivity, deployed)
+    rows = report_run(settings, candidates, output, sensitivity, deployed)
     Console().print(summary_table(rows))
     show(report=output)
 

@@ -1,0 +1,147 @@
+"""The command line as a user meets it: help, results on stdout, one message for a mistake."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lathe.cli import app
+from lathe.recipe import load_recipe, shipped_recipes
+from lathe.settings import Recipe
+
+LATHE = [sys.executable, "-m", "lathe"]
+VERBS = [command.callback.__name__ for command in app.registered_commands if command.callback]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+SMALL = [
+    *(
+        "-o",
+        "Model.num_layers=1",
+        "-o",
+        "Model.hidden_size=32",
+        "-o",
+        "Model.num_attention_heads=2",
+    ),
+    *("-o", "Global.local_batch_size=2", "-o", "Global.micro_batch_size=2"),
+    *("-o", "Data.Train.dataset.max_seq_len=16", "-o", "Engine.eval_iters=1"),
+]
+
+
+def lathe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LATHE, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    texts = [f"Line {i} is read, and then line {i} is read again." for i in range(100)]
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    small = ["-o", "Prepare.vocab_size=300", *SMALL]
+    done = lathe("prepare", "--source", "corpus.jsonl", *small, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^data: run/data\ndocuments: [\d,]+\ntokens: [\d,]+\n", done.stdout)
+    return folder
+
+
+def test_the_verbs() -> None:
+    wanted = "prepare pretrain prune quantize analyze evaluate export deploy generate client report"
+    assert set(wanted.split()) <= set(VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_says_what_it_does_and_shows_an_example(verb: str) -> None:
+    result = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    assert f"Usage: lathe {verb}" in result.output.replace("root", "lathe")
+    if verb != "stop":  # takes nothing
+        assert f"Example: lathe {verb}" in result.output
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, lathe.cli; sys.exit(any(m in sys.modules for m in ('torch', 'pydantic')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_no_verb_shows_the_help(tmp_path: Path) -> None:
+    done = lathe(cwd=tmp_path)
+    assert "Usage: lathe" in done.stdout + done.stderr
+    assert "pretrain" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pretrain", "-r", "tinny"], r"error: no recipe 'tinny'\n  cure: did you mean tiny\?"),
+        (
+            ["pretrain", "-o", "Engine.max_step=3"],
+            r"error: -o Engine.max_step=3: unknown key .*\n  cure: did you mean Engine.max_steps",
+        ),
+        (["recipe", "tiny", "-o", "Engine.max_steps"], r"error: .*not of the form"),
+        (["prepare", "--source", "nowhere.txt"], r"error: .*nowhere.txt"),
+        (["pretrain", "--data", "nowhere"], r"error: .*nowhere"),
+        (["evaluate", "nowhere"], r"error: .*nowhere"),
+        (["client", "Once"], r"error: no server is running"),
+    ],
+)
+def test_a_mistake_is_one_message_and_status_2(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    done = lathe(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.match(says, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "  cure: " in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.rglob("*.*")) == []
+
+
+def test_a_usage_error_is_status_2(tmp_path: Path) -> None:
+    done = lathe("pretrain", "--stepps", "3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "No such option: --stepps" in done.stderr
+
+
+def test_recipe_prints_yaml_that_reads_back_the_same(tmp_path: Path) -> None:
+    done = lathe("recipe", "tiny-qat", "-o", "Engine.max_steps=7", cwd=tmp_path)
+    assert done.returncode == 0
+    printed = Recipe.model_validate(yaml.safe_load(done.stdout))
+    assert printed == load_recipe("tiny-qat", ["Engine.max_steps=7"])
+
+
+def test_recipe_without_a_name_lists_them(tmp_path: Path) -> None:
+    assert lathe("recipe", cwd=tmp_path).stdout.split() == shipped_recipes()
+
+
+def test_pretrain_then_generate(prepared: Path) -> None:
+    steps = ["-o", "Engine.max_steps=2", "-o", "Generation.max_dec_len=4"]
+    trained = lathe("pretrain", *steps, *SMALL, cwd=prepared)
+    assert trained.returncode == 0, trained.stderr
+    assert trained.stdout.startswith("model: run/dense\nsteps: 2\n")
+    assert re.search(r"^perplexity: [\d.]+$", trained.stdout, re.MULTILINE)
+    written = lathe("generate", "run/dense", "The first", *steps, cwd=prepared)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout.startswith("The first")
+
+
+def test_interrupt_is_status_130(prepared: Path) -> None:
+    steps = ["-o", "Engine.max_steps=100000"]
+    arguments = ["pretrain", "--output", "long", *steps, *SMALL]
+    with subprocess.Popen(
+        [*LATHE, *arguments], cwd=prepared, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if "step" in line:
+                break
+        run.send_signal(signal.SIGINT)
+        rest = run.stderr.read()
+    assert run.returncode == 130
+    assert "Traceback" not in rest
