@@ -102,12 +102,15 @@ def test_no_orphan_when_the_parent_dies_while_it_starts(
     triton: None, repository: Path, tmp_path: Path
 ) -> None:
     parent = run_python(START_AND_LEAVE, repository, tmp_path)
-    while not (found := processes(f"--backend-directory={tmp_path}")):
-        assert parent.poll() is None
-        time.sleep(0.01)
-    parent.kill()
-    parent.wait()
-    wait_until_gone(f"--backend-directory={tmp_path}")
+    try:
+        while not (found := processes(f"--backend-directory={tmp_path}")):
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.kill()
+        parent.wait()
+        wait_until_gone(f"--backend-directory={tmp_path}")
+    finally:
+        serve_state.stop(tmp_path)
     assert not (tmp_path / "server.json").exists()
     (region,) = {re.search("lathe_[0-9a-f]{12}", line)[0] for line in found}  # type: ignore[index]
     assert not list(Path("/dev/shm").glob(f"{region}*"))
