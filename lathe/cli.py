@@ -9,8 +9,8 @@ import typer
 from lathe.console import log_to_stderr, show, with_error
 from lathe.errors import UserError
 
-# The stages bring torch: the verb that runs imports its own, after its recipe has been read, so that
-# help and a mistake in the settings come at once.
+# The stages bring torch: the verb that runs imports its own, after its recipe has been read, so
+# that help and a mistake in the settings come at once.
 if TYPE_CHECKING:
     from lathe.settings import Recipe
     from lathe.train.stage import TrainResult

@@ -4,6 +4,7 @@ Its layouts differ: release 2.4 (`ppfleetx/configs`) has an `Engine` group, the 
 `examples/` put those keys under `Global`, and early files have `Prune` and `Quantization` on top.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 # Where another layout says it -> where Lathe does.
@@ -65,6 +66,16 @@ def translate(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     _read_precision_switches(values, origins)
     ignored = [f"{group}.{key}".lstrip(".") for group, keys in IGNORED.items() for key in keys]
     return [key for key in ignored if _pop(values, key)[0]]
+
+
+def listed(keys: Sequence[str]) -> str:
+    """Ignored keys by group, each once: `Profiler; Data (Test); Model (module, name)`."""
+    groups: dict[str, list[str]] = {}
+    for key in dict.fromkeys(keys):
+        group, _, name = key.rpartition(".")
+        groups.setdefault(group, []).append(name)
+    top = groups.pop("", [])
+    return "; ".join([*top, *(f"{group} ({', '.join(names)})" for group, names in groups.items())])
 
 
 def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) -> None:

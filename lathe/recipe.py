@@ -56,8 +56,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         layer = _read_override(override).over(layer)
     if layer.ignored:
-        keys = ", ".join(dict.fromkeys(layer.ignored))
-        log.warning("%s: keys without a meaning here, ignored: %s", name, keys)
+        keys = fleetx.listed(layer.ignored)
+        log.warning("%s: ignored, without a meaning here: %s", name, keys)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(layer.values), resolve=True)
         return Recipe.model_validate(resolved)
