@@ -290,9 +290,10 @@ def client(
             seed=seed,
             decode_strategy=strategy,
         )
-        print(prompt, end="")
+        start = prompt
         for piece in pieces:
-            print(piece.text, end="", flush=True)
+            print(start + piece.text, end="", flush=True)
+            start = ""
         print()
 
 
