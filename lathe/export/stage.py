@@ -30,6 +30,7 @@ HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
 LONGEST_PROMPT = 64
 SHORTEST_PROMPT = 4
+PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, some left for the nodes
 HEAD_SIZE_MULTIPLE = 8  # onnxruntime's GroupQueryAttention takes no other
 
 
@@ -63,7 +64,8 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         output: appears when the proof held, and not before.
 
     Raises:
-        UserError: no checkpoint, too little held-out text, a head size that cannot be run.
+        UserError: no checkpoint, too little held-out text, a head size that cannot be run, a graph
+            too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
     checkpoint = load_checkpoint(model)
@@ -108,6 +110,13 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     """Write the files of an export, not proven; returns the card."""
     config = checkpoint.model.config
     graph = build(config, weights(checkpoint.model), config.quantization, settings.opset)
+    n_bytes = sum(len(tensor.raw_data) for tensor in graph.graph.initializer)
+    if n_bytes >= PROTOBUF_LIMIT:
+        raise UserError(
+            f"{checkpoint.folder}: its graph of {n_bytes / 1e9:.1f} GB exceeds the 2 GB of one "
+            "ONNX file",
+            "quantize the model with Compress.Quantization.quantize_embedding=True",
+        )
     onnx.save(graph, folder / MODEL)
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
