@@ -73,8 +73,8 @@ golden: env ## Refresh the golden YAML that the tests compare with
 	$(BIN)/python -m pipelines.compile tests/pipelines/golden
 
 .PHONY: clean
-clean: ## Remove run/, build/ and caches; the environments stay
-	rm -rf run build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## Remove build/ and caches; environments and run/ stay
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find components lathe pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments: made once, and again when a lock file changes.
@@ -98,9 +98,10 @@ dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 	$(BIN)/python -m pip install -q -r $<
 	touch $@
 
-.venv-serve/.serve: images/serve/requirements.lock
+.venv-serve/.serve: images/serve/requirements.lock pyproject.toml
 	$(call venv,.venv-serve)
 	.venv-serve/bin/python -m pip install -q -r $<
+	.venv-serve/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
 define venv

@@ -11,7 +11,6 @@ _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
 _ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
 _REUSED = re.compile(r"Task (\S+) cache hit")
-_SKIPPED = re.compile(r"Skipping conditional task (\S+)")
 _KFP = re.compile(r"\[KFP Executor .*?\]: ")
 
 TAIL_LINES = 30
@@ -42,8 +41,6 @@ class StageLog:
                 yield f"    done in {time.monotonic() - self._since:.1f} s"
         elif match := _REUSED.search(text):
             yield f"{match[1]}\n    finished in an earlier run of this folder: reused"
-        elif match := _SKIPPED.search(text):
-            yield f"{match[1]}\n    skipped: the condition does not hold"
         elif text.startswith(MARK + ERROR):
             self._errors.append(text.removeprefix(MARK + ERROR))
         elif text.startswith(MARK):

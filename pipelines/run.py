@@ -108,7 +108,13 @@ def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
 def _worker(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """The process, in a session of its own; leaving the block ends all that it started."""
     worker = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        # Else a folder named lathe where the user stands would be taken for the package.
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     handlers = {number: signal.signal(number, _interrupt) for number in SIGNALS}
     try:

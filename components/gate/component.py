@@ -25,6 +25,7 @@ def gate(
     Returns:
         True when the candidate may be deployed.
     """
+    import logging
     from pathlib import Path
 
     from components.stage import record, stage
@@ -32,5 +33,7 @@ def gate(
 
     with stage(recipe, overrides) as settings:
         result = gate(settings, Path(baseline.path), Path(candidate.path))
+        for reason in result.reasons:
+            logging.getLogger("lathe").info(reason)
         record(result, metrics)
         return result.passed

@@ -1,6 +1,5 @@
 """The report stage: latency side by side, the gate's verdict, the page."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +8,6 @@ from lathe.evaluate.latency import measure
 from lathe.report.page import report
 from lathe.report.summary import Candidate, Row
 from lathe.settings import Recipe
-
-log = logging.getLogger("lathe")
 
 
 def report_run(
@@ -33,8 +30,4 @@ def report_run(
     latency = measure(exported) if exported else None
     first, last = candidates[0].evaluation, candidates[-1].evaluation
     verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
-    for reason in verdict.reasons if verdict else ():
-        log.info("gate: %s", reason)
-    rows = report(output, candidates, sensitivity, deployed, latency, verdict)
-    log.info("report: %s", output)
-    return rows
+    return report(output, candidates, sensitivity, deployed, latency, verdict)
