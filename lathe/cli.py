@@ -1,13 +1,14 @@
 """The command line: a verb a stage, the same functions as the pipeline components call."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lathe.console import log_to_stderr, show, with_error
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 
 # The stages bring torch: the verb that runs imports its own, after its recipe has been read, so
 # that help and a mistake in the settings come at once.
@@ -91,12 +92,12 @@ def pretrain(
 ) -> None:
     """Train a GPT on a token data set; a run that was stopped goes on where it was saved.
 
-    With several processes: torchrun --nproc-per-node 2 -m lathe pretrain ...
+    With -o Distributed.dp_degree=2 it starts two worker processes; under torchrun it is one.
     """
     settings = _load(recipe, override)
     from lathe.train.pretrain import pretrain
 
-    _show_training(pretrain(settings, data, output, init))
+    _train(settings, lambda: pretrain(settings, data, output, init))
 
 
 @app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")
@@ -111,7 +112,7 @@ def prune(
     settings = _load(recipe, override)
     from lathe.compress.prune import prune
 
-    _show_training(prune(settings, model, data, output))
+    _train(settings, lambda: prune(settings, model, data, output))
 
 
 @app.command(epilog="Example: lathe analyze run/pruned -o Sensitivity.loss_budget=0.02")
@@ -152,7 +153,7 @@ def quantize(
     settings = _load(recipe, override)
     from lathe.compress.quantize import quantize
 
-    _show_training(quantize(settings, model, data, output, sensitivity))
+    _train(settings, lambda: quantize(settings, model, data, output, sensitivity))
 
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
@@ -372,9 +373,9 @@ def main() -> None:
     log_to_stderr()
     try:
         app(prog_name="lathe")
-    except UserError as error:
+    except (UserError, StageError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":
@@ -391,7 +392,13 @@ def _if_folder(path: Path) -> Path | None:
     return path if path.is_dir() else None
 
 
-def _show_training(result: "TrainResult") -> None:
+def _train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
+    """Run a training stage here, or the whole command again in the workers that it asks for."""
+    from lathe.launch.local import start_workers
+
+    if start_workers(sys.argv[1:], settings.Distributed):
+        return
+    result = stage()
     show(
         model=result.folder,
         steps=result.step,

@@ -1,14 +1,21 @@
-"""The one exception for what a user can mend."""
+"""The two exceptions that end a stage with a message and no traceback."""
 
 
 class UserError(ValueError):
     """Something the user gave is wrong: names the thing, the value found and the cure.
 
-    The command line prints it as one line and exits with status 2; anything else that is
-    raised is a defect of Lathe and keeps its traceback.
+    The command line prints it and exits with status 2.
     """
 
     def __init__(self, what: str, cure: str) -> None:
         super().__init__(f"{what}\n  cure: {cure}")
         self.what = what
         self.cure = cure
+
+
+class StageError(RuntimeError):
+    """The input was fine and the work still failed: the message says what and where to look.
+
+    The command line prints it and exits with status 1; anything else that is raised is a defect
+    of Lathe and keeps its traceback.
+    """

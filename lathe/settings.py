@@ -89,6 +89,15 @@ class DataSettings(Settings):
     Train: DataPart = DataPart()
     Eval: DataPart = DataPart()
 
+    @model_validator(mode="after")
+    def _one_split(self) -> "DataSettings":
+        if self.Train.dataset.split != self.Eval.dataset.split:
+            raise ValueError(
+                f"Train.dataset.split {self.Train.dataset.split} and Eval.dataset.split "
+                f"{self.Eval.dataset.split} differ: validation would see training documents"
+            )
+        return self
+
 
 class PrepareSettings(Settings):
     source: str = "python"

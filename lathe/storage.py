@@ -40,9 +40,28 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def require_replaceable(output: Path, marker: str) -> None:
+    """Raise UserError where `output` is a file, or a folder of something else: one that is neither
+    empty nor holds `marker` (a pattern)."""
+    if output.is_file() or (
+        output.is_dir() and any(output.iterdir()) and not any(output.glob(marker))
+    ):
+        raise UserError(
+            f"{output}: exists, and what is there has no {marker}",
+            "give a new or an empty folder as output",
+        )
+
+
 @contextmanager
-def atomic_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `output`; it takes output's place only on success."""
+def atomic_folder(output: Path, marker: str) -> Iterator[Path]:
+    """Yield a temporary folder beside `output`; it takes output's place only on success.
+
+    An earlier output, known by `marker`, is replaced.
+
+    Raises:
+        UserError: see `require_replaceable`.
+    """
+    require_replaceable(output, marker)
     output.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:

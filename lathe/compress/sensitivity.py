@@ -62,7 +62,7 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
         raise UserError(f"{model}: is already quantized", "analyze its parent checkpoint")
     config = checkpoint.model.config
     tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-    with atomic_folder(output) as work:
+    with atomic_folder(output, "sensitivity.json") as work:
         result = rank(recipe, checkpoint.model, tokens)
         (work / "sensitivity.json").write_text(json.dumps(asdict(result), indent=2) + "\n")
     worst = result.linears[0]

@@ -19,10 +19,9 @@ from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sources import documents
 from lathe.data.tokenizer import eos_id, load_tokenizer, train_tokenizer, vocab_size
 from lathe.data.tokens import CARD, WRITERS
-from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.settings import Recipe
-from lathe.storage import atomic_folder, sha256
+from lathe.storage import atomic_folder, require_replaceable, sha256
 
 log = logging.getLogger("lathe")
 
@@ -85,7 +84,7 @@ def prepare(
     """
     settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
     source, tokenizer = source or settings.source, tokenizer or settings.tokenizer
-    _refuse_foreign(output)
+    require_replaceable(output, CARD)
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     if settings.num_workers:
         os.environ["RAYON_NUM_THREADS"] = str(settings.num_workers)
@@ -105,7 +104,7 @@ def prepare(
             log.info("%s: already prepared from the same text and settings, kept", output)
             return _result(output, card, reused=True)
         boundaries = split_boundaries(dataset.split, spool.documents)
-        with atomic_folder(output) as work:
+        with atomic_folder(output, CARD) as work:
             used = given or train_tokenizer(islice(spool, boundaries[1]), settings.vocab_size)
             used.save(str(work / "tokenizer.json"))
             card = {"source": source, "made_from": made_from, "boundaries": boundaries}
@@ -190,16 +189,6 @@ def _check_parts(card: dict[str, Any], source: str, seq_len: int) -> None:
             require_sample(f"{source}: {part} part", end - first, tokens, seq_len)
         elif 0 < tokens <= seq_len:
             log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
-
-
-def _refuse_foreign(output: Path) -> None:
-    """`atomic_folder` replaces what is there; that must be a data set, not somebody's home."""
-    if output.is_file() or (
-        output.is_dir() and any(output.iterdir()) and not (output / CARD).exists()
-    ):
-        raise UserError(
-            f"{output}: exists, and is no data set of prepare", "give a new or an empty folder"
-        )
 
 
 def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:

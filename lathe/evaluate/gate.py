@@ -40,7 +40,12 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path) -> GateResult:
                 change >= -allowed,
                 f"cloze accuracy {before['cloze']['accuracy']:.2%} -> "
                 f"{after['cloze']['accuracy']:.2%}: a change of {100 * change:+.2f} points, "
-                f"{-100 * allowed:+.2f} allowed",
+                f"{-100 * allowed:+.2f} allowed"
+                + (
+                    ""
+                    if before["cloze"]["accuracy"]
+                    else " (proves nothing: the baseline has none)"
+                ),
             )
         )
     if before["text"]:

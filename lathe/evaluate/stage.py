@@ -191,7 +191,7 @@ def _write(
     scores: Sequence[ExampleScore],
     samples: Sequence[Sample],
 ) -> None:
-    with atomic_folder(output) as work:
+    with atomic_folder(output, "metrics.json") as work:
         with (work / "examples.jsonl").open("w") as f:
             f.writelines(json.dumps(asdict(score)) + "\n" for score in scores)
         for name, values in (

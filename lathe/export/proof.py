@@ -14,6 +14,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from lathe.errors import StageError
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.progress import bar
@@ -26,7 +27,7 @@ INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm")
 NOISE_FACTOR = 8  # of the mean error; onnxruntime is seen at 1 to 2, a GELU of the wrong kind at 20
 
 
-class ProofError(RuntimeError):
+class ProofError(StageError):
     """The graph does not compute what the checkpoint computes."""
 
 

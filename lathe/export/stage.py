@@ -78,7 +78,7 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         )
     new_tokens = min(settings.new_tokens, config.n_positions // 2)
     prompts = held_out_prompts(checkpoint, data, settings.prompts, config.n_positions - new_tokens)
-    with atomic_folder(output) as work:
+    with atomic_folder(output, "export.json") as work:
         card = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         card["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}

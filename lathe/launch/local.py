@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lathe.errors import StageError
+from lathe.settings import DistributedSettings
 
 SHUTDOWN_SECONDS = 10
 TAIL_LINES = 20
@@ -31,7 +35,28 @@ class Shape:
         return self.nodes * self.processes_per_node
 
 
-class WorkerFailed(RuntimeError):
+def local_shape(settings: DistributedSettings) -> Shape:
+    """The processes that these degrees ask of this machine; `auto` is one a GPU, or one."""
+    inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree
+    automatic = max(1, torch.cuda.device_count() // inner)
+    dp = automatic if settings.dp_degree == "auto" else settings.dp_degree
+    return Shape(processes_per_node=dp * inner)
+
+
+def start_workers(command: Sequence[str], settings: DistributedSettings) -> bool:
+    """`launch` the command where the settings ask for several processes.
+
+    Returns:
+        False where one is enough, or this process is itself a worker: do the work here.
+    """
+    shape = local_shape(settings)
+    if shape.processes == 1 or "RANK" in os.environ:
+        return False
+    launch(command, shape)
+    return True
+
+
+class WorkerFailed(StageError):
     """A worker ended badly: its rank, exit code (negative: the signal) and last lines."""
 
     def __init__(self, rank: int, exit_code: int, tail: str) -> None:

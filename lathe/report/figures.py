@@ -88,7 +88,7 @@ def sensitivity_chart(
     """
     shown = linears[:MAX_LINEARS]
     chosen = np.array([linear["name"] in skip for linear in shown])
-    scores = np.array([linear["score"] for linear in shown], dtype=float)
+    scores = 1e3 * np.array([linear["score"] for linear in shown], dtype=float)
     rows = np.arange(len(shown))
 
     def paint(axes: Axes, theme: Theme) -> None:
@@ -106,9 +106,10 @@ def sensitivity_chart(
         axes.tick_params(axis="y", labelcolor=theme.ink)
         axes.set_ylim(len(shown) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("loss added (nats per token)")
-        axes.locator_params(axis="x", nbins=5)
-        axes.legend(loc="lower right")
+        axes.set_xlabel("loss added (thousandths of a nat per token)")
+        axes.ticklabel_format(axis="x", style="plain")
+        axes.locator_params(axis="x", nbins=6)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
     return draw(0.9 + 0.24 * len(shown), theme, paint)
 
@@ -143,9 +144,9 @@ def comparison(measure: Measure, theme: Theme) -> str:
         axes.set_xlabel(measure.unit)
         low, high = (values - intervals).min(), (values + intervals).max()
         # Room on the right for the labels.
-        span = high if measure.from_zero else max(high - low, 0.02 * abs(high), 1e-9)
+        span = high if measure.from_zero else max(high - low, 0.02 * abs(high), 0.5)
         start = 0.0 if measure.from_zero else low - 0.15 * span
-        axes.set_xlim(start, high + (0.42 if measure.from_zero else 0.6) * span)
+        axes.set_xlim(start, high + (0.5 if measure.from_zero else 0.6) * span)
         axes.locator_params(axis="x", nbins=6)
 
     return draw(0.75 + 0.42 * len(rows), theme, paint)

@@ -114,8 +114,8 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
             "% of last words right, with 95 % interval",
             100.0,
         ),
-        "Prefill": ("Latency: prefill", "ms for the prompt", 1.0),
-        "Decode, a token": ("Latency: decode", "ms per generated token", 1.0),
+        "Prefill": ("Latency: prefill", "ms for the prompt, batch of 1", 1.0),
+        "Decode, a token": ("Latency: decode", "ms per generated token, batch of 1", 1.0),
     }
     pictures = []
     for column in COLUMNS:
@@ -159,7 +159,7 @@ def _sensitivity_picture(analysis: Mapping[str, Any]) -> Picture:
     linears, skip = analysis["linears"], analysis["skip"]
     worst = ", ".join(f"{linear['name']} {linear['score']:.4f}" for linear in linears[:3])
     return _picture(
-        "Loss added by INT8 in one linear alone",
+        "Loss added by INT8 in one linear",
         f"Loss added by INT8, worst first: {worst}",
         partial(sensitivity_chart, linears, skip),
     )

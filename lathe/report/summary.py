@@ -172,4 +172,5 @@ def _scaled(value: float, units: Sequence[str]) -> str:
     power = 0
     while value >= 999.5 and power < len(units) - 1:
         value, power = value / 1000, power + 1
-    return f"{value:.3g}{units[power]}"
+    digits = f"{value:.0f}" if power == 0 or value >= 99.95 else f"{value:#.3g}"
+    return digits + units[power]

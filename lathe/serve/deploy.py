@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.progress import track
 from lathe.serve import state as serve_state
@@ -82,7 +82,7 @@ def deploy(
 
     Raises:
         UserError: a port is in use, or a folder is not what it should be.
-        RuntimeError: the server does not come up, or does not say what the checkpoint says.
+        StageError: the server does not come up, or does not say what the checkpoint says.
     """
     checkpoint = load_checkpoint(model)
     tolerance = _proven_tolerance(exported, model, checkpoint.digest)
@@ -171,7 +171,7 @@ def _rehearse(
     for way, tokens in ways.items():
         for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
             if got != answer.tokens:
-                raise RuntimeError(
+                raise StageError(
                     f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}"
                 )
     return answers, together, seconds
@@ -180,7 +180,7 @@ def _rehearse(
 def _check(prompts: Sequence[str], partings: Sequence[Parting | None], tolerance: float) -> None:
     for prompt, parting in zip(prompts, partings, strict=True):
         if parting is not None and not parting.gap <= tolerance:
-            raise RuntimeError(
+            raise StageError(
                 f"the server is not the checkpoint: after {prompt!r} and {parting.position} equal "
                 f"tokens it says {parting.served}, the checkpoint {parting.expected}, whose logit "
                 f"is {parting.gap:.4g} higher (tolerance {tolerance:g})"

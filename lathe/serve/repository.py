@@ -45,7 +45,7 @@ def write_repository(
             f"Serving.model_name {serving.model_name!r} is not a plain name",
             "use letters, digits, dots, dashes and underscores",
         )
-    with atomic_folder(output) as work:
+    with atomic_folder(output, "*/config.pbtxt") as work:
         model = work / serving.model_name
         shutil.copytree(exported, model / "1")
         shutil.copyfile(MODEL_PY, model / "1" / "model.py")

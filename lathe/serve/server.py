@@ -9,7 +9,7 @@ import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
@@ -72,7 +72,7 @@ def start(
     Raises:
         UserError: a port is in use, a server of this state folder runs already, or there is no
             environment with Triton.
-        RuntimeError: the server ended, or was not ready in time; with the log's last lines.
+        StageError: the server ended, or was not ready in time; with the log's last lines.
     """
     folder = (folder or serve_state.default_folder()).absolute()
     environment = find_environment()
@@ -174,9 +174,9 @@ def _wait_ready(
         while not _is_ready(state):
             seconds = time.monotonic() - started
             if guard.poll() is not None:
-                raise RuntimeError(f"tritonserver ended before it was ready\n{_tail(log_path)}")
+                raise StageError(f"tritonserver ended before it was ready\n{_tail(log_path)}")
             if seconds > timeout_seconds:
-                raise RuntimeError(
+                raise StageError(
                     f"tritonserver was not ready in {timeout_seconds:g} s\n{_tail(log_path)}"
                 )
             waited.advance(int(seconds) - waited.done)

@@ -85,6 +85,7 @@ def run_training(
     Raises:
         UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
     """
+    _check_degrees(recipe)
     card = json.dumps(TokenDataset.open(data).card, sort_keys=True)
     identity = _identity(recipe, {**inputs, "data": _digest(card)})
     finished = _claim(output, identity)
@@ -114,6 +115,20 @@ def run_training(
             shutil.rmtree(output / STATE, ignore_errors=True)
         workers.barrier()
     return TrainResult(output, **figures)
+
+
+def _check_degrees(recipe: Recipe) -> None:
+    degrees = recipe.Distributed
+    for name, degree in (
+        ("mp_degree", degrees.mp_degree),
+        ("pp_degree", degrees.pp_degree),
+        ("sharding.sharding_degree", degrees.sharding.sharding_degree),
+    ):
+        if degree > 1:
+            raise UserError(
+                f"Distributed.{name} is {degree}: training is data parallel only",
+                f"-o Distributed.{name}=1, and dp_degree for the number of processes",
+            )
 
 
 def _identity(recipe: Recipe, inputs: dict[str, str]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def save_state(
         generators: every worker's RNG state, uint8, in rank order.
         extra: JSON values to give back on load.
     """
-    with atomic_folder(folder / f"step_{step:08d}") as work:
+    with atomic_folder(folder / f"step_{step:08d}", "trainer.json") as work:
         save_file(_contiguous(model.state_dict()), work / "model.safetensors")
         moments = {
             f"{index}.{key}": value

@@ -165,7 +165,7 @@ def test_small_parts_are_told(
 
 
 def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:
-    with pytest.raises(UserError, match="exists, and is no data set"):
+    with pytest.raises(UserError, match="exists, and what is there"):
         prepare(recipe(), tmp_path, corpus)
     assert Path(corpus).is_file()
     (tmp_path / "empty").mkdir()

@@ -57,6 +57,12 @@ def test_the_failed_check_is_named_first(tmp_path: Path) -> None:
     )
 
 
+def test_a_baseline_without_a_hit_is_owned_to(tmp_path: Path) -> None:
+    none: dict[str, Any] = {"cloze": {"accuracy": 0.0}}
+    result = gate(RECIPE, folder(tmp_path, "a", **none), folder(tmp_path, "b", **none))
+    assert any("proves nothing" in reason for reason in result.reasons)
+
+
 def test_perplexity_alone_decides_where_there_is_no_cloze_set(tmp_path: Path) -> None:
     without: dict[str, Any] = {"cloze": {}, "digests": {"cloze": None}}
     result = gate(RECIPE, folder(tmp_path, "a", **without), folder(tmp_path, "b", **without))

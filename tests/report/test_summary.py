@@ -26,8 +26,8 @@ def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> 
     titles = [column.title for column in columns(rows)]
     assert titles == ["Parameters", "File", "Perplexity", "Cloze accuracy"]
     dense, int8 = ([str(cell) for cell in row] for row in cells(rows))
-    assert dense[1:] == ["4 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
-    assert int8[1:] == ["1 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
+    assert dense[1:] == ["4.00 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
+    assert int8[1:] == ["1.00 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
 
 
 def test_a_model_alone_is_a_row(make_candidate: Make) -> None:
@@ -58,7 +58,14 @@ def test_missing_folders_are_named(make_candidate: Make, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(7, "7 B"), (999, "999 B"), (1000, "1 kB"), (12_900_000, "12.9 MB"), (5e12, "5e+03 GB")],
+    [
+        (7, "7 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (12_900_000, "12.9 MB"),
+        (123e6, "123 MB"),
+        (5e12, "5000 GB"),
+    ],
 )
 def test_sizes_have_three_digits(value: float, shown: str) -> None:
     assert _scaled(value, (" B", " kB", " MB", " GB")) == shown
