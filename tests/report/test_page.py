@@ -90,7 +90,7 @@ def test_a_whole_run_is_one_self_contained_page(
         "1.02x",  # perplexity against dense
         "h.0.mlp.c_fc",
         "In the beginning",
-        f" {HOSTILE} said INT8",
+        f"{HOSTILE} said INT8",
         "7 of 8 greedy texts",
         "max error",
         "3.2e-05",
