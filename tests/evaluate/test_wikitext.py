@@ -32,7 +32,7 @@ def slow_nll(logits_of: Logits, tokens: list[int], seq_len: int, overlap: int) -
     return total
 
 
-@pytest.mark.parametrize("overlap", [1, 5, 16, 24])
+@pytest.mark.parametrize("overlap", [3, 16, 24])
 @pytest.mark.parametrize("length", [3, 24, 25, 26, 100, 121])
 def test_losses_equal_the_reference(
     model: GPT, reference_logits: Logits, overlap: int, length: int
