@@ -12,7 +12,8 @@ from typing import Any
 
 from kfp import dsl
 
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
+from lathe.launch.local import start_workers
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 
@@ -37,10 +38,22 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
     log.setLevel(logging.INFO)
     try:
         yield load_recipe(recipe, overrides)
-    except UserError as error:
+    except (UserError, StageError) as error:
         for line in str(error).splitlines():
             log.error("%s%s", ERROR, line)
-        raise SystemExit(2) from error
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from error
+
+
+def train_in_workers(
+    recipe: str, overrides: Sequence[str], settings: Recipe, *command: object
+) -> None:
+    """Run a training verb of the command line in the processes that the recipe asks for.
+
+    Does nothing where one process is enough. Calling the stage afterwards does the work in the
+    one case, and finds it done in the other.
+    """
+    options = ["--recipe", recipe, *(part for value in overrides for part in ("-o", value))]
+    start_workers([*map(str, command), *options], settings.Distributed)
 
 
 def paths(*artifacts: dsl.Artifact | None) -> list[Path | None]:

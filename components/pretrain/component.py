@@ -26,10 +26,13 @@ def pretrain(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.stage import record, stage, train_in_workers
     from lathe.train.pretrain import pretrain
 
     with stage(recipe, overrides) as settings:
         start = Path(init) if init else None
+        command = ["pretrain", "--data", data.path, "--output", model.path]
+        command += ["--init", init] if init else []
+        train_in_workers(recipe, overrides, settings, *command)
         result = pretrain(settings, Path(data.path), Path(model.path), start)
         record(result, metrics, model)

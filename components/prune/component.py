@@ -26,9 +26,11 @@ def prune(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.stage import record, stage, train_in_workers
     from lathe.compress.prune import prune
 
     with stage(recipe, overrides) as settings:
+        command = ["prune", model.path, "--data", data.path, "--output", pruned.path]
+        train_in_workers(recipe, overrides, settings, *command)
         result = prune(settings, Path(model.path), Path(data.path), Path(pruned.path))
         record(result, metrics, pruned)

@@ -28,10 +28,12 @@ def quantize(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.stage import record, stage, train_in_workers
     from lathe.compress.quantize import quantize
 
     with stage(recipe, overrides) as settings:
         skips = Path(sensitivity.path)
+        command = ["quantize", model.path, "--data", data.path, "--sensitivity", skips]
+        train_in_workers(recipe, overrides, settings, *command, "--output", quantized.path)
         result = quantize(settings, Path(model.path), Path(data.path), Path(quantized.path), skips)
         record(result, metrics, quantized)
