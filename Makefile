@@ -113,3 +113,6 @@ endef
 .PHONY: -o
 -o:
 	@:
+ifneq ($(filter -o,$(MAKECMDGOALS)),)
+MAKEFLAGS += --silent
+endif
