@@ -91,6 +91,9 @@ class DataSettings(Settings):
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataSettings":
+        if "split" not in self.Eval.dataset.model_fields_set:
+            split = {"split": self.Train.dataset.split}
+            self.Eval = DataPart(dataset=self.Eval.dataset.model_copy(update=split))
         if self.Train.dataset.split != self.Eval.dataset.split:
             raise ValueError(
                 f"Train.dataset.split {self.Train.dataset.split} and Eval.dataset.split "
@@ -106,6 +109,7 @@ class PrepareSettings(Settings):
     vocab_size: Annotated[int, Field(ge=257)] = 4096
     format: Literal["megatron", "paddle"] = "megatron"
     cloze_examples: Positive = 1000
+    heldout_characters: Positive = 500_000
     num_workers: NonNegative = 0
 
 

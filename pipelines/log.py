@@ -11,6 +11,7 @@ _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
 _ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
 _REUSED = re.compile(r"Task (\S+) cache hit")
+_FIRST_WORKER = re.compile(r"\[rank0\]:")
 _KFP = re.compile(r"\[KFP Executor .*?\]: ")
 
 TAIL_LINES = 30
@@ -45,6 +46,8 @@ class StageLog:
             self._errors.append(text.removeprefix(MARK + ERROR))
         elif text.startswith(MARK):
             yield "    " + text.removeprefix(MARK)
+        elif match := _FIRST_WORKER.match(text):
+            yield "    " + text[match.end() :]
         elif not _KFP.match(text):
             self._tail.append(line)
 

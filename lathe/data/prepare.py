@@ -20,7 +20,7 @@ from lathe.data.sources import documents
 from lathe.data.tokenizer import eos_id, load_tokenizer, train_tokenizer, vocab_size
 from lathe.data.tokens import CARD, WRITERS
 from lathe.progress import bar
-from lathe.settings import Recipe
+from lathe.settings import PrepareSettings, Recipe
 from lathe.storage import atomic_folder, require_replaceable, sha256
 
 log = logging.getLogger("lathe")
@@ -97,6 +97,7 @@ def prepare(
             "tokenizer": _fingerprint(given) if given else f"train {settings.vocab_size}",
             "split": list(dataset.split),
             "cloze_examples": settings.cloze_examples,
+            "heldout_characters": settings.heldout_characters,
         }
         card = _whole(output, made_from)
         if card is not None:
@@ -110,7 +111,10 @@ def prepare(
             card = {"source": source, "made_from": made_from, "boundaries": boundaries}
             card |= _write_tokens(work, settings.format, spool, used, boundaries)
             card["cloze_examples"] = _write_held_out(
-                work, islice(spool, boundaries[2], boundaries[3]), settings.cloze_examples
+                work,
+                islice(spool, boundaries[2], boundaries[3]),
+                boundaries[3] - boundaries[2],
+                settings,
             )
             _check_parts(card, source, dataset.max_seq_len)
             files = sorted(work.iterdir())
@@ -165,16 +169,23 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _write_held_out(work: Path, texts: Iterable[str], limit: int) -> int:
-    """Write `heldout.txt` and `cloze.jsonl` in one pass; returns the number of passages."""
+def _write_held_out(
+    work: Path, texts: Iterable[str], documents: int, settings: PrepareSettings
+) -> int:
+    """Write `heldout.txt` and `cloze.jsonl` in one pass; returns the number of passages.
+
+    Of long documents only the beginnings go into `heldout.txt`, each of the same length.
+    """
+    share = settings.heldout_characters // max(documents, 1)
     with (work / "heldout.txt").open("w", encoding="utf-8") as held_out:
 
         def written() -> Iterator[str]:
             for text in texts:
-                held_out.write(f"{text}\n\n")
+                end = len(text) if len(text) <= share else text.rfind("\n", 0, share) + 1
+                held_out.write(f"{text[: end or share].rstrip()}\n\n")
                 yield text
 
-        passages = cloze_passages(written(), limit)
+        passages = cloze_passages(written(), settings.cloze_examples)
     lines = [json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in passages]
     (work / "cloze.jsonl").write_text("".join(lines), encoding="utf-8")
     if not passages:

@@ -86,6 +86,7 @@ def run(arguments: Sequence[str], shape: Shape) -> None:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=shape.processes,
+            role="rank",  # opens every line of a worker: [rank0]:
             run_id="local",
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",

@@ -170,3 +170,10 @@ def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str
     assert Path(corpus).is_file()
     (tmp_path / "empty").mkdir()
     assert prepare(recipe(), tmp_path / "empty", corpus).documents == 30
+
+
+def test_long_held_out_documents_give_equal_shares(tmp_path: Path, corpus: str) -> None:
+    whole = prepare(recipe(), tmp_path / "whole", corpus).folder / "heldout.txt"
+    cut = prepare(recipe(heldout_characters=1200), tmp_path / "cut", corpus).folder / "heldout.txt"
+    assert len(cut.read_text()) <= 1200 + 2 * 20 < len(whole.read_text())
+    assert all(part in whole.read_text() for part in cut.read_text().split("\n\n"))
