@@ -122,12 +122,14 @@ def test_log_shows_lathe_and_keeps_a_defects_traceback():
     {
     }
     [lathe] pruned 3 heads
+    [rank0]:global step 1
+    [rank1]:global step 1
     Traceback (most recent call last):
       File "x.py", line 1, in <module>
     KeyError: 'h.0'
 10:00:01.000 - ERROR - Task \x1b[96m'prune'\x1b[0m finished with status \x1b[91mFAILURE\x1b[0m"""
     shown = [text for line in lines.splitlines() for text in log.feed(line)]
-    assert shown == ["prune", "    pruned 3 heads"]
+    assert shown == ["prune", "    pruned 3 heads", "    global step 1"]
     assert log.failed == "prune"
     assert log.error().splitlines()[:2] == [
         "prune: failed",
