@@ -72,7 +72,7 @@ def find_environment() -> ServeEnvironment:
         UserError: it is absent or has no tritonserver for its Python version.
     """
     python = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / ".venv-serve" / "bin" / "python")
-    cure = f"run `make env-serve`, or name its interpreter in {PYTHON_VARIABLE}"
+    cure = f"run `make serve-env`, or name its interpreter in {PYTHON_VARIABLE}"
     if not python.is_file():
         raise UserError(f"{python}: no such interpreter: Triton has its own environment", cure)
     run = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, check=False)

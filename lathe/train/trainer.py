@@ -77,7 +77,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, recipe.Optimizer)
         self.parallel: nn.Module = self.model
         if workers.size > 1:
-            self.parallel = DistributedDataParallel(self.model, broadcast_buffers=False)
+            self.parallel = DistributedDataParallel(self.model, forward_sync_buffers=False)
         self.forward = torch.compile(self.parallel) if self.engine.compile else self.parallel
         precision = self.engine.mix_precision
         self.dtype = getattr(torch, precision.dtype)
