@@ -40,7 +40,7 @@ def test_failure_leaves_what_was_there(tmp_path: Path, context: object) -> None:
 
 def test_only_its_own_kind_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("mine")
-    with pytest.raises(UserError, match="has no card.json"), atomic_folder(tmp_path, "card.json"):
+    with pytest.raises(UserError, match=r"has no card\.json"), atomic_folder(tmp_path, "card.json"):
         pass
     assert (tmp_path / "diary.txt").read_text() == "mine"
     for text in ("old", "new"):

@@ -24,8 +24,8 @@ from lathe.settings import GenerationSettings
 log = logging.getLogger("lathe")
 
 INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm")
-# Limits of the mean error. The first: onnxruntime is seen at 1 to 2, a GELU of the wrong kind at 20.
-# The second: onnxruntime is seen at 0.02, an activation scale that is 2 % off at 0.2 and more.
+# Limits of the mean error. First: onnxruntime is seen at 1 to 2, a GELU of the wrong kind at 20.
+# Second: onnxruntime is seen at 0.02, an activation scale that is 2 % off at 0.2 and more.
 NOISE_FACTOR = 8
 QUANTIZATION_SHARE = 0.1
 
