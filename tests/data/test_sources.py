@@ -169,5 +169,11 @@ def test_python_prose(prose: list[str]) -> None:
     (module,) = [text for text in prose if text.startswith("Utilities for with-statement")]
     first = module.index("An abstract base class for context managers.")
     assert first < module.index("Context to automatically close something")
+    # A paragraph is one line, a doctest stays as it is.
+    assert any("instances of user-defined classes.\n\nUsed by pickle" in text for text in prose)
+    assert any(
+        "\n>>> Fraction('-47e-2') # string may include a decimal exponent\n" in text
+        for text in prose
+    )
     # Of asyncio's event loops each repeats the docstrings of the base class.
     assert sum(text.count("Schedule a coroutine object.") for text in prose) == 1

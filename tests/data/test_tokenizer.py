@@ -51,7 +51,7 @@ def test_trained_has_the_size_and_eos(trained: Tokenizer) -> None:
     assert vocab_size(trained) == 600
     assert eos_id(trained) == 0
     assert trained.encode(EOS).ids == [0]
-    plain, one = trained.encode("argument").ids, trained.encode("the").ids
+    plain, one = trained.encode("argument").ids, trained.encode(" the").ids
     assert len(plain) < len("argument") and len(one) == 1
 
 
