@@ -22,6 +22,8 @@ SMALL = (
     "Engine.eval_freq=10",
     "Engine.eval_iters=2",
     "Engine.save_load.save_steps=4",
+    "Optimizer.lr.max_lr=2e-3",
+    "Optimizer.lr.min_lr=2e-4",
 )
 
 
