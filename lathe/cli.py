@@ -1,5 +1,6 @@
 """The command line: a verb a stage, the same functions as the pipeline components call."""
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -376,6 +377,12 @@ def main() -> None:
     except (UserError, StageError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        print("  cure: free space, or choose another --output", file=sys.stderr)
+        sys.exit(1)
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":

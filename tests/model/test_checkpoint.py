@@ -1,0 +1,120 @@
+"""A checkpoint folder is read whole and unaltered, or refused with the reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.settings import Recipe
+from tests.conftest import small_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path, small_gpt: GPT, byte_tokenizer: Tokenizer) -> Path:
+    save_checkpoint(tmp_path / "m", small_gpt, byte_tokenizer, "pretrain", Recipe(), "abc")
+    return tmp_path / "m"
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
+    config = GPT2Config(vocab_size=300, n_positions=64, n_embd=48, n_layer=2, n_head=4)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf")
+    byte_tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    return tmp_path / "hf"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_what_was_saved_is_told(folder: Path) -> None:
+    meta = load_checkpoint(folder).meta
+    assert (meta["stage"], meta["parent"]) == ("pretrain", "abc")
+    assert meta["n_params"] == small_config().n_params()
+    assert set(meta["files"]) == {"model.safetensors", "config.json", "tokenizer.json"}
+    assert {p.name for p in folder.iterdir()} == {*meta["files"], "lathe.json"}
+
+
+def test_truncated_weights(folder: Path, hf_folder: Path) -> None:
+    for each in (folder, hf_folder):
+        cut(each / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors: missing, truncated or altered"):
+        load_checkpoint(folder)
+    with pytest.raises(UserError, match=r"model\.safetensors: not safetensors"):
+        load_checkpoint(hf_folder)
+
+
+def test_an_altered_file_and_an_unfinished_folder(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("0.00001", "0.0001") + " ")
+    with pytest.raises(UserError, match=r"config\.json: missing, truncated or altered"):
+        load_checkpoint(folder)
+    (folder / "lathe.json").unlink()
+    with pytest.raises(UserError, match="never finished"):
+        load_checkpoint(folder)
+
+
+def test_weights_that_are_not_finite_or_do_not_fit(hf_folder: Path) -> None:
+    path = hf_folder / "model.safetensors"
+    weights = load_file(path)
+    spoiled = {name: tensor.clone() for name, tensor in weights.items()}
+    spoiled["transformer.h.1.mlp.c_fc.weight"][3, 4] = torch.nan
+    save_file(spoiled, path)
+    with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc\.weight holds NaN"):
+        load_checkpoint(hf_folder)
+    del weights["transformer.ln_f.bias"]
+    save_file(weights, path)
+    with pytest.raises(UserError, match=r"does not fit config\.json: ln_f\.bias: absent"):
+        load_checkpoint(hf_folder)
+
+
+def test_pickled_weights_are_never_read(hf_folder: Path) -> None:
+    (hf_folder / "model.safetensors").rename(hf_folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin, which Lathe never unpickles"):
+        load_checkpoint(hf_folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model_type", "llama", "model_type is 'llama'"),
+        ("activation_function", "relu", "activation_function is 'relu'"),
+        ("n_embd", None, "does not fit"),
+        ("vocab_size", 100, "does not fit"),
+    ],
+)
+def test_a_model_of_another_kind(hf_folder: Path, key: str, value: object, message: str) -> None:
+    path = hf_folder / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {key: value if value is not None else 96}))
+    with pytest.raises(UserError, match=message):
+        load_checkpoint(hf_folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    model = GPT(small_config(vocab_size=200))
+    save_checkpoint(tmp_path / "m", model, byte_tokenizer, "pretrain", Recipe())
+    with pytest.raises(UserError, match="257 ids, the model 200"):
+        load_checkpoint(tmp_path / "m")
+
+
+def test_a_failed_save_leaves_the_checkpoint_that_was_there(
+    folder: Path, small_gpt: GPT, monkeypatch: pytest.MonkeyPatch, byte_tokenizer: Tokenizer
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    monkeypatch.setattr("lathe.model.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        save_checkpoint(folder, small_gpt, byte_tokenizer, "prune", Recipe())
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
