@@ -32,7 +32,7 @@ help: ## List the targets
 
 .PHONY: run
 run: env serve-env ## Run a pipeline on this machine, from text to Triton
-	$(BIN)/python -m pipelines.run $(call quote,$(PIPELINE)) \
+	@$(BIN)/python -m pipelines.run $(call quote,$(PIPELINE)) \
 	  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
 	  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
 	  $(call option,--recipe,RECIPE) $(call option,--name,RUN) \
