@@ -51,9 +51,22 @@ def fake_quantize_weight(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
     return _fake_quantize(weight, weight_scale(weight, kind), -LEVELS)
 
 
-def fake_quantize_rows(weight: Tensor) -> Tensor:
-    """The embedding (V, C): one scale a vocabulary row."""
-    return fake_quantize_weight(weight, "channel_wise_abs_max")
+class QuantizedWeight:
+    """`fake_quantize_weight`, done again only where gradients or a changed weight ask for it."""
+
+    def __init__(self, kind: WeightQuantizeType) -> None:
+        self.kind = kind
+        self._made_from: tuple[int, int] | None = None
+        self._value = torch.empty(0)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self._made_from = None  # training follows, and a fused optimizer leaves _version
+            return fake_quantize_weight(weight, self.kind)
+        made_from = weight.data_ptr(), weight._version
+        if made_from != self._made_from:
+            self._made_from, self._value = made_from, fake_quantize_weight(weight, self.kind)
+        return self._value
 
 
 class Observer(nn.Module):
@@ -103,10 +116,10 @@ class FakeQuantLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.observer, self.kind = observer, kind
+        self.observer, self.quantized = observer, QuantizedWeight(kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.observer(x), fake_quantize_weight(self.weight, self.kind), self.bias)
+        return F.linear(self.observer(x), self.quantized(self.weight), self.bias)
 
 
 def linear_names(model: GPT) -> list[str]:
@@ -130,7 +143,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
                 model, name, FakeQuantLinear(linear, observer, plan.weight_quantize_type)
             )
     if plan.quantize_embedding:
-        model.embedding_weight = fake_quantize_rows
+        model.embedding_weight = QuantizedWeight("channel_wise_abs_max")
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def test_calibration_takes_the_largest_input_magnitude(small_gpt: GPT) -> None:
             if name == "wte.weight" or name.endswith(
                 ("c_attn.weight", "c_fc.weight", "proj.weight")
             ):
-                parameter.copy_(fake_quant.fake_quantize_rows(parameter))
+                parameter.copy_(fake_quant.fake_quantize_weight(parameter, "channel_wise_abs_max"))
     for name, module in reference.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(
@@ -112,3 +112,17 @@ def test_int8_of_wide_range_is_close_and_pact_learns_its_bound(small_gpt: GPT) -
     small_gpt(TOKENS).logsumexp(-1).sum().backward()
     assert observer.alpha.grad is not None and float(observer.alpha.grad) != 0.0
     assert observer.scale == pytest.approx(0.5 / 127)
+
+
+def test_a_kept_weight_is_made_again_when_the_weight_changes(small_gpt: GPT) -> None:
+    fake_quant.insert(small_gpt, full_plan(small_gpt, 0.05))
+    optimizer = torch.optim.AdamW(small_gpt.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        with torch.no_grad():
+            kept, again = small_gpt(TOKENS), small_gpt(TOKENS)
+        assert torch.equal(kept, again)
+        assert torch.equal(kept, small_gpt(TOKENS))  # with gradients nothing is kept
+        small_gpt(TOKENS).logsumexp(-1).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert not torch.equal(small_gpt(TOKENS), kept)
