@@ -69,11 +69,6 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise _explain(error.errors(), layer.origins, path) from None
 
 
-def recipe_from_json(text: str) -> Recipe:
-    """The inverse of `Recipe.model_dump_json`, as `lathe.json` records a recipe."""
-    return Recipe.model_validate_json(text)
-
-
 def shipped_recipes() -> list[str]:
     """The names of the recipes that come with Lathe."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))

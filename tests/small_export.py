@@ -32,7 +32,8 @@ def make_model(config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = ()
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2, generator=generator)
     if int8:
-        names = [n for n in (*fake_quant.linear_names(model), fake_quant.HEAD) if n not in skip]
+        linears = (*fake_quant.linear_names(model.config), fake_quant.HEAD)
+        names = [n for n in linears if n not in skip]
         head = fake_quant.HEAD in names
         plan = QuantizationPlan(
             quantize_embedding=head, activation_scales=dict.fromkeys(names, 0.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lathe.errors import UserError
-from lathe.recipe import load_recipe, recipe_from_json, shipped_recipes
+from lathe.recipe import load_recipe, shipped_recipes
 from lathe.settings import Recipe
 from lathe.train.pretrain import model_config
 
@@ -44,7 +44,7 @@ def mistake(path: Path, *overrides: str) -> str:
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_loads_and_survives_json(name: str) -> None:
     recipe = load_recipe(name)
-    assert recipe_from_json(recipe.model_dump_json()) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
     assert recipe.Data.Eval.dataset.max_seq_len == recipe.Model.max_position_embeddings
 
 

@@ -71,8 +71,8 @@ def quantize(
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
     """Paths of all linears that may be INT8; the tied head only with the embedding."""
-    names = [f"h.{i}.{name}" for i in range(config.n_layer) for name in fake_quant.LINEARS]
-    return names + ([fake_quant.HEAD] if settings.quantize_embedding else [])
+    head = [fake_quant.HEAD] if settings.quantize_embedding else []
+    return fake_quant.linear_names(config) + head
 
 
 def make_plan(

@@ -133,7 +133,7 @@ def _resolve(folder: Path | str) -> Path:
 def _read_marker(folder: Path) -> dict[str, Any]:
     marker = folder / MARKER
     if not marker.is_file():
-        if read_is_ours(folder):
+        if _is_ours(folder):
             raise UserError(
                 f"{folder}: no {MARKER}: the checkpoint was never finished",
                 "run the stage that writes it again; it goes on where it was",
@@ -150,7 +150,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def read_is_ours(folder: Path) -> bool:
+def _is_ours(folder: Path) -> bool:
     """Whether `config.json` was written by Lathe."""
     return "lathe" in json.loads((folder / "config.json").read_text())
 

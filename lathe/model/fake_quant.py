@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lathe.model.config import QuantizationPlan, WeightQuantizeType
+from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType
 from lathe.model.gpt import GPT
 
 LEVELS = 127  # largest magnitude of a symmetric signed byte
@@ -122,9 +122,9 @@ class FakeQuantLinear(nn.Linear):
         return F.linear(self.observer(x), self.quantized(self.weight), self.bias)
 
 
-def linear_names(model: GPT) -> list[str]:
+def linear_names(config: GPTConfig) -> list[str]:
     """Paths of every block linear, first layer first."""
-    return [f"h.{i}.{name}" for i in range(model.config.n_layer) for name in LINEARS]
+    return [f"h.{i}.{name}" for i in range(config.n_layer) for name in LINEARS]
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:

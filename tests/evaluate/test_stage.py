@@ -101,7 +101,7 @@ def test_pruned_and_quantized_checkpoints_are_measured(
     pruned.initialize(std=0.4, seed=5)
     save_checkpoint(tmp_path / "pruned", pruned, tokenizer, "prune", recipe)
     plan = QuantizationPlan(
-        activation_scales=dict.fromkeys([*fake_quant.linear_names(pruned), "lm_head"], 0.05),
+        activation_scales=dict.fromkeys([*fake_quant.linear_names(pruned.config), "lm_head"], 0.05),
         quantize_embedding=True,
     )
     quantized = GPT(config.with_quantization(plan))
