@@ -14,7 +14,7 @@ import onnx
 
 from lathe.evaluate.latency import measure
 from lathe.export.graph import build
-from lathe.export.stage import weights
+from lathe.model.checkpoint import hf_tensors
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.fake_quant import HEAD, linear_names
 from lathe.model.gpt import GPT
@@ -53,7 +53,8 @@ def main() -> None:
 def write(folder: Path) -> dict[str, Path]:
     model = GPT(SHAPE)
     model.initialize(0.02, seed=0)
-    scales = dict.fromkeys([*linear_names(model), HEAD], 0.03)
+    weights = {name: tensor.numpy() for name, tensor in hf_tensors(model).items()}
+    scales = dict.fromkeys([*linear_names(SHAPE), HEAD], 0.03)
     plan = QuantizationPlan(quantize_embedding=True, activation_scales=scales)
     card = {
         "n_head": SHAPE.n_head,
@@ -65,7 +66,7 @@ def write(folder: Path) -> dict[str, Path]:
     folders = {"fp32": folder / "fp32", "int8": folder / "int8"}
     for quantization, out in zip((None, plan), folders.values(), strict=True):
         out.mkdir()
-        onnx.save(build(SHAPE, weights(model), quantization), out / MODEL)
+        onnx.save(build(SHAPE, weights, quantization), out / MODEL)
         (out / CARD).write_text(json.dumps(card))
     return folders
 

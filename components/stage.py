@@ -41,7 +41,7 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
     except (UserError, StageError) as error:
         for line in str(error).splitlines():
             log.error("%s%s", ERROR, line)
-        raise SystemExit(2 if isinstance(error, UserError) else 1) from error
+        raise SystemExit(error.status) from error
 
 
 def train_in_workers(

@@ -1,6 +1,7 @@
 """The command line: a verb a stage, the same functions as the pipeline components call."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,27 @@ def prepare(
         vocabulary=made.vocab_size,
         cloze_examples=made.cloze_examples,
     )
+
+
+@app.command(epilog="Example: lathe blend run/novels=0.7 run/python=0.3 --output run/blend")
+def blend(
+    parts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FOLDER=WEIGHT...",
+            help="Data sets of one tokenizer, and how often to draw from each.",
+        ),
+    ],
+    output: Output = RUN / "blend",
+) -> None:
+    """Make one data set of several; training draws from each by its weight.
+
+    Every stage takes the folder as its --data. Weights are proportions: 7 and 3 are 0.7 and 0.3.
+    """
+    from lathe.data.blend import blend, parse_part
+
+    made = blend([parse_part(part) for part in parts], output)
+    show(data=made.folder, documents=made.card["documents"], tokens=made.card["tokens"])
 
 
 @app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")
@@ -299,22 +321,40 @@ def client(
         print()
 
 
-@app.command(epilog='Example: lathe generate run/dense "The module" -o Generation.max_dec_len=60')
+@app.command(
+    epilog='Example: lathe generate run/dense "The day" -o Generation.decode_strategy=beam_search'
+)
 def generate(
     model: Annotated[Path, typer.Argument(help="Checkpoint, or HF GPT-2, folder.")],
     prompts: Annotated[list[str], typer.Argument(help="Texts to go on from.")],
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
-    """Continue prompts with a checkpoint itself, without a server."""
+    """Continue prompts with a checkpoint itself, without a server.
+
+    How is the recipe's group Generation, which -o Generation.KEY=VALUE changes. decode_strategy:
+
+    * sampling draws from the top_k likeliest tokens, and of these from the fewest that together
+      have probability top_p, at a temperature; the same Global.seed draws the same
+
+    * greedy_search takes the likeliest token
+
+    * beam_search keeps the num_beams likeliest texts; a larger length_penalty favours longer ones
+
+    For all: at least min_dec_len and at most max_dec_len tokens; a repetition_penalty above 1
+    discourages words that were there; num_return_sequences texts a prompt. Prompts from a file, one
+    a line: xargs -d '\\n' lathe generate run/dense < prompts.txt
+    """
     settings = _load(recipe, override)
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
+    from lathe.progress import bar
 
     checkpoint = load_checkpoint(model)
-    tokens = [checkpoint.tokenizer.encode(prompt).ids for prompt in prompts]
-    seed, eos = settings.Global.seed, checkpoint.eos_id
-    new = generate(checkpoint.model, tokens, settings.Generation, eos, seed)
+    tokens = [checkpoint.tokenizer.encode(t, add_special_tokens=False).ids for t in prompts]
+    with bar("generate", total=settings.Generation.max_dec_len) as progress:
+        seed, eos = settings.Global.seed, checkpoint.eos_id
+        new = generate(checkpoint.model, tokens, settings.Generation, eos, seed, progress)
     copies = settings.Generation.num_return_sequences
     for i, ids in enumerate(new):
         print(prompts[i // copies] + checkpoint.tokenizer.decode(ids))
@@ -375,8 +415,8 @@ def main() -> None:
     try:
         app(prog_name="lathe")
     except (UserError, StageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        print(f"{error.kind}: {error}", file=sys.stderr)
+        sys.exit(error.status)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
@@ -406,6 +446,8 @@ def _train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
     if start_workers(sys.argv[1:], settings.Distributed):
         return
     result = stage()
+    if os.environ.get("RANK", "0") != "0":
+        return
     show(
         model=result.folder,
         steps=result.step,

@@ -1,4 +1,4 @@
-"""The two exceptions that end a stage with a message and no traceback."""
+"""The exceptions that end a stage with a message and no traceback, each with an exit status."""
 
 
 class UserError(ValueError):
@@ -6,6 +6,8 @@ class UserError(ValueError):
 
     The command line prints it and exits with status 2.
     """
+
+    kind, status = "error", 2
 
     def __init__(self, what: str, cure: str) -> None:
         super().__init__(f"{what}\n  cure: {cure}")
@@ -19,3 +21,14 @@ class StageError(RuntimeError):
     The command line prints it and exits with status 1; anything else that is raised is a defect
     of Lathe and keeps its traceback.
     """
+
+    kind, status = "error", 1
+
+
+class Preempted(StageError):
+    """The run was asked to end (SIGTERM) and has saved its state: the same command goes on.
+
+    Status 75 is sysexits.h's EX_TEMPFAIL: try again later.
+    """
+
+    kind, status = "preempted", 75

@@ -34,13 +34,13 @@ IGNORED = {
     "Global": _OF_A_RUN,
     "Engine": _OF_A_RUN,
     "Engine.save_load": ("save_epoch", "output_dir", "ckpt_dir"),
-    "Engine.mix_precision": ("custom_black_list", "custom_white_list", "level", "use_fp16_guard"),
+    "Engine.mix_precision": ("custom_black_list", "custom_white_list", "use_fp16_guard"),
     "Data": ("Test",),
     "Data.Train": _OF_A_DATASET,
     "Data.Eval": (*_OF_A_DATASET, "dataset.overlapping_eval"),
     "Model": (
         *("module", "name", "type_vocab_size", "fused_linear", "fuse_attn_qkv"),
-        *("no_recompute_layers", "virtual_pp_degree"),
+        "no_recompute_layers",
     ),
     "Distributed": ("fuse_sequence_parallel_allreduce",),
     "Distributed.sharding": ("comm_overlap", "reduce_overlap", "broadcast_overlap"),
@@ -89,6 +89,9 @@ def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) ->
             _pop(values, f"{group}.dtype")
         _put(values, f"{group}.dtype", "float16" if on else "float32")
         origins.setdefault(f"{group}.dtype", origins[f"{group}.{key}"])
+        if key == "use_pure_fp16":
+            _put(values, f"{group}.level", "O2" if on else "O1")
+            origins.setdefault(f"{group}.level", origins[f"{group}.{key}"])
 
 
 def _pop(values: dict[str, Any], dotted: str) -> tuple[bool, Any]:

@@ -45,10 +45,20 @@ class GlobalSettings(Settings):
 
 
 class MixPrecision(Settings):
-    """What the forward pass computes in; the weights and the optimizer keep float32."""
+    """What the forward and backward pass compute in; the optimizer keeps float32 weights.
+
+    `level` O1 casts where it is safe (autocast); O2, "pure", computes all of it in `dtype`, on
+    copies of the weights. `scale_loss` is the loss scale of float16, or where a dynamic one starts.
+    """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    level: Literal["O1", "O2"] = "O1"
     scale_loss: Annotated[float, Field(gt=0)] = 32768.0
+    use_dynamic_loss_scaling: bool = True
+
+    @property
+    def is_pure(self) -> bool:
+        return self.level == "O2" and self.dtype != "float32"
 
 
 class SaveLoad(Settings):
@@ -127,6 +137,7 @@ class ModelSettings(Settings):
     use_recompute: bool = False
     recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
     sequence_parallel: bool = False
+    virtual_pp_degree: Positive = 1
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> "ModelSettings":
@@ -157,6 +168,7 @@ class DistributedSettings(Settings):
     mp_degree: Positive = 1
     pp_degree: Positive = 1
     sharding: Sharding = Sharding()
+    grace_seconds: Positive = 30
 
 
 class LearningRate(Settings):
@@ -222,7 +234,7 @@ class SensitivitySettings(Settings):
 
 
 class GenerationSettings(Settings):
-    decode_strategy: Literal["sampling", "greedy_search"] = "sampling"
+    decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = "sampling"
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_k: NonNegative = 50
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.75
@@ -230,6 +242,8 @@ class GenerationSettings(Settings):
     min_dec_len: NonNegative = 1
     max_dec_len: Positive = 200
     num_return_sequences: Positive = 1
+    num_beams: Annotated[int, Field(ge=2)] = 4
+    length_penalty: float = 1.0
 
 
 class OfflineEvalSettings(Settings):

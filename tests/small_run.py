@@ -1,7 +1,10 @@
 """A small model's settings, and commands that train it in processes of their own."""
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,14 +31,34 @@ SMALL = (
 
 
 SCRIPT = """
-import sys
+import os, sys
 from pathlib import Path
 from lathe.compress.quantize import quantize
+from lathe.console import log_to_stderr
+from lathe.errors import StageError
 from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
+log_to_stderr()
 stage, *paths = sys.argv[1].split(",")
 recipe = load_recipe("tiny", sys.argv[2:])
-{"pretrain": pretrain, "quantize": quantize}[stage](recipe, *map(Path, paths))
+try:
+    {"pretrain": pretrain, "quantize": quantize}[stage](recipe, *map(Path, paths))
+except StageError as error:
+    print(error.kind, error, file=sys.stderr)
+    os._exit(error.status)
+"""
+
+# One process group after the other on ports of their own, since a port's store keeps old names.
+LAYOUTS = """
+import json, os, sys
+from pathlib import Path
+from lathe.recipe import load_recipe
+from lathe.train.pretrain import pretrain
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+data, runs = json.loads(sys.argv[1])
+for output, port, recipe, overrides in runs:
+    os.environ["MASTER_PORT"] = str(port)
+    pretrain(load_recipe(recipe, overrides), Path(data), Path(output))
 """
 
 
@@ -54,20 +77,54 @@ def start(
     )
 
 
+def run_layouts(data: Path, runs: dict[Path, tuple[str, ...]], workers: int) -> None:
+    """Pretrain with every output's recipe and overrides, in one group of `workers` processes."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in runs]
+        ports = [s.getsockname()[1] for s in sockets]
+    script = next(iter(runs)).parent / "layouts.py"
+    script.write_text(LAYOUTS)
+    plan = [[str(o), port, runs[o][0], runs[o][1:]] for o, port in zip(runs, ports, strict=True)]
+    arguments = json.dumps([str(data), plan])
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        stderr=subprocess.PIPE,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-8000:]
+
+
 def run(stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1) -> None:
     process = start(stage, *paths, overrides=overrides, workers=workers)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors.decode()
 
 
-def kill_after_saves(process: subprocess.Popen[bytes], output: Path, saves: int) -> None:
-    """SIGKILL as soon as `output` holds that many committed states."""
+def kill_after_saves(
+    process: subprocess.Popen[bytes], output: Path, saves: int, newer_than: int = 0
+) -> None:
+    """SIGKILL to all its processes as soon as `output` holds that many committed states, the
+    newest of a step after `newer_than`."""
     deadline = time.monotonic() + 60
-    while len(saved_steps(output / "state")) < saves and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        states = saved_steps(output / "state")
+        if len(states) >= saves and int(states[-1].name.removeprefix("step_")) > newer_than:
+            break
         time.sleep(0.002)
-    process.kill()
+    for pid in (*workers_of(process), process.pid):
+        os.kill(pid, signal.SIGKILL)
     process.wait()
     assert not (output / "lathe.json").exists()
+
+
+def workers_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that torchrun started."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def records(folder: Path, key: str) -> list[float]:

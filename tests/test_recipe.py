@@ -174,19 +174,20 @@ def test_the_later_layout_is_the_same_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("switches", "dtype"),
+    ("switches", "dtype", "is_pure"),
     [
-        ("use_pure_fp16: False", "float32"),
-        ("enable: True, dtype: bfloat16", "bfloat16"),
-        ("enable: False, dtype: float16", "float32"),
-        ("use_pure_fp16: False, dtype: bfloat16", "bfloat16"),
-        ("enable: null", "float16"),
+        ("use_pure_fp16: False", "float32", False),
+        ("enable: True, dtype: bfloat16, level: O1", "bfloat16", False),
+        ("enable: False, dtype: float16", "float32", False),
+        ("use_pure_fp16: False, dtype: bfloat16", "bfloat16", False),
+        ("enable: null", "float16", True),
     ],
 )
-def test_precision_switches(tmp_path: Path, switches: str, dtype: str) -> None:
+def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: bool) -> None:
     text = f"_base_: base.yaml\nEngine:\n  mix_precision: {{{switches}}}\n"
     write(tmp_path, "Engine: {mix_precision: {use_pure_fp16: True}}", "base.yaml")
-    assert load_recipe(write(tmp_path, text)).Engine.mix_precision.dtype == dtype
+    precision = load_recipe(write(tmp_path, text)).Engine.mix_precision
+    assert (precision.dtype, precision.is_pure) == (dtype, is_pure)
 
 
 @pytest.mark.parametrize(

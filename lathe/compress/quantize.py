@@ -5,6 +5,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed import ProcessGroup
+
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import checkpoint_digest, load_checkpoint
@@ -57,14 +59,14 @@ def quantize(
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
         log.info("%d linears are INT8", len(plan.activation_scales))
 
-        def after_step() -> None:
-            fake_quant.fold_observers(trainable, settings.moving_rate)
+        def after_step(part: GPT, group: ProcessGroup) -> None:
+            fake_quant.fold_observers(part, settings.moving_rate, group)
 
-        def before_save() -> None:
-            write_scales(trainable, plan)
+        def before_save(whole: GPT) -> None:
+            write_scales(whole, plan)
 
         tokenizer, parent = start.tokenizer, start.digest
-        return Work("quantize", trainable, tokenizer, parent, after_step, before_save)
+        return Work("quantize", trainable, tokenizer, parent, None, after_step, before_save)
 
     return run_training(recipe, data, output, inputs, make)
 

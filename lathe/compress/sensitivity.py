@@ -18,7 +18,7 @@ from lathe.progress import track
 from lathe.settings import Recipe, SensitivitySettings
 from lathe.storage import atomic_folder
 from lathe.train.batches import EvalBatches, calibration_batches, open_data
-from lathe.train.trainer import next_token_loss
+from lathe.train.loss import next_token_loss
 
 log = logging.getLogger("lathe")
 

@@ -35,9 +35,8 @@ def choose_uniform(model: GPT, criterion: Criterion, ratio: float) -> list[Kept]
 
 def head_scores(block: Block, criterion: Criterion) -> Tensor:
     """(H,) mean |w| (l1) or root mean w^2 (l2) of each head's q, k and v rows."""
-    attention = block.attn
-    rows = attention.c_attn.weight.detach().view(3, attention.n_head, -1)
-    return _norm(rows.transpose(0, 1).flatten(1), criterion)
+    rows = block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)
+    return _norm(rows, criterion)
 
 
 def channel_scores(block: Block, criterion: Criterion) -> Tensor:
@@ -65,13 +64,8 @@ def shrink(model: GPT, kept: list[Kept]) -> GPT:
     small.set_recompute(model.recompute)
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
-        block = model.h[i]
-        assert isinstance(block, Block)
-        columns = _head_columns(layer.heads, config.head_dim)
-        width = block.attn.n_head * config.head_dim
-        rows = torch.cat([columns, columns + width, columns + 2 * width])  # of q, k, v
-        _keep_outputs(state, f"h.{i}.attn.c_attn", rows)
-        _keep_inputs(state, f"h.{i}.attn.c_proj", columns)
+        _keep_outputs(state, f"h.{i}.attn.c_attn", _spans(layer.heads, 3 * config.head_dim))
+        _keep_inputs(state, f"h.{i}.attn.c_proj", _spans(layer.heads, config.head_dim))
         _keep_outputs(state, f"h.{i}.mlp.c_fc", layer.channels)
         _keep_inputs(state, f"h.{i}.mlp.c_proj", layer.channels)
     small.load_state_dict(state)
@@ -87,8 +81,9 @@ def _norm(rows: Tensor, criterion: Criterion) -> Tensor:
     return rows.abs().mean(1) if criterion == "l1_norm" else rows.square().mean(1).sqrt()
 
 
-def _head_columns(heads: Tensor, head_dim: int) -> Tensor:
-    return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
+def _spans(heads: Tensor, length: int) -> Tensor:
+    """Indexes of the heads' rows or columns, `length` of them a head."""
+    return (heads[:, None] * length + torch.arange(length)).flatten()
 
 
 def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:

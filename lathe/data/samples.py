@@ -1,6 +1,8 @@
 """Cut a token data set into training samples, exactly as Megatron does.
 
 Source: Megatron-LM, `megatron/data/dataset_utils.py` (split) and `gpt_dataset.py` (samples).
+Training asks for samples by number, in order; where they lie is worked out once, from the lengths
+of the documents alone: some 12 bytes a sample and 4 a document and epoch.
 """
 
 import logging
@@ -9,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from lathe.data.tokens import TokenDataset
+from lathe.data.tokens import TokenSequences
 from lathe.errors import UserError
 
 log = logging.getLogger("lathe")
 
 PARTS = ("training", "validation", "test")
+
+# Documents, and samples, that are placed at once: it bounds the 64-bit intermediates to some 30 MB.
+BLOCK = 1 << 20
 
 
 def split_boundaries(split: Sequence[float], n: int) -> list[int]:
@@ -51,72 +56,119 @@ def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None
         )
 
 
-class Samples:
-    """Shuffled samples of `seq_len` + 1 tokens from a range of documents.
+class SampleIndex:
+    """Where the shuffled samples of `seq_len` + 1 tokens lie in a range of documents.
 
     The documents of as many epochs as `num_samples` needs are shuffled and laid end to end, and
     cut every `seq_len` tokens; neighbours share one token. A last epoch of which less than 80 % is
     needed is shuffled apart, so that it cannot displace samples of the whole ones.
 
+    Args:
+        sizes: (N,) int32, tokens of every document of the data set.
+        documents: those to take; together they hold one sample or more.
+
     Attributes:
+        per_epoch: samples of one pass over the documents.
         doc_idx: (epochs * documents,) int32, order of the documents.
-        sample_idx: (samples + 1, 2) int32, position in `doc_idx` and token offset of each start.
-        shuffle_idx: (samples,) uint32, order of the samples.
+        sample_idx: (samples + 1, 2), position in `doc_idx` and token offset of each start; int32,
+            or int64 where a position does not fit.
+        shuffle_idx: (samples,) uint32, or int64, order of the samples.
+    """
+
+    def __init__(
+        self,
+        sizes: np.ndarray[Any, Any],
+        documents: range,
+        seq_len: int,
+        num_samples: int,
+        seed: int,
+    ) -> None:
+        tokens = int(sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        assert tokens > seq_len
+        self.sizes = sizes
+        self.per_epoch = (tokens - 1) // seq_len
+        self.epochs = max(1, -(-(num_samples * seq_len + 1) // tokens))
+        whole = ((self.epochs - 1) * tokens - 1) // seq_len if self.epochs > 1 else 0
+        apart = self.epochs > 1 and num_samples - whole < int(0.80 * self.per_epoch)
+        total = (self.epochs * tokens - 1) // seq_len
+
+        rng = np.random.RandomState(seed)
+        self.doc_idx = np.empty(self.epochs * len(documents), np.int32)
+        epochs = self.doc_idx.reshape(self.epochs, -1)
+        epochs[:] = np.arange(documents.start, documents.stop, dtype=np.int32)
+        _shuffle(rng, self.doc_idx, len(self.doc_idx) - apart * len(documents))
+        self.sample_idx = _sample_idx(sizes, self.doc_idx, seq_len, total)
+        self.shuffle_idx = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
+        _shuffle(rng, self.shuffle_idx, whole if apart else total)
+
+    def __len__(self) -> int:
+        """Samples in all epochs: `num_samples` or more."""
+        return len(self.shuffle_idx)
+
+    def spans(self, i: int) -> list[tuple[int, int, int]]:
+        """(document, begin, end) of each stretch of tokens that makes up sample i."""
+        at = int(self.shuffle_idx[i])
+        (first, begin), (last, end) = self.sample_idx[at].tolist(), self.sample_idx[at + 1].tolist()
+        return [
+            (
+                document,
+                begin if position == first else 0,
+                end + 1 if position == last else int(self.sizes[document]),
+            )
+            for position, document in enumerate(self.doc_idx[first : last + 1].tolist(), first)
+        ]
+
+
+class Samples(SampleIndex):
+    """The samples of a data set: an index, and the tokens that it points to.
 
     Raises:
         UserError: the documents do not hold one sample. (Megatron would repeat them within one.)
     """
 
     def __init__(
-        self, dataset: TokenDataset, documents: range, seq_len: int, num_samples: int, seed: int
+        self, dataset: TokenSequences, documents: range, seq_len: int, num_samples: int, seed: int
     ) -> None:
         sizes = dataset.sizes[documents.start : documents.stop]
         tokens = int(sizes.sum(dtype=np.int64))
         require_sample(f"{dataset.folder}, documents {documents}", len(sizes), tokens, seq_len)
-        self.dataset, self.seq_len = dataset, seq_len
-        self.epochs = max(1, -(-(num_samples * seq_len + 1) // tokens))
-        whole = ((self.epochs - 1) * tokens - 1) // seq_len if self.epochs > 1 else 0
-        apart = self.epochs > 1 and num_samples - whole < int(0.80 * ((tokens - 1) // seq_len))
-        total = (self.epochs * tokens - 1) // seq_len
-
-        rng = np.random.RandomState(seed)
-        groups = [self.epochs - 1, 1] if apart else [self.epochs]
-        order = np.arange(documents.start, documents.stop, dtype=np.int32)
-        self.doc_idx = np.concatenate([_shuffled(rng, np.tile(order, n)) for n in groups])
-        self.sample_idx = _sample_idx(dataset.sizes[self.doc_idx], seq_len, total)
-        index = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
-        parts = (index[:whole], index[whole:]) if apart else (index,)
-        self.shuffle_idx = np.concatenate([_shuffled(rng, part) for part in parts])
-
-    def __len__(self) -> int:
-        """Samples in all epochs: `num_samples` or more."""
-        return len(self.shuffle_idx)
+        super().__init__(dataset.sizes, documents, seq_len, num_samples, seed)
+        self.dataset = dataset
 
     def __getitem__(self, i: int) -> np.ndarray[Any, Any]:
         """Sample i, (seq_len + 1,) int64."""
-        at = int(self.shuffle_idx[i])
-        (first, begin), (last, end) = self.sample_idx[at].tolist(), self.sample_idx[at + 1].tolist()
-        pieces = [
-            self.dataset.span(
-                document,
-                begin if position == first else 0,
-                end + 1 if position == last else int(self.dataset.sizes[document]),
-            )
-            for position, document in enumerate(self.doc_idx[first : last + 1].tolist(), first)
-        ]
+        pieces = [self.dataset.span(*span) for span in self.spans(i)]
         return np.concatenate(pieces).astype(np.int64)
 
+    def origin(self, i: int) -> str:
+        """The documents that sample i has tokens of, by their numbers in the data set."""
+        return ", ".join(str(document) for document, begin, end in self.spans(i) if end > begin)
 
-def _shuffled(rng: np.random.RandomState, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    rng.shuffle(values)
-    return values
+
+def _shuffle(rng: np.random.RandomState, values: np.ndarray[Any, Any], count: int) -> None:
+    """Shuffle the first `count` values, and those behind them, in place."""
+    rng.shuffle(values[:count])
+    rng.shuffle(values[count:])
 
 
-def _sample_idx(sizes: np.ndarray[Any, Any], seq_len: int, total: int) -> np.ndarray[Any, Any]:
-    """Where the flat tokens 0, seq_len, 2 * seq_len, ... lie among documents of these sizes."""
-    ends = np.cumsum(sizes, dtype=np.int64)
-    flat = np.arange(total + 1, dtype=np.int64) * seq_len
-    positions = np.searchsorted(ends, flat, side="right")
-    positions[0] = 0  # empty documents in front belong to the first sample
-    offsets = flat - (ends[positions] - sizes[positions])
-    return np.stack([positions, offsets], axis=1).astype(np.int32)
+def _sample_idx(
+    sizes: np.ndarray[Any, Any], doc_idx: np.ndarray[Any, Any], seq_len: int, total: int
+) -> np.ndarray[Any, Any]:
+    """Where the flat tokens 0, seq_len, 2 * seq_len, ... lie among the documents, as laid out."""
+    fits = len(doc_idx) <= np.iinfo(np.int32).max
+    index = np.empty((total + 1, 2), np.int32 if fits else np.int64)
+    placed = length = 0  # samples with a start, and tokens, before the block of documents
+    for first in range(0, len(doc_idx), BLOCK):
+        block = sizes[doc_idx[first : first + BLOCK]]
+        ends = np.cumsum(block, dtype=np.int64) + length
+        length = int(ends[-1])
+        starting = min(-(-length // seq_len), total + 1)
+        for at in range(placed, starting, BLOCK):
+            flat = np.arange(at, min(at + BLOCK, starting), dtype=np.int64) * seq_len
+            positions = np.searchsorted(ends, flat, side="right")
+            rows = index[at : at + len(flat)]
+            rows[:, 0] = positions + first
+            rows[:, 1] = flat - (ends[positions] - block[positions])
+        placed = starting
+    index[0] = 0  # empty documents in front belong to the first sample
+    return index

@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
-from numpy.typing import NDArray
 
 from lathe.errors import UserError
 from lathe.export.graph import build
 from lathe.export.proof import prove
-from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.fake_quant import LINEARS
-from lathe.model.gpt import GPT
+from lathe.model.checkpoint import Checkpoint, hf_tensors, load_checkpoint
 from lathe.serve.session import CARD, MODEL
 from lathe.settings import ExportSettings, Recipe
 from lathe.storage import atomic_folder, sha256
@@ -109,7 +105,8 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
     """Write the files of an export, not proven; returns the card."""
     config = checkpoint.model.config
-    graph = build(config, weights(checkpoint.model), config.quantization, settings.opset)
+    weights = {name: tensor.numpy() for name, tensor in hf_tensors(checkpoint.model).items()}
+    graph = build(config, weights, config.quantization, settings.opset)
     n_bytes = sum(len(tensor.raw_data) for tensor in graph.graph.initializer)
     if n_bytes >= PROTOBUF_LIMIT:
         raise UserError(
@@ -135,15 +132,6 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     }
     _write_card(folder, card)
     return card
-
-
-def weights(model: GPT) -> Mapping[str, NDArray[np.float32]]:
-    """Views of the float weights under HF's names, linears as [in, out]."""
-    conv1d = tuple(f"{linear}.weight" for linear in LINEARS)
-    return {
-        name: (tensor.detach().T if name.endswith(conv1d) else tensor.detach()).numpy()
-        for name, tensor in model.named_parameters()
-    }
 
 
 def held_out_prompts(checkpoint: Checkpoint, data: Path, n: int, longest: int) -> list[list[int]]:

@@ -15,10 +15,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lathe.errors import StageError
+from lathe.errors import Preempted, StageError, UserError
 from lathe.settings import DistributedSettings
 
-SHUTDOWN_SECONDS = 10
 TAIL_LINES = 20
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
@@ -52,7 +51,7 @@ def start_workers(command: Sequence[str], settings: DistributedSettings) -> bool
     shape = local_shape(settings)
     if shape.processes == 1 or "RANK" in os.environ:
         return False
-    launch(command, shape)
+    launch(command, shape, settings.grace_seconds)
     return True
 
 
@@ -62,24 +61,29 @@ class WorkerFailed(StageError):
     def __init__(self, rank: int, exit_code: int, tail: str) -> None:
         super().__init__(f"rank {rank} ended with exit code {exit_code}; its last lines:\n{tail}")
         self.rank, self.exit_code, self.tail = rank, exit_code, tail
+        if exit_code == UserError.status:
+            self.status = exit_code
 
 
-def launch(command: Sequence[str], shape: Shape) -> None:
+def launch(command: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
     """Run `python -m lathe <command>` in every process of `shape` and wait for all.
 
     All processes are on this machine, in one group on the loopback interface, and find their
     place in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-    The first failure stops the others. A signal to end goes on to the workers; none outlives
-    this call. Call it from the main thread, which is where Python delivers signals.
+    The first failure stops the others. A signal to end goes on to the workers, which have
+    `grace_seconds` to save and end; none outlives this call. Call it from the main thread, which
+    is where Python delivers signals.
 
     Raises:
         WorkerFailed: with the rank that failed first.
-        SystemExit: on SIGTERM and the like, with the shell's status, 128 + signal.
+        Preempted: SIGTERM came, and every worker saved its state.
+        SystemExit: on other signals, or SIGTERM that a worker did not take in time, with the
+            shell's status, 128 + signal.
     """
-    run(["-m", "lathe", *command], shape)
+    run(["-m", "lathe", *command], shape, grace_seconds)
 
 
-def run(arguments: Sequence[str], shape: Shape) -> None:
+def run(arguments: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
     """As `launch`, for any arguments of this Python."""
     with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, _signals_restored():
         config = LaunchConfig(
@@ -94,7 +98,7 @@ def run(arguments: Sequence[str], shape: Shape) -> None:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.NONE, tee=Std.ALL),
             signals_to_handle=",".join(HANDLED),
-            shutdown_timeout=SHUTDOWN_SECONDS,
+            shutdown_timeout=grace_seconds,
         )
         # Without this every worker takes all cores and they fight for them.
         threads = os.environ.get("OMP_NUM_THREADS") or str(
@@ -106,9 +110,19 @@ def run(arguments: Sequence[str], shape: Shape) -> None:
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             tail = _tail(Path(logs), failure.local_rank)
+            if failure.exitcode == Preempted.status:
+                raise Preempted(_said(tail)) from None
             raise WorkerFailed(rank, failure.exitcode, tail) from None
         except SignalException as error:
+            tails = [_tail(Path(logs), rank) for rank in range(shape.processes)]
+            if all(Preempted.kind in tail for tail in tails):
+                raise Preempted(_said(tails[0])) from None
             raise SystemExit(128 + error.sigval) from None
+
+
+def _said(tail: str) -> str:
+    """What a preempted worker's last words are, without their kind."""
+    return tail.rpartition(f"{Preempted.kind}: ")[2].splitlines()[0]
 
 
 def _tail(logs: Path, local_rank: int) -> str:

@@ -97,7 +97,8 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".checkpoint.", dir=folder))
     try:
-        save_file(_hf_tensors(model), work / WEIGHTS, {"format": "pt"})
+        tensors = {PREFIX + name: t.contiguous() for name, t in hf_tensors(model).items()}
+        save_file(tensors, work / WEIGHTS, {"format": "pt"})
         (work / "config.json").write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
         tokenizer.save(str(work / "tokenizer.json"))
         names = [WEIGHTS, "config.json", "tokenizer.json"]
@@ -169,7 +170,11 @@ def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
         if name.endswith(HF_BUFFERS):
             continue
         name = name.removeprefix(PREFIX)
-        state[name] = (tensor.T.contiguous() if _is_conv1d(name) else tensor).float()
+        if _is_conv1d(name):
+            tensor = tensor.T
+        if ".c_attn." in name:
+            tensor = by_head(tensor.contiguous(), config.head_dim)
+        state[name] = tensor.float().contiguous()
     with torch.device("meta"):
         wanted = GPT(config).state_dict()
     wrong = [
@@ -188,13 +193,28 @@ def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
     return state
 
 
-def _hf_tensors(model: GPT) -> dict[str, Tensor]:
-    """HF's names; its Conv1D keeps weights as (in, out). Observers stay out: the plan has them."""
-    return {
-        PREFIX + name: (tensor.detach().T if _is_conv1d(name) else tensor.detach()).contiguous()
-        for name, tensor in model.state_dict().items()
-        if "observer" not in name and not name.startswith("head_input")
-    }
+def hf_tensors(model: GPT) -> dict[str, Tensor]:
+    """The float weights under HF's names without `transformer.`, in its layout, linears (in, out):
+    views where the layout allows. Observers stay out: the plan has them."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if "observer" in name or name.startswith("head_input"):
+            continue
+        tensor = parameter.detach()
+        if ".c_attn." in name:
+            tensor = by_projection(tensor, model.config.head_dim)
+        tensors[name] = tensor.T if _is_conv1d(name) else tensor
+    return tensors
+
+
+def by_head(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows (3 * H * D, ...) of a fused qkv: all of q, of k, of v -> head by head, as `GPT` has."""
+    return rows.view(3, -1, head_dim, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+
+def by_projection(rows: Tensor, head_dim: int) -> Tensor:
+    """The inverse of `by_head`."""
+    return rows.view(-1, 3, head_dim, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def _is_conv1d(name: str) -> bool:

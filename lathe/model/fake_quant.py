@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType
-from lathe.model.gpt import GPT
+from lathe.model.gpt import GPT, Embedding
 
 LEVELS = 127  # largest magnitude of a symmetric signed byte
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -100,6 +101,12 @@ class Observer(nn.Module):
         return float(self.bound) / LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):  # tensor parallelism: every process its part, same quantum
+            y = self._quantize(x.to_local())
+            return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
+        return self._quantize(x)
+
+    def _quantize(self, x: Tensor) -> Tensor:
         if self.alpha is not None:
             x = torch.clamp(x, -self.alpha, self.alpha)
         if self.training or self.calibrating:
@@ -120,6 +127,18 @@ class FakeQuantLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.observer(x), self.quantized(self.weight), self.bias)
+
+
+class FakeQuantEmbedding(Embedding):
+    """`Embedding` whose table is read as INT8, one scale a vocabulary row."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        V, C = embedding.weight.shape
+        super().__init__(V, C, device="meta")
+        self.weight, self.quantized = embedding.weight, QuantizedWeight("channel_wise_abs_max")
+
+    def table(self) -> Tensor:
+        return self.quantized(self.weight)
 
 
 def linear_names(config: GPTConfig) -> list[str]:
@@ -143,21 +162,21 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
                 model, name, FakeQuantLinear(linear, observer, plan.weight_quantize_type)
             )
     if plan.quantize_embedding:
-        model.embedding_weight = QuantizedWeight("channel_wise_abs_max")
+        model.wte = FakeQuantEmbedding(model.wte)
 
 
 @contextmanager
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
     """`insert` for the time of a `with` block; the model is as before afterwards."""
     linears = {n: model.get_submodule(n) for n in plan.activation_scales if n != HEAD}
-    before = model.head_input, model.embedding_weight
+    before = model.head_input, model.wte
     insert(model, plan)
     try:
         yield
     finally:
         for name, linear in linears.items():
             replace_module(model, name, linear)
-        model.head_input, model.embedding_weight = before
+        model.head_input, model.wte = before
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -195,14 +214,16 @@ def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module
 
 
-def fold_observers(model: GPT, moving_rate: float) -> None:
-    """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over all ranks."""
+def fold_observers(
+    model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None
+) -> None:
+    """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over `group`."""
     found = [observer for _, observer in observers(model)]
     if not found:
         return
     seen = torch.stack([observer.seen for observer in found])
-    if dist.is_initialized():
-        dist.all_reduce(seen, dist.ReduceOp.MAX)
+    if group is not None:
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group)
     for observer, largest in zip(found, seen, strict=True):
         first = observer.absmax == 0
         average = moving_rate * observer.absmax + (1 - moving_rate) * largest

@@ -1,4 +1,7 @@
-"""Generation from a checkpoint: sampling and greedy search over left-padded batches."""
+"""Generation from a checkpoint: sampling, greedy search and beam search over left-padded batches.
+
+Strategies and filters are defined as in transformers' `generate`, which gives the same tokens.
+"""
 
 from collections.abc import Sequence
 
@@ -6,7 +9,9 @@ import torch
 from torch import Tensor
 
 from lathe.errors import UserError
+from lathe.model.beam import BeamSearch
 from lathe.model.gpt import GPT, KVCache
+from lathe.progress import Bar
 from lathe.settings import GenerationSettings
 
 
@@ -17,6 +22,7 @@ def generate(
     settings: GenerationSettings,
     eos_id: int | None = None,
     seed: int = 0,
+    progress: Bar | None = None,
 ) -> list[list[int]]:
     """Continue every prompt; prompts of different lengths are padded on the left.
 
@@ -24,77 +30,153 @@ def generate(
         prompts: token ids, each at least one.
         settings: strategy, limits and filters, as `Generation` of a recipe.
         eos_id: ends a row, and is left out of its result.
+        progress: advanced by `max_dec_len` in all.
 
     Returns:
-        The new ids alone, `num_return_sequences` rows a prompt, in the prompts' order.
+        The new ids alone, `num_return_sequences` rows a prompt, in the prompts' order; those of a
+        beam search best first.
 
     Raises:
-        UserError: an empty prompt, or one that leaves no room within `n_positions`.
+        UserError: an empty prompt, one that leaves no room within `n_positions`, or more sequences
+            asked for than the strategy has.
     """
-    rows = [list(p) for p in prompts for _ in range(settings.num_return_sequences)]
-    if not all(rows):
-        raise UserError("a prompt is empty", "give at least one token to go on from")
-    longest = max(map(len, rows))
-    total = longest + settings.max_dec_len
-    if total > model.config.n_positions:
-        raise UserError(
-            f"{longest} prompt tokens and max_dec_len {settings.max_dec_len} exceed the model's "
-            f"{model.config.n_positions} positions",
-            f"lower Generation.max_dec_len to {max(0, model.config.n_positions - longest)} or less",
-        )
+    _check(prompts, settings, model.config.n_positions)
     model.eval()
     device = model.wte.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    pad = torch.tensor([longest - len(row) for row in rows], device=device)  # (B,)
-    tokens = torch.tensor([[0] * (longest - len(r)) + r for r in rows], device=device)
-    cache = KVCache.allocate(model, len(rows), total)
-    seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=device)
-    for row, ids in enumerate(rows):
-        seen[row, ids] = True
-    out: list[list[int]] = [[] for _ in rows]
-    alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-    step_input = tokens
+    is_beam = settings.decode_strategy == "beam_search"
+    search: BeamSearch | _Draw
+    if is_beam:
+        search = BeamSearch(len(prompts), settings, eos_id, device)
+    else:
+        search = _Draw(settings, eos_id, torch.Generator(device).manual_seed(seed))
+    copies = settings.num_beams if is_beam else settings.num_return_sequences
+    rows = _Rows(model, prompts, copies, settings.max_dec_len)
     for step in range(settings.max_dec_len):
-        logits = _last_logits(model, step_input, pad, cache)  # (B, V)
+        scores = rows.logits.log_softmax(-1) if is_beam else rows.logits
+        scores = _penalise(scores, rows.seen, settings.repetition_penalty)
         if eos_id is not None and step < settings.min_dec_len:
-            logits[:, eos_id] = -torch.inf
-        chosen = _choose(_penalise(logits, seen, settings), settings, generator)  # (B,)
-        if eos_id is not None:
-            alive &= chosen != eos_id
-        for row in torch.nonzero(alive).flatten().tolist():
-            out[row].append(int(chosen[row]))
-        if not bool(alive.any()):
+            scores[:, eos_id] = -torch.inf
+        tokens, parents = search.step(scores)
+        if search.done:
             break
-        seen[torch.arange(len(rows)), chosen] = True
-        step_input = chosen[:, None]
-    return out
+        if progress:
+            progress.advance()
+        rows.advance(tokens, parents)
+    if progress:
+        progress.advance(settings.max_dec_len - step)
+    return search.result()
 
 
-def _last_logits(model: GPT, tokens: Tensor, pad: Tensor, cache: KVCache) -> Tensor:
-    T, start = tokens.shape[1], cache.length
-    slots = torch.arange(start + T, device=tokens.device)
-    queries = slots[start:]
-    visible = slots[None, None, :] >= pad[:, None, None]  # padding is never looked at,
-    visible = visible | (slots[None, None, :] == queries[None, :, None])  # but by itself
-    mask = visible & (slots[None, None, :] <= queries[None, :, None])  # (B, T, S)
-    positions = (queries[None] - pad[:, None]).clamp(min=0)  # (B, T)
-    hidden = model.hidden(tokens, positions, mask[:, None], cache)
-    return model.head(hidden[:, -1]).float()
+def _check(
+    prompts: Sequence[Sequence[int]], settings: GenerationSettings, n_positions: int
+) -> None:
+    wanted, strategy = settings.num_return_sequences, settings.decode_strategy
+    if strategy == "greedy_search" and wanted > 1:
+        raise UserError(
+            f"Generation.num_return_sequences is {wanted}: greedy_search finds one a prompt",
+            "set it to 1, or Generation.decode_strategy to sampling or beam_search",
+        )
+    if strategy == "beam_search" and wanted > settings.num_beams:
+        raise UserError(
+            f"Generation.num_return_sequences {wanted} is above num_beams {settings.num_beams}",
+            f"raise Generation.num_beams to {wanted}, or ask for fewer sequences",
+        )
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise UserError(f"prompt {number} is empty", "give at least one token to go on from")
+        room = n_positions - len(prompt)
+        if room < settings.max_dec_len:
+            raise UserError(
+                f"prompt {number} of {len(prompt)} tokens and max_dec_len {settings.max_dec_len} "
+                f"exceed the model's {n_positions} positions",
+                f"lower Generation.max_dec_len to {room} or less"
+                if room > 0
+                else f"shorten it to fewer than {n_positions} tokens",
+            )
 
 
-def _penalise(logits: Tensor, seen: Tensor, settings: GenerationSettings) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019): seen tokens' logits shrink towards unlikely."""
-    penalty = settings.repetition_penalty
-    if penalty == 1.0:
-        return logits
-    shrunk = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, shrunk, logits)
+class _Rows:
+    """Every prompt `copies` times, side by side, and what the model says comes next.
+
+    Attributes:
+        logits: (B, V) float32 of each row's next token.
+        seen: (B, V) true for ids of its prompt and of what followed.
+    """
+
+    def __init__(
+        self, model: GPT, prompts: Sequence[Sequence[int]], copies: int, max_len: int
+    ) -> None:
+        longest = max(map(len, prompts))
+        device = model.wte.weight.device
+        self.model, self.cache = model, KVCache.allocate(model, len(prompts), longest + max_len)
+        self.pad = torch.tensor([longest - len(p) for p in prompts], device=device)  # (B,)
+        self.seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool).to(device)
+        for row, ids in enumerate(prompts):
+            self.seen[row, list(ids)] = True
+        padded = [[0] * (longest - len(p)) + list(p) for p in prompts]
+        self.logits = self._forward(torch.tensor(padded, device=device))
+        index = torch.arange(len(prompts), device=device).repeat_interleave(copies)
+        self.logits = self.logits[index]
+        self._reorder(index)
+
+    def advance(self, tokens: Tensor, parents: Tensor | None) -> None:
+        """Row i goes on with `tokens[i]`, after row `parents[i]`, or after itself."""
+        if parents is not None:
+            self._reorder(parents)
+        self.seen[torch.arange(len(tokens)), tokens] = True
+        self.logits = self._forward(tokens[:, None])
+
+    def _reorder(self, index: Tensor) -> None:
+        self.cache.reorder(index)
+        self.pad, self.seen = self.pad[index], self.seen[index]
+
+    def _forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) tokens after what is cached -> (B, V) logits of the last of them."""
+        start = self.cache.length
+        slots = torch.arange(start + tokens.shape[1], device=tokens.device)
+        queries = slots[start:]
+        visible = slots[None, None, :] >= self.pad[:, None, None]  # padding is never looked at,
+        visible = visible | (slots[None, None, :] == queries[None, :, None])  # but by itself
+        mask = visible & (slots[None, None, :] <= queries[None, :, None])  # (B, T, S)
+        positions = (queries[None] - self.pad[:, None]).clamp(min=0)  # (B, T)
+        hidden = self.model.hidden(tokens, positions, mask[:, None], self.cache)
+        return self.model.head(hidden[:, -1]).float()
 
 
-def _choose(logits: Tensor, settings: GenerationSettings, generator: torch.Generator) -> Tensor:
-    """(B, V) -> (B,): the best token, or one drawn after temperature, top-k and top-p."""
-    if settings.decode_strategy == "greedy_search":
-        return logits.argmax(-1)
+class _Draw:
+    """Sampling and greedy search: each row goes its own way."""
+
+    def __init__(
+        self, settings: GenerationSettings, eos_id: int | None, generator: torch.Generator
+    ) -> None:
+        self.settings, self.eos_id, self.generator = settings, eos_id, generator
+        self.tokens: list[Tensor] = []  # each (B,)
+        self.ended = torch.zeros((), dtype=torch.bool, device=generator.device)
+
+    def step(self, scores: Tensor) -> tuple[Tensor, None]:
+        """(B, V) -> the next token (B,) of every row."""
+        if self.settings.decode_strategy == "greedy_search":
+            chosen = scores.argmax(-1)
+        else:
+            probabilities = filtered(scores, self.settings).softmax(-1)
+            chosen = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
+        self.tokens.append(chosen)
+        if self.eos_id is not None:
+            self.ended = self.ended | (chosen == self.eos_id)
+        return chosen, None
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) == self.settings.max_dec_len or bool(self.ended.all())
+
+    def result(self) -> list[list[int]]:
+        rows = torch.stack(self.tokens, dim=1).tolist()
+        return [row[: row.index(self.eos_id)] if self.eos_id in row else row for row in rows]
+
+
+def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
+    """(B, V) logits to sample from: temperature, then top-k, then top-p of what is left (Holtzman
+    et al. 2020: the fewest likeliest tokens whose probability reaches p); the others -inf."""
     logits = logits / settings.temperature
     if 0 < settings.top_k < logits.shape[-1]:
         kth = logits.topk(settings.top_k).values[:, -1:]
@@ -104,4 +186,10 @@ def _choose(logits: Tensor, settings: GenerationSettings, generator: torch.Gener
         probability = ordered.softmax(-1)
         beyond = probability.cumsum(-1) - probability >= settings.top_p
         logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    return logits
+
+
+def _penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Repetition penalty (Keskar et al. 2019): the scores of seen tokens go down."""
+    lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(seen, lowered, scores)

@@ -2,9 +2,12 @@
 
 Shapes: B batch, T tokens, C hidden size, H heads of this layer, D head size, F FFN width, V
 vocabulary. Module names and arithmetic are HF's `GPT2LMHeadModel`; every layer has its own H and F.
+
+The rows of `c_attn` stand head by head, each head's q, k and v together (Megatron-LM's order), so
+that a slice of rows is a slice of heads; HF's order, all of q first, is that of the files alone.
 """
 
-from collections.abc import Callable
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +41,22 @@ class KVCache:
         self.values[layer][:, :, self.length : end] = v
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
+    def reorder(self, index: Tensor) -> None:
+        """Row i goes on from what row `index[i]` saw; there may be more rows than before."""
+        self.keys = [k.index_select(0, index) for k in self.keys]
+        self.values = [v.index_select(0, index) for v in self.values]
+
+
+class Embedding(nn.Embedding):
+    """Token embedding; its table is also the head."""
+
+    def table(self) -> Tensor:
+        """(V, C), as it is read."""
+        return self.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.table())
+
 
 class Attention(nn.Module):
     """Causal self-attention over `n_head` heads; its width `n_head * head_dim` may be below C."""
@@ -54,16 +73,16 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, self.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        rows: Tensor = self.c_attn(x)
+        qkv = rows.view(*rows.shape[:2], -1, 3, self.head_dim)  # (B, T, H, 3, D)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
         else:
             y = self._core(q, k, v, mask)
-        out: Tensor = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
         return out
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -109,6 +128,24 @@ class Block(nn.Module):
         return self.attn(self.ln_1(x), mask, cache)  # type: ignore[no-any-return]
 
 
+def initial_weight(
+    name: str, shape: torch.Size, config: GPTConfig, std: float, seed: int, scale_residual: bool
+) -> Tensor:
+    """The random start of the parameter `name`, the same however a model is split over processes.
+
+    N(0, std) weights, zero biases; `scale_residual` divides the std of the projections into the
+    residual stream by sqrt(2 * layers), as Megatron and GPT-2 do.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "ln_" in name:
+        return torch.ones(shape)
+    if scale_residual and name.endswith("c_proj.weight"):
+        std /= (2 * config.n_layer) ** 0.5
+    of_its_own = zlib.crc32(f"{seed} {name}".encode())
+    return torch.normal(0.0, std, shape, generator=torch.Generator().manual_seed(of_its_own))
+
+
 class GPT(nn.Module):
     """The whole model. `model(tokens)` gives logits; `hidden` and `head` are its two halves, so
     that a caller who needs few logits computes few."""
@@ -118,30 +155,21 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(hidden_dropout)
         self.h = nn.ModuleList(
             Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)
         )
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.embedding_weight: Callable[[Tensor], Tensor] | None = None
         self.head_input: nn.Module | None = None
         self.recompute: Recompute | None = None
 
     def initialize(self, std: float, seed: int, scale_residual: bool = False) -> None:
-        """N(0, std) weights, zero biases; `scale_residual` divides the std of the projections
-        into the residual stream by sqrt(2 * layers), as Megatron and GPT-2 do."""
-        generator = torch.Generator().manual_seed(seed)
+        """Fill every parameter with its `initial_weight`."""
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif ".ln_" in name or name.startswith("ln_"):
-                nn.init.ones_(parameter)
-            else:
-                residual = scale_residual and name.endswith("c_proj.weight")
-                scale = std / (2 * self.config.n_layer) ** 0.5 if residual else std
-                nn.init.normal_(parameter, 0.0, scale, generator=generator)
+            value = initial_weight(name, parameter.shape, self.config, std, seed, scale_residual)
+            parameter.data.copy_(value)
 
     def set_recompute(self, granularity: Recompute | None) -> None:
         """Trade compute for memory: keep no activations of the named part between passes."""
@@ -170,16 +198,25 @@ class GPT(nn.Module):
         Returns:
             (B, T, C) after the last LayerNorm.
         """
+        x = self.embed(tokens, positions, cache.length if cache else 0)
+        out: Tensor = self.ln_f(self.transform(x, mask, cache))
+        return out
+
+    def embed(self, tokens: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
+        """(B, T) ids -> (B, T, C), what the first block reads; positions count from `start`."""
         T = tokens.shape[1]
-        start = cache.length if cache else 0
         if start + T > self.config.n_positions:
             raise ValueError(f"{start + T} tokens exceed n_positions {self.config.n_positions}")
         if positions is None:
             positions = torch.arange(start, start + T, device=tokens.device)[None]
-        weight = self.wte.weight
-        if self.embedding_weight is not None:
-            weight = self.embedding_weight(weight)
-        x = self.drop(F.embedding(tokens, weight) + self.wpe(positions))  # (B, T, C)
+        out: Tensor = self.drop(self.wte(tokens) + self.wpe(positions))
+        return out
+
+    def transform(
+        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """All blocks, (B, T, C) -> (B, T, C)."""
+        T = x.shape[1]
         for block in self.h:
             if self.recompute == "full" and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, cache, use_reentrant=False)
@@ -187,17 +224,13 @@ class GPT(nn.Module):
                 x = block(x, mask, cache)
         if cache is not None:
             cache.length += T
-        out: Tensor = self.ln_f(x)
-        return out
+        return x
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., C) through the tied embedding."""
-        weight = self.wte.weight
-        if self.embedding_weight is not None:
-            weight = self.embedding_weight(weight)
         if self.head_input is not None:
             hidden = self.head_input(hidden)
-        return F.linear(hidden, weight)
+        return F.linear(hidden, self.wte.table())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, V) logits."""

@@ -1,66 +1,116 @@
 """Which tokens a step sees: a pure function of recipe, step and worker, so nothing is stored."""
 
+import logging
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.settings import Recipe
 from lathe.train.batch import Batch
 
+log = logging.getLogger("lathe")
+
 
 class TrainBatches:
-    """Micro-batches of one worker."""
+    """Micro-batches of one data-parallel rank.
+
+    While a step computes, a thread reads the next one's. Any step may be asked for at any time:
+    one that was not read ahead is read at once. `close` ends the thread.
+    """
 
     def __init__(self, recipe: Recipe, data: TokenDataset, batch: Batch, rank: int) -> None:
         settings = recipe.Data.Train.dataset
-        bounds = split_boundaries(settings.split, len(data.sizes))
         self.batch, self.rank = batch, rank
-        tokens = int(data.sizes[bounds[0] : bounds[1]].sum(dtype=np.int64))
-        self.samples_per_epoch = max(1, (tokens - 1) // settings.max_seq_len)
-        self.samples = Samples(
-            data,
-            range(bounds[0], bounds[1]),
-            settings.max_seq_len,
-            recipe.Engine.max_steps * batch.total,
-            recipe.Global.seed,
-        )
+        training = [
+            Share(weight, part, range(split_boundaries(settings.split, len(part.sizes))[1]))
+            for weight, part in data.parts
+        ]
+        count = recipe.Engine.max_steps * batch.total
+        self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed)
+        self.samples_per_epoch = self.samples.per_epoch
+        self._pin = recipe.Global.device != "cpu" and torch.cuda.is_available()
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._step: int | None = None
+        self._tensors: list[Tensor] = []
+        self._ahead: tuple[int, Future[list[Tensor]]] | None = None
 
     def __call__(self, step: int, accumulation: int) -> Tensor:
-        """Tokens (micro, T + 1) of the `step`-th update, counted from 0. A step's samples are the
-        same whatever the number of workers: only who computes them changes."""
+        """Tokens (micro, T + 1) of the `step`-th update, counted from 0; in pinned memory where
+        there is a GPU. A step's samples are the same whatever the number of ranks: only who
+        computes them changes."""
+        if step != self._step:
+            ahead, self._ahead = self._ahead, None
+            self._tensors = (
+                ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
+            )
+            self._step = step
+            self._ahead = step + 1, self._thread.submit(self._read, step + 1)
+        tensor = self._tensors[accumulation]
+        return tensor.pin_memory() if self._pin else tensor
+
+    def documents(self, step: int, accumulation: int) -> list[str]:
+        """For each sample of a micro-batch the documents that it spans, e.g. `17, 4`, of a blend
+        behind the folder of the part, e.g. `1-novels 17, 4`; counted from 0 in the data set."""
+        indexes = self._indexes(step, accumulation)
+        return [self.samples.origin(i % len(self.samples)) for i in indexes]
+
+    def close(self) -> None:
+        """Wait for the read that is under way, and end the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _indexes(self, step: int, accumulation: int) -> range:
         b = self.batch
         first = step * b.total + (accumulation * b.data_parallel + self.rank) * b.micro
-        return _stack(self.samples, range(first, first + b.micro))
+        return range(first, first + b.micro)
+
+    def _read(self, step: int) -> list[Tensor]:
+        accumulations = range(self.batch.accumulate_steps)
+        return [_stack(self.samples, self._indexes(step, i)) for i in accumulations]
 
 
 class EvalBatches:
-    """The same validation batches at every evaluation, divided among the workers."""
+    """The same validation batches at every evaluation, divided among the workers.
+
+    Where there are samples for one full batch all batches are full: those over are left out. Of a
+    blend, a part whose validation documents cannot fill one sequence is left out.
+    """
 
     def __init__(
         self, recipe: Recipe, data: TokenDataset, batch_size: int, batches: int, seed: int = 0
     ) -> None:
         settings = recipe.Data.Eval.dataset
-        bounds = split_boundaries(settings.split, len(data.sizes))
-        documents = range(bounds[1], bounds[2])
-        available = max(int(data.sizes[bounds[1] : bounds[2]].sum()) - 1, 0)
-        self.count = min(available // settings.max_seq_len, batch_size * batches)
+        seq_len, available, shares = settings.max_seq_len, 0, []
+        for weight, part in data.parts:
+            bounds = split_boundaries(settings.split, len(part.sizes))
+            tokens = int(part.sizes[bounds[1] : bounds[2]].sum(dtype=np.int64))
+            if tokens > seq_len:
+                available += (tokens - 1) // seq_len
+                shares.append(Share(weight, part, range(bounds[1], bounds[2])))
+            elif len(data.parts) > 1:
+                log.warning("%s: too few validation documents, not validated on", part.folder)
         self.batch_size = batch_size
-        self.samples: Samples | None = None
+        self.count = min(available, batch_size * batches)
+        if self.count >= batch_size:
+            self.count -= self.count % batch_size
+        self.samples: Samples | BlendedSamples | None = None
         if self.count:
-            self.samples = Samples(data, documents, settings.max_seq_len, self.count, seed)
+            self.samples = draw(shares, seq_len, self.count, seed)
 
     def __len__(self) -> int:
         """0 where the validation part cannot fill one sequence."""
         return -(-self.count // self.batch_size)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Tokens (<= batch_size, T + 1)."""
+        """Tokens (batch_size, T + 1), or fewer rows where that is all there is."""
         if not 0 <= index < len(self) or self.samples is None:
             raise IndexError(index)
         first = index * self.batch_size
@@ -70,13 +120,13 @@ class EvalBatches:
 def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[Tensor]:
     """`Sensitivity.calibration_batches` micro-batches (B, T) of training text."""
     micro = recipe.Global.micro_batch_size
-    batches = TrainBatches(recipe, data, Batch(micro, micro, micro, 1), rank=0)
-    for step in range(recipe.Sensitivity.calibration_batches):
-        yield batches(step, 0)[:, :-1]
+    with closing(TrainBatches(recipe, data, Batch(micro, micro, micro, 1), rank=0)) as batches:
+        for step in range(recipe.Sensitivity.calibration_batches):
+            yield batches(step, 0)[:, :-1]
 
 
 def open_data(folder: Path, recipe: Recipe, vocab_size: int, n_positions: int) -> TokenDataset:
-    """Open a token data set for a model of these limits.
+    """Open a token data set, or a blend, for a model of these limits.
 
     Raises:
         UserError: the vocabulary or the sequence length exceeds the model's.
@@ -98,5 +148,5 @@ def open_data(folder: Path, recipe: Recipe, vocab_size: int, n_positions: int) -
     return data
 
 
-def _stack(samples: Samples, indexes: range) -> Tensor:
+def _stack(samples: Samples | BlendedSamples, indexes: range) -> Tensor:
     return torch.from_numpy(np.stack([samples[i % len(samples)] for i in indexes]))

@@ -1,6 +1,7 @@
 """AdamW with the seeds' groups, and their cosine schedule with linear warm-up."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,10 +11,15 @@ from lathe.settings import LearningRate, OptimizerSettings
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`."""
+def make_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings
+) -> torch.optim.AdamW:
+    """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`.
+
+    The moments are there from the start, as zeros.
+    """
     decayed, plain, bounds = [], [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         if name.endswith("alpha"):
@@ -27,13 +33,26 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim
         {"params": plain, "weight_decay": 0.0, "lr_factor": 1.0},
         {"params": bounds, "weight_decay": 0.0, "lr_factor": PACT_LR_FACTOR},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.lr.max_lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
         fused=True,
     )
+    for parameter in (*decayed, *plain, *bounds):
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def set_step(optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Go on counting from this number of updates."""
+    for values in optimizer.state.values():
+        values["step"].fill_(updates)
 
 
 def learning_rate(step: int, settings: LearningRate) -> float:

@@ -1,12 +1,15 @@
 """The stage that trains a GPT from random weights, or goes on from a given checkpoint."""
 
+import functools
 from pathlib import Path
+
+import torch
 
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.model.checkpoint import checkpoint_digest, load_checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.gpt import GPT
+from lathe.model.gpt import GPT, initial_weight
 from lathe.settings import ModelSettings, Recipe
 from lathe.train.stage import TrainResult, Work, run_training
 
@@ -23,20 +26,25 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
         UserError: a vocabulary or length that does not fit, data too small, a foreign `output`.
     """
 
+    settings = recipe.Model
+
     def make() -> Work:
-        if init is None:
-            config = model_config(recipe, TokenDataset.open(data).vocab_size)
-            model = new_model(config, recipe.Model)
-            model.initialize(
-                recipe.Model.initializer_range,
-                recipe.Global.seed,
-                recipe.Model.scale_residual_init,
-            )
-            return Work("pretrain", model, load_tokenizer(data))
-        start = load_checkpoint(init)
-        model = new_model(start.model.config, recipe.Model)
-        model.load_state_dict(start.model.state_dict())
-        return Work("pretrain", model, start.tokenizer, start.digest)
+        if init is not None:
+            start = load_checkpoint(init)
+            model = new_model(start.model.config, settings)
+            model.load_state_dict(start.model.state_dict())
+            return Work("pretrain", model, start.tokenizer, start.digest)
+        config = model_config(recipe, TokenDataset.open(data).vocab_size)
+        with torch.device("meta"):
+            model = new_model(config, settings)
+        start_of = functools.partial(
+            initial_weight,
+            config=config,
+            std=settings.initializer_range,
+            seed=recipe.Global.seed,
+            scale_residual=settings.scale_residual_init,
+        )
+        return Work("pretrain", model, load_tokenizer(data), weights=start_of)
 
     inputs = {"init": checkpoint_digest(init)} if init else {}
     return run_training(recipe, data, output, inputs, make)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from torch.distributed import ProcessGroup
 
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -18,19 +19,29 @@ from lathe.model.checkpoint import MARKER, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
 from lathe.storage import atomic_file
+from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
-from lathe.train.trainer import STATE, Trainer
+from lathe.train.parallel import Stage, Weights, build_stages
+from lathe.train.state import load_tensors, saved_steps
+from lathe.train.trainer import STATE, Progress, Trainer
 from lathe.train.workers import join_workers
 
 log = logging.getLogger("lathe")
 
 CLAIM = "run.json"
 
-# Settings that a run may change between being killed and going on.
+# Settings that a run may change between being killed and going on. The layout of processes is
+# among them: what a step computes depends on the global batch size alone.
 FREE: Any = {
-    "Engine": {"logging_freq", "save_load"},
+    "Global": {"device", "local_batch_size", "micro_batch_size", "global_batch_size"},
+    "Engine": {"logging_freq", "save_load", "accumulate_steps", "compile"},
+    "Model": {"use_recompute", "recompute_granularity", "sequence_parallel", "virtual_pp_degree"},
     **dict.fromkeys(
-        ("Generation", "Offline_Eval", "Export", "Serving", "Gate", "Sensitivity", "Prepare"), True
+        (
+            *("Distributed", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
+            *("Sensitivity", "Prepare"),
+        ),
+        True,
     ),
 }
 
@@ -61,16 +72,20 @@ class Work:
     """A model to train, and what its checkpoint says of it.
 
     Attributes:
-        after_step: see `Trainer`.
-        before_save: last change to the model, e.g. writing ranges into its plan.
+        model: whole, on the CPU; on the meta device where `weights` gives the values.
+        weights: see `lathe.train.parallel.Weights`; None: the model's own.
+        after_step: called with a part of the model, as this process trains it, and the group of
+            processes that hold the same part, after every update.
+        before_save: last change to the whole trained model, e.g. writing ranges into its plan.
     """
 
     stage: str
     model: GPT
     tokenizer: Tokenizer
     parent: str | None = None
-    after_step: Callable[[], None] | None = None
-    before_save: Callable[[], None] | None = None
+    weights: Weights | None = None
+    after_step: Callable[[GPT, ProcessGroup], None] | None = None
+    before_save: Callable[[GPT], None] | None = None
 
 
 def run_training(
@@ -84,63 +99,75 @@ def run_training(
 
     Raises:
         UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
+        Preempted: SIGTERM came; the same call goes on.
     """
-    _check_degrees(recipe)
     card = json.dumps(TokenDataset.open(data).card, sort_keys=True)
-    identity = _identity(recipe, {**inputs, "data": _digest(card)})
-    finished = _claim(output, identity)
-    if finished is not None:
-        log.info("%s is finished: nothing to do", output)
-        return finished
-    with join_workers(recipe.Global) as workers:
+    with join_workers(recipe) as workers:
+        identity = {
+            "settings": _digest(recipe.model_dump_json(exclude=FREE)),
+            "global_batch_size": resolve_batch(recipe, workers.data_size).total,
+            **inputs,
+            "data": _digest(card),
+        }
+        if workers.is_first:
+            _claim(output, identity)
+        workers.barrier()
+        if (output / MARKER).is_file():
+            log.info("%s is finished: nothing to do", output)
+            return _read_result(output)
         work = make()
         config = work.model.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-        trainer = Trainer(recipe, work.model, tokens, output, workers, work.after_step)
-        at = trainer.run()
-        if work.before_save is not None:
-            work.before_save()
-        figures: dict[str, Any] = {
-            "step": at.step,
-            "loss": at.loss,
-            "first_eval_loss": at.first_eval_loss,
-            "eval_loss": at.eval_loss,
-            "tokens_per_second": at.tokens / at.seconds,
-            "n_params": config.n_params(),
-        }
+        weights = work.weights or _own_weights(work.model)
+        stages = build_stages(work.model, weights, recipe, workers)
+
+        def after_step(stage: Stage) -> None:
+            if work.after_step is not None:
+                work.after_step(stage.gpt, workers.replicas)
+
+        at = Trainer(recipe, stages, tokens, output, workers, after_step).run()
         if workers.is_first:
-            model = work.model.cpu()
-            parent, tokenizer = work.parent, work.tokenizer
-            save_checkpoint(output, model, tokenizer, work.stage, recipe, parent, figures)
-            shutil.rmtree(output / STATE, ignore_errors=True)
+            _write_checkpoint(recipe, output, work, at)
         workers.barrier()
-    return TrainResult(output, **figures)
+    return _read_result(output)
 
 
-def _check_degrees(recipe: Recipe) -> None:
-    degrees = recipe.Distributed
-    for name, degree in (
-        ("mp_degree", degrees.mp_degree),
-        ("pp_degree", degrees.pp_degree),
-        ("sharding.sharding_degree", degrees.sharding.sharding_degree),
-    ):
-        if degree > 1:
-            raise UserError(
-                f"Distributed.{name} is {degree}: training is data parallel only",
-                f"-o Distributed.{name}=1, and dp_degree for the number of processes",
-            )
+def _own_weights(model: GPT) -> Weights:
+    tensors = model.state_dict()
+    return lambda name, shape: tensors[name]
 
 
-def _identity(recipe: Recipe, inputs: dict[str, str]) -> dict[str, Any]:
-    return {"settings": _digest(recipe.model_dump_json(exclude=FREE)), **inputs}
+def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress) -> None:
+    """The whole model, gathered from the last saved state, which is then deleted."""
+    model = work.model.to_empty(device="cpu")
+    load_tensors(
+        saved_steps(output / STATE)[-1],
+        {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+    )
+    if work.before_save is not None:
+        work.before_save(model)
+    figures: dict[str, Any] = {
+        "step": at.step,
+        "loss": at.loss,
+        "first_eval_loss": at.first_eval_loss,
+        "eval_loss": at.eval_loss,
+        "tokens_per_second": at.tokens / at.seconds,
+        "n_params": model.config.n_params(),
+    }
+    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, work.parent, figures)
+    shutil.rmtree(output / STATE)
+
+
+def _read_result(output: Path) -> TrainResult:
+    return TrainResult(output, **json.loads((output / MARKER).read_text())["metrics"])
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _claim(output: Path, identity: dict[str, Any]) -> TrainResult | None:
-    """Make `output` this run's folder; its result if it is finished."""
+def _claim(output: Path, identity: dict[str, Any]) -> None:
+    """Make `output` this run's folder."""
     claim = output / CLAIM
     if claim.is_file():
         found = json.loads(claim.read_text())
@@ -150,13 +177,9 @@ def _claim(output: Path, identity: dict[str, Any]) -> TrainResult | None:
                 f"{output}: holds a run with other {' and '.join(different)}",
                 "give another --output, or delete the folder",
             )
-        marker = output / MARKER
-        if marker.is_file():
-            return TrainResult(output, **json.loads(marker.read_text())["metrics"])
-        return None
+        return
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output}: not empty, and not a run of Lathe", "give another --output")
     output.mkdir(parents=True, exist_ok=True)
     with atomic_file(claim) as work:
         work.write_text(json.dumps(identity, indent=2) + "\n")
-    return None

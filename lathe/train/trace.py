@@ -1,4 +1,5 @@
-"""What a run tells while it trains: `train.jsonl`, the seeds' log line, and the progress bar."""
+"""What a run tells while it trains: `train.jsonl`, TensorBoard events, the seeds' log line, and the
+progress bar."""
 
 import json
 import logging
@@ -14,11 +15,19 @@ from lathe.train.batch import Batch
 log = logging.getLogger("lathe")
 
 TRACE = "train.jsonl"
+EVENTS = "tensorboard"
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; loss in nats a token, times in seconds."""
+    """One optimizer step; loss in nats a token, times in seconds.
+
+    Attributes:
+        reader_seconds: of `step_seconds`, the wait for the batch.
+        mfu: model FLOPs utilization, 0 to 1; see `lathe.train.flops`.
+        loss_scale: 1 where the loss is not scaled.
+        skipped_steps: updates left out since the run began, as their gradients overflowed float16.
+    """
 
     step: int
     loss: float
@@ -27,10 +36,14 @@ class StepRecord:
     tokens_per_second: float
     step_seconds: float
     reader_seconds: float
+    mfu: float
+    loss_scale: float
+    skipped_steps: int
 
 
 class Trace:
-    """The record of a run, from the step that it starts or resumes at."""
+    """The record of a run, from the step that it starts or resumes at: what an earlier attempt
+    wrote of later steps goes."""
 
     def __init__(
         self, folder: Path, step: int, batch: Batch, epoch_samples: int, logging_freq: int
@@ -38,10 +51,14 @@ class Trace:
         self.path = folder / TRACE
         self.batch, self.epoch_samples, self.logging_freq = batch, epoch_samples, logging_freq
         self.pending: list[StepRecord] = []
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
+        first = step + 1 if step else 0  # a run from the start evaluates at step 0 again
+        kept = [line for line in self._lines() if json.loads(line)["step"] < first]
         with atomic_file(self.path) as work:
             work.write_text("".join(kept))
         self.file = self.path.open("a")
+        from torch.utils.tensorboard import SummaryWriter  # a third of a second
+
+        self.events = SummaryWriter(folder / EVENTS, purge_step=first)
 
     def _lines(self) -> list[str]:
         """Whole lines only: a kill may have cut the last one."""
@@ -51,6 +68,16 @@ class Trace:
 
     def step(self, record: StepRecord, progress: Bar) -> None:
         self._write(asdict(record))
+        self._plot(
+            record.step,
+            {
+                "train/loss": record.loss,
+                "train/learning_rate": record.lr,
+                "train/grad_norm": record.grad_norm,
+                "train/tokens_per_second": record.tokens_per_second,
+                "train/mfu": record.mfu,
+            },
+        )
         self.pending.append(record)
         status = f"loss {record.loss:.3f}, {record.tokens_per_second:,.0f} tokens/s"
         progress.advance(1, status)
@@ -61,26 +88,38 @@ class Trace:
     def evaluation(self, step: int, loss: float) -> None:
         perplexity = math.exp(loss)
         self._write({"step": step, "eval_loss": loss, "eval_perplexity": perplexity})
+        self._plot(step, {"validation/loss": loss, "validation/perplexity": perplexity})
         log.info("validation at step %d: loss %.4f, perplexity %.2f", step, loss, perplexity)
 
     def close(self) -> None:
         self.file.close()
+        self.events.close()
 
     def _write(self, values: dict[str, Any]) -> None:
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
 
+    def _plot(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self.events.add_scalar(name, value, step)
+        self.events.flush()
+
     def _line(self) -> str:
         last, n = self.pending[-1], len(self.pending)
-        cost = sum(r.step_seconds for r in self.pending) / n
+        seconds = sum(r.step_seconds for r in self.pending)
+        cost = seconds / n
         reader = sum(r.reader_seconds for r in self.pending) / n
-        total = sum(r.tokens_per_second * r.step_seconds for r in self.pending) / n / cost
+        total = sum(r.tokens_per_second * r.step_seconds for r in self.pending) / seconds
+        mfu = sum(r.mfu * r.step_seconds for r in self.pending) / seconds
         each = total / self.batch.data_parallel
         epoch = (last.step - 1) * self.batch.total // self.epoch_samples
-        return (
+        line = (
             f"global step {last.step}, epoch: {epoch}, batch: {last.step - 1}, "
             f"loss: {last.loss:.9f}, avg_reader_cost: {reader:.5f} sec, "
             f"avg_batch_cost: {cost:.5f} sec, speed: {1 / cost:.2f} step/s, "
             f"ips_total: {total:.0f} tokens/s, ips: {each:.0f} tokens/s, "
-            f"learning rate: {last.lr:.5e}"
+            f"learning rate: {last.lr:.5e}, mfu: {mfu:.3f}"
         )
+        if last.loss_scale != 1:
+            line += f", loss_scale: {last.loss_scale:.10g}, skipped: {last.skipped_steps}"
+        return line

@@ -3,27 +3,35 @@
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch import Tensor
 
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
-from lathe.model.gpt import GPT
+from lathe.errors import Preempted, UserError
 from lathe.progress import bar
 from lathe.settings import Recipe
+from lathe.train import state
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
-from lathe.train.optimizer import learning_rate, make_optimizer, set_learning_rate
-from lathe.train.state import load_state, save_state, saved_steps
+from lathe.train.flops import flops_per_token, peak_flops
+from lathe.train.gradients import (
+    LossScale,
+    TiedEmbedding,
+    scale_gradients,
+    settle_partial,
+    squared_norm,
+)
+from lathe.train.optimizer import learning_rate, make_optimizer, set_learning_rate, set_step
+from lathe.train.parallel import Stage
+from lathe.train.passes import Passes, PipelinePasses
+from lathe.train.preemption import watch_for_preemption
 from lathe.train.trace import StepRecord, Trace
-from lathe.train.workers import Workers
+from lathe.train.workers import DIMS, Workers
 
 log = logging.getLogger("lathe")
 
@@ -35,6 +43,7 @@ class Progress:
     """Where a run is; saved and restored whole. Losses in nats a token, NaN where unknown."""
 
     step: int = 0
+    updates: int = 0
     loss: float = math.nan
     first_eval_loss: float = math.nan
     eval_loss: float = math.nan
@@ -43,130 +52,189 @@ class Progress:
 
 
 class Trainer:
-    """Trains `model` in place to `Engine.max_steps`, with state and trace under `output`.
+    """Trains this process's `stages` to `Engine.max_steps`, with state and trace under `output`.
 
     Args:
-        after_step: called after every update, for range observers and the like.
+        after_step: called with every stage after every update, for range observers and the like.
 
     Raises:
         UserError: batch sizes that do not divide, data too small, a loss that is not finite.
+        Preempted: SIGTERM came; the state is saved.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        model: GPT,
+        stages: Sequence[Stage],
         data: TokenDataset,
         output: Path,
         workers: Workers,
-        after_step: Callable[[], None] | None = None,
+        after_step: Callable[[Stage], None] | None = None,
     ) -> None:
         self.recipe, self.engine, self.workers = recipe, recipe.Engine, workers
-        self.output, self.after_step = output, after_step
-        self.batch = resolve_batch(recipe, workers.size)
+        self.output, self.stages, self.after_step = output, stages, after_step
+        self.batch = resolve_batch(recipe, workers.data_size)
         self.seq_len = recipe.Data.Train.dataset.max_seq_len
-        self.batches = TrainBatches(recipe, data, self.batch, workers.rank)
+        self.batches = TrainBatches(recipe, data, self.batch, workers.data_rank)
         self.validation = EvalBatches(recipe, data, self.batch.micro, self.engine.eval_iters)
         if not len(self.validation):
             log.warning("the validation part cannot fill one sequence: no validation loss")
-        self.model = model.to(workers.device)
-        self.model.set_recompute(recipe.Model.recompute)
         frozen = recipe.Compress.Quantization.freeze_embedding
-        for embedding in (self.model.wte, self.model.wpe):
-            embedding.requires_grad_(not frozen)
-        self.optimizer = make_optimizer(self.model, recipe.Optimizer)
-        self.parallel: nn.Module = self.model
-        if workers.size > 1:
-            self.parallel = DistributedDataParallel(self.model, forward_sync_buffers=False)
-        self.forward = torch.compile(self.parallel) if self.engine.compile else self.parallel
+        for name, parameter in self._named_parameters():
+            parameter.requires_grad_(not (frozen and name in ("wte.weight", "wpe.weight")))
+        self.parameters = [p for _, p in self._named_parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(self._named_parameters(), recipe.Optimizer)
+        self.tied = TiedEmbedding(stages, workers)
+        self.passes: Passes | PipelinePasses
+        if workers.mesh["pp"].size() > 1:
+            self.passes = PipelinePasses(stages, recipe, self.batch, workers)
+        else:
+            self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage)
         precision = self.engine.mix_precision
-        self.dtype = getattr(torch, precision.dtype)
-        self.scaler = torch.amp.GradScaler(
-            workers.device.type, precision.scale_loss, enabled=self.dtype == torch.float16
+        self.loss_scale = LossScale(
+            precision.scale_loss if precision.dtype == "float16" else 1.0,
+            precision.use_dynamic_loss_scaling,
         )
+        config = stages[0].gpt.config
+        peak = peak_flops(workers.device, stages[0].dtype) * workers.size
+        self.mfu_of_speed = flops_per_token(config, self.seq_len) / peak
+        self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
         self.at = Progress()
 
     def run(self) -> Progress:
-        """Train on from the newest saved state, or from the start."""
+        """Train on from the newest saved state, or from the start, and leave the last one saved."""
         self._resume()
         trace = self._open_trace()
         if self.at.step == 0:
             self.at.first_eval_loss = self._evaluate(trace)
-        with bar("train", self.engine.max_steps, logs=False) as progress:
+        with (
+            bar("train", self.engine.max_steps, logs=False) as progress,
+            watch_for_preemption() as asked,
+        ):
             progress.advance(self.at.step)
             while self.at.step < self.engine.max_steps:
-                record = self._train_step()
+                record, preempted = self._train_step(asked())
                 if trace:
                     trace.step(record, progress)
                 step = self.at.step
-                if step % self.engine.eval_freq == 0 or step == self.engine.max_steps:
+                ended = step == self.engine.max_steps
+                if step % self.engine.eval_freq == 0 or ended:
                     self._evaluate(trace)
-                if step % self.engine.save_load.save_steps == 0:
+                if step % self.engine.save_load.save_steps == 0 or ended or preempted:
                     self._save()
+                self.states.poll()
+                if preempted and not ended:
+                    self.states.wait()
+                    raise Preempted(
+                        f"saved at step {step} in {self.output}; the same command goes on"
+                    )
+            self.states.wait()
+        self.batches.close()
         if trace:
             trace.close()
         return self.at
 
-    def _train_step(self) -> StepRecord:
-        started, reading = time.perf_counter(), 0.0
-        step, accumulate = self.at.step, self.batch.accumulate_steps
+    def _train_step(self, preempted: bool) -> tuple[StepRecord, bool]:
+        """One update; also tells whether any process was asked to end."""
+        started, step = time.perf_counter(), self.at.step
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         set_learning_rate(self.optimizer, rate)
-        self.model.train()
-        total = torch.zeros((), device=self.workers.device)
-        for i in range(accumulate):
-            read_from = time.perf_counter()
-            tokens = self.batches(step, i).to(self.workers.device)
-            reading += time.perf_counter() - read_from
-            with self._synchronize_gradients(last=i == accumulate - 1):
-                loss = self._loss(self.forward, tokens) / accumulate
-                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        loss_value = float(self.workers.mean(total))
-        if not math.isfinite(loss_value) and not self.scaler.is_enabled():
-            raise UserError(
-                f"loss is {loss_value} at step {step + 1}",
-                "lower Optimizer.lr.max_lr, lengthen the warm-up, or look at the data",
-            )
-        self.scaler.unscale_(self.optimizer)
-        clip = self.recipe.Optimizer.grad_clip.clip_norm
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        for stage in self.stages:
+            stage.train()
+        batches = [
+            self._to_device(self.batches(step, i)) for i in range(self.batch.accumulate_steps)
+        ]
+        reading = time.perf_counter() - started
+        losses = self.passes.train(batches, self.loss_scale.value)  # (accumulate_steps,)
+        settle_partial(self.parameters)
+        self.tied.settle()
+        counted = self.parameters
+        if self.tied.is_second_copy:
+            counted = [p for p in counted if p is not self.tied.table]
+        norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
+        copies = self.workers.data_size * self.workers.mesh["mp"].size()
+        shares = torch.stack(
+            [losses.sum() / copies, norm_share, torch.tensor(float(preempted)).to(losses.device)]
+        )
+        loss, squares, asked = self.workers.sum(shares).tolist()
+        norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            clip = self.recipe.Optimizer.grad_clip.clip_norm
+            factor = min(1.0, clip / (norm + 1e-6)) / self.loss_scale.value
+            if factor != 1.0:
+                scale_gradients(self.parameters, factor)
+            self.optimizer.step()
+            self.at.updates += 1
+        elif self.loss_scale.exhausted:
+            self._stop_at_non_finite(losses, norm_share)
+        self.loss_scale.update(finite)
         self.optimizer.zero_grad(set_to_none=True)
         if self.after_step is not None:
-            self.after_step()
-        seconds, tokens_seen = time.perf_counter() - started, self.batch.total * self.seq_len
-        self.at.step, self.at.loss = step + 1, loss_value
-        self.at.tokens += tokens_seen
+            for stage in self.stages:
+                self.after_step(stage)
+        seconds, tokens = time.perf_counter() - started, self.batch.total * self.seq_len
+        self.at.step, self.at.loss = step + 1, loss
+        self.at.tokens += tokens
         self.at.seconds += seconds
-        speed = tokens_seen / seconds
-        return StepRecord(step + 1, loss_value, rate, norm, speed, seconds, reading)
+        speed = tokens / seconds
+        record = StepRecord(
+            step=step + 1,
+            loss=loss,
+            lr=rate,
+            grad_norm=norm,
+            tokens_per_second=speed,
+            step_seconds=seconds,
+            reader_seconds=reading,
+            mfu=speed * self.mfu_of_speed,
+            loss_scale=self.loss_scale.value,
+            skipped_steps=self.loss_scale.skipped_steps,
+        )
+        return record, asked > 0
 
-    def _synchronize_gradients(self, last: bool) -> nullcontext[None]:
-        """Workers exchange gradients once a step, after the last accumulation."""
-        if last or not isinstance(self.parallel, DistributedDataParallel):
-            return nullcontext()
-        return self.parallel.no_sync()  # type: ignore[return-value]
-
-    def _loss(self, model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        with torch.autocast(self.workers.device.type, self.dtype, self.dtype != torch.float32):
-            return next_token_loss(model, tokens)
+    def _stop_at_non_finite(self, losses: Tensor, norm_share: Tensor) -> None:
+        """Raise with the rank and the documents of the micro-batches that are to blame."""
+        bad = [i for i, loss in enumerate(losses.tolist()) if not math.isfinite(loss)]
+        if not bad and not math.isfinite(float(norm_share)):
+            bad = list(range(len(losses)))
+        documents = [d for i in bad for d in self.batches.documents(self.at.step, i)]
+        everywhere: list[list[str]] = [[] for _ in range(self.workers.size)]
+        dist.all_gather_object(everywhere, documents, group=self.workers.files)
+        places = [f"rank {r}, documents {', '.join(d)}" for r, d in enumerate(everywhere) if d]
+        raise UserError(
+            f"step {self.at.step + 1}: loss or gradient is not finite on {'; '.join(places)}",
+            "look at these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
+            f"saved state is in {self.output / STATE}",
+        )
 
     @torch.no_grad()
     def _evaluate(self, trace: Trace | None) -> float:
-        """Mean loss over `Engine.eval_iters` validation batches, the same ones every time."""
-        self.model.eval()
+        """Mean loss over `Engine.eval_iters` validation batches, the same ones every time.
+
+        Every process makes the same number of passes, since a pass may need all of them: what is
+        beyond the last batch is the first one again, and does not count.
+        """
+        for stage in self.stages:
+            stage.eval()
         sums = torch.zeros(2, device=self.workers.device)  # (loss * samples, samples)
-        for i in range(self.workers.rank, len(self.validation), self.workers.size):
-            tokens = self.validation[i].to(self.workers.device)
-            sums[0] += self._loss(self.model, tokens) * len(tokens)
-            sums[1] += len(tokens)
-        sums = self.workers.mean(sums)
-        self.at.eval_loss = float(sums[0] / sums[1])
-        if trace and len(self.validation):
+        for first in range(0, len(self.validation), self.workers.data_size):
+            index = first + self.workers.data_rank
+            counts = index < len(self.validation) and self.stages[-1].is_last
+            tokens = self._to_device(self.validation[index if index < len(self.validation) else 0])
+            loss = self.passes.evaluate(tokens)
+            if counts:
+                sums += torch.stack([loss * len(tokens), torch.full_like(loss, len(tokens))])
+        total, samples = self.workers.sum(sums).tolist()
+        self.at.eval_loss = total / samples if samples else math.nan
+        if trace and samples:
             trace.evaluation(self.at.step, self.at.eval_loss)
         return self.at.eval_loss
+
+    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [pair for stage in self.stages for pair in stage.gpt.named_parameters()]
+
+    def _to_device(self, tokens: Tensor) -> Tensor:
+        return tokens.to(self.workers.device, non_blocking=True)
 
     def _open_trace(self) -> Trace | None:
         if not self.workers.is_first:
@@ -175,44 +243,40 @@ class Trainer:
         frequency = self.engine.logging_freq
         return Trace(self.output, self.at.step, self.batch, epoch_samples, frequency)
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return state.model_tensors(self.stages) | state.optimizer_tensors(
+            self.stages, self.optimizer
+        )
+
     def _save(self) -> None:
-        """All workers together: the first writes everyone's RNG state beside its own model."""
-        generators = self.workers.gather(_rng_state(self.workers.device))
-        if self.workers.is_first:
-            extra = {"progress": vars(self.at), "scaler": self.scaler.state_dict()}
-            folder, keep = self.output / STATE, self.engine.save_load.keep
-            state = (self.at.step, self.model, self.optimizer, generators, extra, keep)
-            save_state(folder, *state)
-        self.workers.barrier()
+        extra = {
+            "layout": list(self.workers.mesh.shape),
+            "progress": asdict(self.at),
+            "loss_scale": asdict(self.loss_scale),
+        }
+        tensors = self._tensors() | state.rng_tensors(self.workers)
+        self.states.save(self.at.step, tensors, extra)
 
     def _resume(self) -> None:
-        torch.manual_seed(self.recipe.Global.seed + self.workers.rank)
-        states = saved_steps(self.output / STATE)
-        if not states:
-            return
-        generators, extra = load_state(states[-1], self.model, self.optimizer)
-        self.at = Progress(**extra["progress"])
-        self.scaler.load_state_dict(extra["scaler"])
-        if len(generators) == self.workers.size:
-            _set_rng_state(self.workers.device, generators[self.workers.rank])
-        if self.workers.is_first:
-            log.info("resuming at step %d from %s", self.at.step, states[-1])
+        saved = state.saved_steps(self.output / STATE)
+        card = state.read_card(saved[-1]) if saved else None
+        if card:
+            self.at = Progress(**card["progress"])
+            self.loss_scale = LossScale(**card["loss_scale"])
+            state.load_tensors(saved[-1], self._tensors())
+            set_step(self.optimizer, self.at.updates)
+            if self.workers.is_first:
+                log.info("resuming at step %d from %s", self.at.step, saved[-1])
+        if card and card["layout"] == list(self.workers.mesh.shape):
+            generators = state.rng_tensors(self.workers)
+            state.load_tensors(saved[-1], generators)
+            state.set_rng(generators, self.workers)
+        else:
+            torch.manual_seed(self._seed())
 
-
-def next_token_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, nats a token, of predicting tokens[:, 1:] of (B, T + 1) tokens."""
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def _rng_state(device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_rng_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    def _seed(self) -> int:
+        """Dropout differs between parts of a batch and stages, and is one along `mp`, where all
+        have the same hidden states, unless the sequence is divided."""
+        pp, dp, sharding, mp = (self.workers.at(dim) for dim in DIMS)
+        place = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
+        return hash((self.recipe.Global.seed, self.at.step, *place)) % 2**63

@@ -1,4 +1,4 @@
-"""This process's place among the data-parallel workers that torchrun started, if it did."""
+"""This process's place among those that torchrun started, if it did: rank, device and mesh."""
 
 import os
 from collections.abc import Iterator
@@ -8,54 +8,103 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lathe.settings import GlobalSettings
+from lathe.errors import UserError
+from lathe.settings import DistributedSettings, Recipe
+
+DIMS = ("pp", "dp", "sharding", "mp")
+"""Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Rank and number of data-parallel workers, and the device that this one computes on."""
+    """Rank and number of the processes, the device that this one computes on, and their mesh.
+
+    Attributes:
+        mesh: of `DIMS`; along `dp` and `sharding` the batch is divided, along `mp` every linear,
+            along `pp` the layers.
+        replicas: the processes that hold the same layers as this one.
+        files: a group over all, on the CPU, for what is written and read beside the training.
+    """
 
     rank: int
     size: int
     device: torch.device
+    mesh: DeviceMesh
+    replicas: dist.ProcessGroup
+    files: dist.ProcessGroup
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def mean(self, value: Tensor) -> Tensor:
-        """The average over all workers, on every worker."""
-        if self.size > 1:
-            dist.all_reduce(value)
-            value /= self.size
-        return value
+    @property
+    def data_size(self) -> int:
+        """Parts into which a global batch is divided."""
+        return self.mesh["dp"].size() * self.mesh["sharding"].size()
 
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """Everyone's tensor of one shape, in rank order, on every worker."""
-        if self.size == 1:
-            return [value]
-        gathered = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(gathered, value)
-        return gathered
+    @property
+    def data_rank(self) -> int:
+        return self.at("dp") * self.mesh["sharding"].size() + self.at("sharding")
+
+    def at(self, dim: str) -> int:
+        """This process's coordinate in a dimension of the mesh."""
+        return self.mesh.get_local_rank(dim)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """In place, over all processes."""
+        dist.all_reduce(values)
+        return values
 
     def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
+        dist.barrier(self.files)
 
 
 @contextmanager
-def join_workers(settings: GlobalSettings) -> Iterator[Workers]:
-    """Join the process group that torchrun's environment describes; alone without one."""
+def join_workers(recipe: Recipe) -> Iterator[Workers]:
+    """Join the process group that torchrun's environment describes; a group of one without it.
+
+    Raises:
+        UserError: the recipe's degrees do not multiply to the number of processes.
+    """
+    device = _device(recipe.Global.device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    use_gpu = settings.device == "gpu" or (settings.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_gpu else "cpu"
-    if use_gpu:
-        torch.cuda.set_device(device)
-    if size > 1:
-        dist.init_process_group("nccl" if use_gpu else "gloo")
+    shape = mesh_shape(recipe.Distributed, size)
+    store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield Workers(rank, size, torch.device(device))
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMS)
+        replicas = mesh["dp", "sharding", "mp"]._flatten("replicas").get_group()
+        yield Workers(rank, size, device, mesh, replicas, dist.new_group(backend="gloo"))
     finally:
-        if size > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+
+
+def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int, int]:
+    """Degrees in the order of `DIMS` that multiply to `size`; `dp_degree: auto` is what is left.
+
+    Raises:
+        UserError: there are none.
+    """
+    pp, mp, sharding = settings.pp_degree, settings.mp_degree, settings.sharding.sharding_degree
+    inner = pp * mp * sharding
+    dp = max(1, size // inner) if settings.dp_degree == "auto" else settings.dp_degree
+    if dp * inner != size:
+        raise UserError(
+            f"Distributed asks for {dp} (dp) * {mp} (mp) * {pp} (pp) * {sharding} (sharding) = "
+            f"{dp * inner} processes, and there are {size}",
+            f"start {dp * inner} processes, or let the degrees multiply to {size}",
+        )
+    return pp, dp, sharding, mp
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("Global.device is gpu and torch sees none", "-o Global.device=auto")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device

@@ -13,14 +13,8 @@ TOKENS = torch.arange(40).view(2, 20)
 def test_choice_is_the_lowest_mean_magnitude(small_gpt: GPT) -> None:
     kept = choose_uniform(small_gpt, "l1_norm", 0.25)
     for block, layer in zip(small_gpt.h, kept, strict=True):
-        qkv = block.attn.c_attn.weight.detach().numpy()  # rows: q heads, k heads, v heads
-        width = 4 * 12
-        scores = [
-            np.mean(
-                [abs(qkv[p * width + h * 12 : p * width + (h + 1) * 12]).mean() for p in range(3)]
-            )
-            for h in range(4)
-        ]
+        qkv = block.attn.c_attn.weight.detach().numpy()  # rows: q, k, v of a head
+        scores = [abs(qkv[h * 36 : (h + 1) * 36]).mean() for h in range(4)]
         assert layer.heads.tolist() == sorted(np.argsort(scores)[1:].tolist())
         channels = abs(block.mlp.c_fc.weight.detach().numpy()).mean(1)
         assert layer.channels.tolist() == sorted(np.argsort(channels)[24:].tolist())

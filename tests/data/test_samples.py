@@ -1,5 +1,6 @@
 """Megatron's builder, against a slow literal transcription of its rules."""
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -9,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe.data.megatron import TokenArrays
-from lathe.data.samples import Samples, split_boundaries
-from lathe.data.tokens import TokenDataset
+from lathe.data.samples import BLOCK, SampleIndex, Samples, split_boundaries
+from lathe.data.tokens import TokenSequences
 from lathe.errors import UserError
 
 
-def data_set(sizes: list[int]) -> TokenDataset:
+def data_set(sizes: list[int]) -> TokenSequences:
     """Documents of these sizes, every token with a value of its own."""
     lens = np.array(sizes, np.int32)
     ends = np.cumsum(lens, dtype=np.int64)
     arrays = TokenArrays(np.arange(lens.sum()), ends - lens, lens, np.arange(len(sizes) + 1))
-    return TokenDataset(Path("memory"), {}, arrays)
+    return TokenSequences(Path("memory"), {}, arrays)
 
 
 def reference(
-    dataset: TokenDataset, documents: range, seq_len: int, num_samples: int, seed: int
+    dataset: TokenSequences, documents: range, seq_len: int, num_samples: int, seed: int
 ) -> tuple[int, list[int], list[tuple[int, int]], list[int], list[list[int]]]:
     """Token by token and epoch by epoch: epochs, doc_idx, sample_idx, shuffle_idx, samples."""
     rng = np.random.RandomState(seed)
@@ -108,6 +109,48 @@ def test_last_epoch_is_apart_below_80_percent() -> None:
         assert built.epochs == 2 and len(built) == 399
         assert (sorted(built.doc_idx[:100].tolist()) == list(range(100))) == apart
         assert (sorted(built.shuffle_idx[:199].tolist()) == list(range(199))) == apart
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "seq_len", "seed", "epochs", "samples", "digest"),
+    [
+        (300, 64, 1234, 1, 748, "b386e587e236ae64"),
+        (1100, 64, 1024, 2, 1496, "072c7c654ae02b64"),  # the second epoch apart
+        (1450, 64, 7, 2, 1496, "6802de064233d869"),  # 80 % of it or more: not apart
+        (5000, 32, 99, 4, 5987, "4c31f61bcbf7ec6a"),
+        (40, 1024, 1234, 1, 46, "5e790c8096ec4c8b"),
+        (160, 1024, 0, 4, 187, "685385701a4e4323"),
+    ],
+)
+def test_equals_the_index_files_of_megatron(
+    num_samples: int, seq_len: int, seed: int, epochs: int, samples: int, digest: str
+) -> None:
+    """SHA-256 of the three arrays that Megatron-LM's own functions made of these 450 documents."""
+    sizes = (np.arange(500) * 7919 % 211 + 1).astype(np.int32)
+    built = SampleIndex(sizes, range(20, 470), seq_len, num_samples, seed)
+    assert (built.epochs, len(built)) == (epochs, samples)
+    arrays = (built.doc_idx, built.sample_idx, built.shuffle_idx)
+    assert hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()[:16] == digest
+
+
+def test_blocks_of_documents_and_of_samples_join() -> None:
+    """More documents than a block, with some two samples each: every token's place spelled out."""
+    sizes = np.random.RandomState(0).randint(0, 5, BLOCK + 1000).astype(np.int32)
+    built = SampleIndex(sizes, range(len(sizes)), seq_len=1, num_samples=1, seed=3)
+    laid_out = sizes[built.doc_idx]
+    positions = np.repeat(np.arange(len(sizes)), laid_out)
+    begins = np.repeat(np.cumsum(laid_out) - laid_out, laid_out)
+    assert len(built) == len(positions) - 1 > 2 * BLOCK
+    np.testing.assert_array_equal(built.sample_idx[1:, 0], positions[1:])
+    np.testing.assert_array_equal(built.sample_idx[1:, 1], (np.arange(len(positions)) - begins)[1:])
+
+
+def test_origin_names_the_documents_with_tokens_in_the_sample() -> None:
+    built = Samples(data_set([4, 2, 0, 5]), range(4), seq_len=3, num_samples=3, seed=5)
+    document_of = [0] * 4 + [1] * 2 + [3] * 5  # of each token, whose value is its position
+    for i in range(len(built)):
+        spanned = dict.fromkeys(document_of[token] for token in built[i].tolist())
+        assert built.origin(i) == ", ".join(map(str, spanned))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,15 @@ from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel
 
 from lathe.export.graph import build, quantize_weight
-from lathe.export.stage import weights
+from lathe.model.checkpoint import hf_tensors
 from lathe.model.config import QuantizationPlan
 from lathe.model.fake_quant import fake_quantize_weight
+from lathe.model.gpt import GPT
 from tests.small_export import PRUNED, UNIFORM, make_model, random_tokens, save, write_unproven
+
+
+def weights(model: GPT) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in hf_tensors(model).items()}
 
 
 def test_float_logits_are_those_of_transformers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

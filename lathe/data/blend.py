@@ -1,0 +1,128 @@
+"""Several token data sets as one folder, to train on a blend of them."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lathe.data.tokenizer import load_tokenizer
+from lathe.data.tokens import CARD, TokenBlend, TokenDataset, TokenSequences
+from lathe.errors import UserError
+from lathe.storage import atomic_folder
+
+HELD_OUT = ("heldout.txt", "cloze.jsonl")
+MOST_PARTS = 255  # a part's number is one byte
+
+
+def parse_part(text: str) -> tuple[Path, float]:
+    """`FOLDER=WEIGHT` as the two; raises UserError where it is not that."""
+    folder, equals, weight = text.rpartition("=")
+    if not folder or not equals:
+        raise UserError(f"{text}: not of the form FOLDER=WEIGHT", "write run/novels=0.7")
+    try:
+        return Path(folder), float(weight)
+    except ValueError:
+        raise _bad_weight(Path(folder), weight) from None
+
+
+def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
+    """Gather data sets into `output`, a data set of which every stage draws by these weights.
+
+    Each becomes a folder inside, of hard links where the file system has them and of copies
+    elsewhere: `output` is whole without the originals. The held-out sets are those of the first.
+
+    Raises:
+        UserError: fewer than two parts, one given twice, absent, broken, a blend itself or of
+            another tokenizer, or a weight that is not a positive number.
+    """
+    opened = _open_parts(parts)
+    _check_folders([folder for folder, _ in parts], output)
+    tokenizer = load_tokenizer(opened[0].folder)
+    for part in opened[1:]:
+        theirs = load_tokenizer(part.folder)
+        if theirs.to_str() != tokenizer.to_str():
+            raise UserError(
+                f"{part.folder}: another tokenizer ({theirs.get_vocab_size():,} ids) than "
+                f"{opened[0].folder}'s ({tokenizer.get_vocab_size():,} ids)",
+                f"prepare it with --tokenizer {opened[0].folder}",
+            )
+    with atomic_folder(output, CARD) as work:
+        entries: list[dict[str, Any]] = []
+        for i, (part, (_, weight)) in enumerate(zip(opened, parts, strict=True), 1):
+            name = f"{i}-{part.folder.resolve().name}"
+            _link_files(part.folder, work / name)
+            card = json.dumps(part.card, sort_keys=True).encode()
+            entries.append(
+                {
+                    "folder": name,
+                    "weight": weight,
+                    "documents": part.card["documents"],
+                    "tokens": part.card["tokens"],
+                    "card_sha256": hashlib.sha256(card).hexdigest(),
+                }
+            )
+        tokenizer.save(str(work / "tokenizer.json"))
+        for held_out in (opened[0].folder / name for name in HELD_OUT):
+            if held_out.is_file():
+                _link(held_out, work / held_out.name)
+        summary = {
+            "documents": sum(entry["documents"] for entry in entries),
+            "tokens": sum(entry["tokens"] for entry in entries),
+            "vocab_size": max(part.vocab_size for part in opened),
+            "eos_id": opened[0].eos_id,
+            "blend": entries,
+        }
+        (work / CARD).write_text(json.dumps(summary, indent=2) + "\n")
+    blended = TokenDataset.open(output)
+    assert isinstance(blended, TokenBlend)
+    return blended
+
+
+def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
+    if not 2 <= len(parts) <= MOST_PARTS:
+        raise UserError(
+            f"{len(parts)} data sets to blend", f"give two or more, at most {MOST_PARTS}"
+        )
+    opened = []
+    for folder, weight in parts:
+        if not 0 < weight < math.inf:
+            raise _bad_weight(folder, weight)
+        part = TokenDataset.open(folder)
+        if not isinstance(part, TokenSequences):
+            raise UserError(f"{folder}: is a blend itself", "give its parts instead")
+        opened.append(part)
+    return opened
+
+
+def _check_folders(folders: Sequence[Path], output: Path) -> None:
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise UserError(f"{folder}: given twice", "give it once, with the sum of the weights")
+        seen.add(folder.resolve())
+    if output.resolve() in seen:
+        raise UserError(f"{output}: is one of the parts", "give a new folder as --output")
+
+
+def _bad_weight(folder: Path, weight: float | str) -> UserError:
+    return UserError(
+        f"{folder}: weight {weight} is not a positive number", "write run/novels=0.7 run/code=0.3"
+    )
+
+
+def _link_files(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file():
+            _link(path, target / path.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, target)

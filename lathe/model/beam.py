@@ -1,0 +1,91 @@
+"""Beam search: from log-probabilities to the rows to go on with and the ended continuations.
+
+The rules are those of transformers' `generate` with `early_stopping=False`: twice as many
+candidates as beams, of which only those ranked among the first `num_beams` may end; an ended one
+scores its log-probability / length ** length_penalty, the closing EOS counted.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lathe.settings import GenerationSettings
+
+
+class BeamSearch:
+    """Bookkeeping of P prompts with N = `num_beams` rows each; the caller runs the model."""
+
+    def __init__(
+        self, prompts: int, settings: GenerationSettings, eos_id: int | None, device: torch.device
+    ) -> None:
+        N = settings.num_beams
+        self.settings, self.eos_id = settings, eos_id
+        self.tokens = torch.empty(prompts, N, 0, dtype=torch.long, device=device)
+        self.scores = torch.full((prompts, N), -torch.inf, device=device)
+        self.scores[:, 0] = 0.0  # the beams of a prompt start equal: only one counts
+        self.first_row = N * torch.arange(prompts, device=device)[:, None]
+        self.ended: list[list[tuple[float, list[int]]]] = [[] for _ in range(prompts)]
+        self.is_open = [True] * prompts
+
+    def step(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Extend every beam by a token.
+
+        Args:
+            log_probs: (P * N, V) of the next token, a prompt's beams side by side.
+
+        Returns:
+            The tokens (P * N,) to go on with, and the rows (P * N,) that each of them follows.
+        """
+        P, N = self.scores.shape
+        V = log_probs.shape[-1]
+        totals = self.scores[:, :, None] + log_probs.view(P, N, V)
+        scores, best = totals.flatten(1).topk(2 * N)  # (P, 2N), no more than N of them end
+        beams = best // V
+        tokens = torch.cat([_take(self.tokens, beams), (best % V)[:, :, None]], dim=2)
+        is_last = tokens.shape[2] == self.settings.max_dec_len
+        ends = torch.full_like(best, is_last, dtype=torch.bool)  # (P, 2N)
+        if self.eos_id is not None:
+            ends |= tokens[:, :, -1] == self.eos_id
+        self._collect(tokens, scores, ends)
+        self.scores, kept = scores.masked_fill(ends, -torch.inf).topk(N)
+        self.tokens = _take(tokens, kept)
+        self._close()
+        return self.tokens[:, :, -1].flatten(), (self.first_row + beams.gather(1, kept)).flatten()
+
+    @property
+    def done(self) -> bool:
+        return self.tokens.shape[2] == self.settings.max_dec_len or not any(self.is_open)
+
+    def result(self) -> list[list[int]]:
+        """The `num_return_sequences` best of every prompt without EOS, best first."""
+        return [
+            ids[:-1] if ids[-1] == self.eos_id else ids
+            for ended in self.ended
+            for _, ids in ended[: self.settings.num_return_sequences]
+        ]
+
+    def _collect(self, tokens: Tensor, scores: Tensor, ends: Tensor) -> None:
+        """Keep the best N ended continuations of every prompt that can still improve."""
+        N = self.scores.shape[1]
+        final = self._with_length(scores, tokens)
+        for prompt, rank in ends[:, :N].nonzero().tolist():
+            if self.is_open[prompt]:
+                self.ended[prompt].append((final[prompt][rank], tokens[prompt, rank].tolist()))
+        self.ended = [sorted(e, key=lambda entry: -entry[0])[:N] for e in self.ended]
+
+    def _close(self) -> None:
+        """Drop prompts whose best beam, were it to end now, would not enter their N ended ones."""
+        N = self.scores.shape[1]
+        hopes = self._with_length(self.scores[:, 0], self.tokens)
+        for prompt, (hope, ended) in enumerate(zip(hopes, self.ended, strict=True)):
+            if len(ended) == N and hope <= ended[-1][0]:
+                self.is_open[prompt] = False
+
+    def _with_length(self, scores: Tensor, tokens: Tensor) -> Any:
+        return (scores / tokens.shape[2] ** self.settings.length_penalty).tolist()
+
+
+def _take(tokens: Tensor, beams: Tensor) -> Tensor:
+    """(P, N, T) and (P, K) -> (P, K, T)."""
+    return tokens.gather(1, beams[:, :, None].expand(-1, -1, tokens.shape[2]))

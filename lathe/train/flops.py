@@ -1,0 +1,90 @@
+"""Model FLOPs a token and the peak of a device: MFU is the one times tokens/s over the other.
+
+MFU, model FLOPs utilization, is defined in PaLM (Chowdhery et al. 2022, appendix B).
+"""
+
+import re
+import time
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lathe.model.config import GPTConfig
+
+# Dense TFLOP/s of NVIDIA's data sheets: float16, bfloat16, TF32, float32; 0 where the hardware has
+# no such unit. The first name that is found in the device's counts.
+DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
+    r"H100 PCIe": (756, 756, 378, 51),
+    r"H[12]00 NVL": (835, 835, 417, 60),
+    r"G?H200|H100": (989, 989, 494, 67),
+    r"A100": (312, 312, 156, 19.5),
+    r"V100-SXM[23]": (125, 0, 0, 15.7),
+    r"V100-PCIE": (112, 0, 0, 14),
+    r"L40S": (362, 362, 183, 91.6),
+    r"A10": (125, 125, 62.5, 31.2),
+    r"T4": (65, 0, 0, 8.1),
+}
+
+
+def flops_per_token(config: GPTConfig, seq_len: int) -> float:
+    """Multiplications and additions of a forward and a backward pass, for each token of a
+    sequence of `seq_len`; what recomputation repeats does not count.
+
+    PaLM's convention: 6 for every weight of a matrix product, the tied head once and the embedding
+    look-ups not, and 12 * heads * head_dim * seq_len a layer for attention scores and their use.
+    That is the whole square of scores. A causal kernel may skip half of it, but published figures
+    count it, and a count that followed the kernel would not compare.
+    """
+    attention_widths = [heads * config.head_dim for heads in config.n_head]
+    linears = sum(4 * config.n_embd * width for width in attention_widths)
+    linears += sum(2 * config.n_embd * width for width in config.n_inner)
+    head = config.vocab_size * config.n_embd
+    return 6.0 * (linears + head) + 12.0 * sum(attention_widths) * seq_len
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Dense FLOP/s of matrix products in `dtype`: from the data sheet of a known GPU, else, the
+    CPU and a part of a GPU (MIG) included, measured with one large product in about 0.2 s.
+
+    float32 counts as TF32 where torch would use it (`torch.set_float32_matmul_precision`).
+    What is measured is no upper bound: on a busy machine MFU may come out above 1.
+    """
+    if device.type == "cuda":
+        known = data_sheet_flops(torch.cuda.get_device_name(device), dtype)
+        if known:
+            return known
+    return _measured_flops(device, dtype)
+
+
+def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
+    """FLOP/s of the GPU that its driver calls `name`; 0 if that is not known."""
+    is_tf32 = torch.get_float32_matmul_precision() != "highest"
+    for pattern, (half, bfloat, tf32, single) in DATA_SHEETS.items():
+        if re.search(rf"\b({pattern})\b", name) and "MIG" not in name:
+            single = tf32 if is_tf32 and tf32 else single
+            figures = {torch.float16: half, torch.bfloat16: bfloat, torch.float32: single}
+            return 1e12 * figures.get(dtype, 0)
+    return 0
+
+
+@cache
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    size, seconds = 256, 0.0
+    while seconds < 0.01 and size < 16384:  # large enough that starting it does not count
+        size *= 2
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        _product_seconds(matrix)
+        seconds = _product_seconds(matrix)
+    ends = time.perf_counter() + 0.15
+    while time.perf_counter() < ends:
+        seconds = min(seconds, _product_seconds(matrix))
+    return 2 * size**3 / seconds
+
+
+def _product_seconds(matrix: Tensor) -> float:
+    started = time.perf_counter()
+    matrix @ matrix
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - started

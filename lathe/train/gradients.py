@@ -1,0 +1,114 @@
+"""Global norm, clipping and loss scale of gradients, however they are divided."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lathe.train.parallel import Stage
+from lathe.train.workers import Workers
+
+GROWTH_INTERVAL = 2000  # updates without overflow before the loss scale doubles
+PATIENCE = 20  # overflows in a row that a static loss scale may have
+
+
+class TiedEmbedding:
+    """The first and the last stage of a pipeline hold one table: their gradients are summed."""
+
+    def __init__(self, stages: Sequence[Stage], workers: Workers) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.table: Tensor | None = None
+        self.is_second_copy = False
+        if workers.mesh["pp"].size() == 1:
+            return
+        first, last = workers.mesh.mesh[0].flatten(), workers.mesh.mesh[-1].flatten()
+        for ends in zip(first.tolist(), last.tolist(), strict=True):
+            group = dist.new_group(list(ends))
+            if workers.rank in ends:
+                self.group = group
+                self.is_second_copy = stages[-1].is_last
+                end = stages[-1] if self.is_second_copy else stages[0]
+                self.table = end.gpt.wte.weight
+
+    def settle(self) -> None:
+        if self.table is not None and self.table.grad is not None:
+            dist.all_reduce(_local(self.table.grad), group=self.group)
+
+
+def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of which every process of a mesh has only its own tokens' part."""
+    for parameter in parameters:
+        gradient, weight = parameter.grad, parameter.data
+        if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
+            parameter.grad = gradient.redistribute(placements=weight.placements)
+
+
+def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torch.device) -> Tensor:
+    """This process's share of the squared norm of all gradients, () float32: the shares of all
+    processes sum to the whole.
+
+    Args:
+        replicas: processes that hold the same layers; a piece that k of them hold counts 1/k.
+    """
+    pieces: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        shards = 1
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        pieces[replicas // shards].append(_local(gradient))
+    total = torch.zeros((), device=device)
+    for copies, tensors in pieces.items():
+        norms = torch._foreach_norm([t for t in tensors if t.numel()], 2, dtype=torch.float32)
+        total += torch.stack(list(norms)).square().sum().to(device) / copies
+    return total
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, factor)
+
+
+@dataclass
+class LossScale:
+    """The factor that keeps fp16 gradients from vanishing (Micikevicius et al. 2018).
+
+    An update that overflows is skipped. A dynamic scale is then halved, and doubled after
+    `GROWTH_INTERVAL` updates without; 1, dynamic, is none.
+    """
+
+    value: float
+    dynamic: bool
+    good_steps: int = 0
+    failed_steps: int = 0  # in a row
+    skipped_steps: int = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether one more overflow is no longer the scale's fault."""
+        if self.dynamic:
+            return self.value == 1.0
+        return self.failed_steps >= PATIENCE
+
+    def update(self, finite: bool) -> None:
+        self.good_steps = self.good_steps + 1 if finite else 0
+        self.failed_steps = 0 if finite else self.failed_steps + 1
+        self.skipped_steps += not finite
+        if not self.dynamic:
+            return
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps % GROWTH_INTERVAL == 0:
+            self.value *= 2
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

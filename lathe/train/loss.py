@@ -1,0 +1,130 @@
+"""Cross-entropy of a language-model head, without the logits of a whole batch in memory.
+
+Shapes: B batch, T tokens, C hidden size, V vocabulary rows on this rank, n tokens of a chunk.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lathe.model.gpt import GPT
+
+# Elements of a chunk's logits: 256 MiB in float32. At V = 50304 that is 1,334 tokens: long enough
+# for matmuls at full speed and for few additions to the weight's gradient.
+CHUNK_ELEMENTS = 2**26
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Mean cross-entropy, nats a token, of predicting `targets` with logits `hidden @ weight.T`.
+
+    Works through the tokens in chunks and computes the gradients along with the loss, so that no
+    logits outlive their chunk and none are computed twice; backward only scales the gradients, and
+    so can run once. Matmuls run in autocast's dtype, the rest in float32 (float64 of float64).
+
+    Source: the method of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024,
+    arXiv:2410.10989); for the memory at stake, Cut Cross-Entropy (Wijmans et al. 2024,
+    arXiv:2411.09009).
+
+    Args:
+        hidden: (B, T, C), the same on every rank of `group`.
+        weight: (V, C), or this rank's equal, contiguous slice of vocabulary rows, in rank order.
+        targets: (B, T) ids of the whole vocabulary.
+        group: the ranks that share the vocabulary; None where this one holds all of it.
+
+    Returns:
+        () loss of the whole vocabulary. The gradient of `hidden` is already summed over `group`.
+    """
+    out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, group, torch.is_grad_enabled()
+    )
+    return out
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup | None,
+        grad_enabled: bool,
+    ) -> Tensor:
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        h, w = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
+        N, V = len(h), len(w)
+        ids = targets.flatten()[:, None]
+        held = torch.ones_like(ids, dtype=wide)  # 1 where the target's row is on this rank
+        if group is not None:
+            ids = ids - dist.get_rank(group) * V
+            held = ((ids >= 0) & (ids < V)).to(wide)
+            ids = ids.clamp(0, V - 1)
+
+        needs_hidden, needs_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(h, dtype=hidden.dtype) if needs_hidden else None
+        grad_weight = torch.zeros_like(w, dtype=wide) if needs_weight else None
+        loss = torch.zeros((), dtype=wide, device=h.device)
+        n = -(-N // -(-N * V // CHUNK_ELEMENTS))
+        narrow_buffer = h.new_empty(n, V)
+        wide_buffer = narrow_buffer if dtype == wide else h.new_empty(n, V, dtype=wide)
+        for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
+            x = h[chunk]
+            logits, p = narrow_buffer[: len(x)], wide_buffer[: len(x)]  # (n, V)
+            torch.mm(x, w.T, out=logits)
+            some = logits[:, :1].to(wide, copy=True)
+            torch.log_softmax(logits, 1, wide, out=p)
+            if group is not None:
+                own = some - p[:, :1]  # log of this rank's sum of exp
+                p += own - _logsumexp(own, group)
+            loss -= (p.gather(1, ids[chunk]) * held[chunk]).sum()
+            if not (needs_hidden or needs_weight):
+                continue
+            # d loss / d logits times N: of order 1, where fp16 would lose 1 / N of it.
+            p.exp_().scatter_add_(1, ids[chunk], -held[chunk])
+            slope = p if dtype == wide else logits.copy_(p)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = slope @ w
+            if grad_weight is not None and dtype == wide:
+                grad_weight.addmm_(slope.T, x)
+            elif grad_weight is not None:
+                grad_weight += slope.T @ x
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+            if grad_hidden is not None:
+                dist.all_reduce(grad_hidden, group=group)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.shape, ctx.weight_dtype, ctx.tokens = hidden.shape, weight.dtype, N
+        return loss / N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad / ctx.tokens
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(scale).view(ctx.shape)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _logsumexp(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The log of the sum over `group` of exp(own), elementwise."""
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group)
+    return torch.stack(gathered).logsumexp(0)
+
+
+def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, nats a token, of a whole model predicting tokens[:, 1:] of (B, T + 1)."""
+    hidden = model.hidden(tokens[:, :-1])
+    if model.head_input is not None:
+        hidden = model.head_input(hidden)
+    return linear_cross_entropy(hidden, model.wte.table(), tokens[:, 1:])

@@ -1,0 +1,231 @@
+"""Divide a GPT over the mesh of processes with torch's own libraries.
+
+`pp` cuts the layers into stages, `mp` splits every linear and the vocabulary (tensor parallelism
+of Megatron-LM, Shoeybi et al. 2019; with sequence parallelism, Korthikanti et al. 2022), `dp` and
+`sharding` divide the batch, and `sharding` the optimizer, gradients and weights too (ZeRO,
+Rajbhandari et al. 2020, stages 1 to 3, by FSDP2).
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from lathe.errors import UserError
+from lathe.model.config import GPTConfig
+from lathe.model.fake_quant import FakeQuantLinear
+from lathe.model.gpt import GPT
+from lathe.settings import Recipe
+from lathe.train.loss import linear_cross_entropy
+from lathe.train.workers import Workers
+
+Weights = Callable[[str, torch.Size], Tensor]
+"""Gives the whole tensor, on the CPU, of a parameter or buffer by its name in `GPT`."""
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a GPT: reads ids (B, T) if it is the first and hidden states
+    (B, T, C) if not, and returns hidden states; the last one's are ready for the head.
+
+    With sequence parallelism the hidden states are this process's T / mp tokens.
+    """
+
+    def __init__(self, gpt: GPT, index: int, count: int, recipe: Recipe, workers: Workers) -> None:
+        super().__init__()
+        self.gpt, self.index, self.count = gpt, index, count
+        self.mp = workers.mesh["mp"]
+        self.sequence_parallel = self.mp.size() > 1 and recipe.Model.sequence_parallel
+        precision = recipe.Engine.mix_precision
+        self.device_type, self.dtype = workers.device.type, getattr(torch, precision.dtype)
+        self.autocast = self.dtype != torch.float32
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device_type, self.dtype, self.autocast):
+            x = self.gpt.transform(self.gpt.embed(x) if self.is_first else x)
+            return self.gpt.ln_f(x) if self.is_last else x
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, nats a token, of `targets` (B, T) after the last stage's output."""
+        if self.sequence_parallel:
+            whole = DTensor.from_local(hidden, self.mp, [Shard(1)]).redistribute(
+                self.mp, [Replicate()]
+            )
+            hidden = whole.to_local()
+        if self.gpt.head_input is not None:
+            hidden = self.gpt.head_input(hidden)
+        table = self.gpt.wte.table()
+        group = None
+        if isinstance(table, DTensor):
+            table, group = table.to_local(), self.mp.get_group()
+        with torch.autocast(self.device_type, self.dtype, self.autocast):
+            return linear_cross_entropy(hidden, table, targets, group)
+
+
+def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers) -> list[Stage]:
+    """This process's stages of `model` on its device, filled from `weights`.
+
+    Args:
+        model: gives structure and settings; its own tensors may be on the meta device.
+
+    Raises:
+        UserError: heads, widths, vocabulary or layers that cannot be divided by the degrees.
+    """
+    _check_divisible(model.config, recipe, workers)
+    pp, rounds = workers.mesh["pp"].size(), recipe.Model.virtual_pp_degree
+    skeleton = copy.deepcopy(model.to("meta"))
+    skeleton.set_recompute(recipe.Model.recompute)
+    stages = []
+    for index in range(workers.at("pp"), pp * rounds, pp):
+        part = _cut(skeleton, index, pp * rounds)
+        stage = Stage(part, index, pp * rounds, recipe, workers)
+        if workers.mesh["mp"].size() > 1:
+            _tensor_parallel(stage, workers.mesh["mp"])
+        if recipe.Engine.compile:
+            for block in part.h:
+                block.compile()
+        if workers.data_size > 1 or recipe.Engine.mix_precision.is_pure:
+            _fully_shard(stage, recipe, workers)
+        stage.to_empty(device=workers.device)
+        _fill(part, weights)
+        stages.append(stage)
+    return stages
+
+
+def _check_divisible(config: GPTConfig, recipe: Recipe, workers: Workers) -> None:
+    mp, pp = workers.mesh["mp"].size(), workers.mesh["pp"].size() * recipe.Model.virtual_pp_degree
+    if pp > config.n_layer:
+        raise UserError(
+            f"{config.n_layer} layers cannot make {pp} pipeline stages",
+            "lower Distributed.pp_degree or Model.virtual_pp_degree",
+        )
+    seq_len = recipe.Data.Train.dataset.max_seq_len
+    sizes = {
+        "attention heads": config.n_head,
+        "FFN channels": config.n_inner,
+        "ids of vocabulary": [config.vocab_size],
+        "positions": [config.n_positions],
+        "tokens of a sequence": [seq_len] if recipe.Model.sequence_parallel else [],
+    }
+    for what, values in sizes.items():
+        for value in values:
+            if value % mp:
+                raise UserError(
+                    f"{value} {what} cannot be divided by Distributed.mp_degree {mp}",
+                    "choose a degree that divides it, or another size in Model or Data",
+                )
+
+
+def _cut(skeleton: GPT, index: int, count: int) -> GPT:
+    """A copy with the layers and ends of one stage; names stay those of the whole model."""
+    part, n = copy.deepcopy(skeleton), skeleton.config.n_layer
+    blocks = nn.ModuleList()
+    for i in range(index * n // count, (index + 1) * n // count):
+        blocks.add_module(str(i), part.h[i])
+    part.h = blocks
+    if index > 0:
+        del part.wpe
+    if index < count - 1:
+        del part.ln_f
+        part.head_input = None
+    if 0 < index < count - 1:
+        del part.wte
+    return part
+
+
+class _Replicated(ParallelStyle):
+    """Every process computes the whole module on the whole of its input."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Tensor:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()])
+
+        def local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, whole, local)  # type: ignore[arg-type]
+
+
+def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
+    residual = Shard(1) if stage.sequence_parallel else Replicate()
+    column = ColwiseParallel(input_layouts=residual)
+    row = RowwiseParallel(output_layouts=residual)
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
+    norm = SequenceParallel(use_local_output=True) if stage.sequence_parallel else _Replicated()
+    styles: dict[str, ParallelStyle] = {
+        "wte": embedding,
+        "wpe": embedding,
+        "ln_f": norm,
+        "ln_1": norm,
+        "attn.c_attn": column,
+        "attn.c_proj": row,
+        "ln_2": norm,
+        "mlp.c_fc": column,
+        "mlp.c_proj": row,
+    }
+    plan = {
+        name: style
+        for name, _ in stage.gpt.named_modules()
+        for ending, style in styles.items()
+        if name == ending or (name.startswith("h.") and name.endswith(f".{ending}"))
+    }
+    # A style partitions all that is under its module; an observer is to stay as it is.
+    linears = [m for m in stage.gpt.modules() if isinstance(m, FakeQuantLinear)]
+    observers = [linear._modules.pop("observer") for linear in linears]
+    parallelize_module(stage.gpt, mesh, plan)
+    for linear, observer in zip(linears, observers, strict=True):
+        linear.observer = observer  # type: ignore[assignment]
+
+
+def _fully_shard(stage: Stage, recipe: Recipe, workers: Workers) -> None:
+    precision, sharding = recipe.Engine.mix_precision, recipe.Distributed.sharding
+    dims = ("dp", "sharding") if workers.mesh["dp"].size() > 1 else ("sharding",)
+    offload = sharding.sharding_offload and workers.device.type == "cuda"
+    dtype = stage.dtype if precision.is_pure else None
+    shard = functools.partial(
+        fully_shard,
+        mesh=workers.mesh[dims],
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+    )
+    for block in stage.gpt.h:
+        shard(block, reshard_after_forward=sharding.sharding_stage == 3)
+    shard(stage, reshard_after_forward=False)
+
+
+@torch.no_grad()
+def _fill(part: GPT, weights: Weights) -> None:
+    for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+        value = weights(name, tensor.shape)
+        if isinstance(tensor, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            value = value[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            tensor = tensor.to_local()
+        tensor.copy_(value)

@@ -1,0 +1,130 @@
+"""Forward and backward passes of one optimizer step, through one stage or a pipeline of them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    _PipelineSchedule,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from lathe.errors import UserError
+from lathe.settings import Recipe
+from lathe.train.batch import Batch
+from lathe.train.parallel import Stage
+from lathe.train.workers import Workers
+
+
+class Passes:
+    """Micro-batch after micro-batch through a whole model."""
+
+    def __init__(self, stage: Stage, sharding_stage: int) -> None:
+        self.stage, self.sharding_stage = stage, sharding_stage
+
+    def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
+        """Add up the gradients of micro-batches (micro, T + 1), times `loss_scale`.
+
+        Returns:
+            (len(batches),) share of each micro-batch in the mean loss, nats a token.
+        """
+        losses = []
+        for i, tokens in enumerate(batches):
+            self._synchronize(last=i == len(batches) - 1)
+            loss = self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:]) / len(batches)
+            (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor:
+        """Mean loss of a micro-batch (micro, T + 1)."""
+        return self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:])
+
+    def _synchronize(self, last: bool) -> None:
+        """Stage 1 keeps whole gradients until the last micro-batch, stages 2 and 3 only shards;
+        only stage 3 gathers weights again for every micro-batch."""
+        if isinstance(self.stage, FSDPModule):
+            self.stage.set_is_last_backward(last)
+            self.stage.set_requires_gradient_sync(last or self.sharding_stage > 1)
+            self.stage.set_requires_all_reduce(last)
+            self.stage.set_reshard_after_backward(last or self.sharding_stage == 3)
+
+
+class PipelinePasses:
+    """The same through stages on several processes: 1F1B (Narayanan et al. 2019), interleaved
+    where each holds several (Narayanan et al. 2021). Only the last stage knows the loss: the
+    others return 0."""
+
+    def __init__(
+        self, stages: Sequence[Stage], recipe: Recipe, batch: Batch, workers: Workers
+    ) -> None:
+        self.stages, self.batch, self.device = stages, batch, workers.device
+        pp, steps = workers.mesh["pp"].size(), batch.accumulate_steps
+        if len(stages) > 1 and steps % pp:
+            raise UserError(
+                f"{steps} micro-batches a step cannot be interleaved over {pp} stages",
+                f"make Global.local_batch_size / micro_batch_size a multiple of {pp}, or leave "
+                "Model.virtual_pp_degree at 1",
+            )
+        group = workers.mesh["pp"].get_group()
+        shards = workers.mesh["mp"].size() if stages[0].sequence_parallel else 1
+        T = recipe.Data.Train.dataset.max_seq_len
+        pure = recipe.Engine.mix_precision.is_pure
+        ids = torch.empty(batch.micro, T, dtype=torch.int64, device="meta")
+        hidden = torch.empty(
+            *(batch.micro, T // shards, stages[0].gpt.config.n_embd),
+            dtype=stages[0].dtype if pure else torch.float32,
+            device="meta",
+            requires_grad=True,
+        )
+        links: list[_PipelineStageBase] = [
+            PipelineStage(
+                stage,
+                stage.index,
+                stage.count,
+                workers.device,
+                input_args=(ids if stage.is_first else hidden,),
+                output_args=(hidden,),
+                group=group,
+            )
+            for stage in stages
+        ]
+        self.train_schedule: _PipelineSchedule
+        self.eval_schedule: _PipelineSchedule
+        if len(links) > 1:
+            self.train_schedule = ScheduleInterleaved1F1B(
+                links, steps, self._loss, scale_grads=False
+            )
+            self.eval_schedule = ScheduleLoopedBFS(links, 1, self._loss, scale_grads=False)
+        else:
+            self.train_schedule = Schedule1F1B(links[0], steps, self._loss, scale_grads=False)
+            self.eval_schedule = ScheduleGPipe(links[0], 1, self._loss, scale_grads=False)
+        self.factor = 1.0
+
+    def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
+        self.factor = loss_scale / len(batches)
+        return self._run(self.train_schedule.step, torch.cat(list(batches))) / loss_scale
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor:
+        self.factor = 1.0
+        return self._run(self.eval_schedule.eval, tokens).sum()
+
+    def _run(self, step: Callable[..., object], tokens: Tensor) -> Tensor:
+        inputs = [tokens[:, :-1].contiguous()] if self.stages[0].is_first else []
+        losses: list[Tensor] = []
+        last = {"target": tokens[:, 1:], "losses": losses} if self.stages[-1].is_last else {}
+        step(*inputs, return_outputs=False, **last)
+        if not losses:
+            return torch.zeros(self.batch.accumulate_steps, device=self.device)
+        return torch.stack([loss.detach() for loss in losses])
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.stages[-1].loss(hidden, targets) * self.factor

@@ -1,0 +1,197 @@
+"""Which tokens a step gets, whatever the ranks and the steps before; and the reading ahead."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lathe.data.blend import blend
+from lathe.data.blended_samples import blending_indices
+from lathe.data.megatron import MegatronWriter
+from lathe.data.samples import Samples
+from lathe.data.tokens import TokenDataset, TokenSequences
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+from lathe.settings import Recipe
+from lathe.train.batch import Batch
+from lathe.train.batches import EvalBatches, TrainBatches, calibration_batches, open_data
+
+T = 8
+DOCUMENTS = {"novels": 100, "code": 40}
+TRAINING = {"novels": 80, "code": 32}
+
+
+def recipe(*overrides: str) -> Recipe:
+    small = (
+        f"Data.Train.dataset.max_seq_len={T}",
+        f"Data.Eval.dataset.max_seq_len={T}",
+        "Data.Train.dataset.split=80,20,0",
+        "Engine.max_steps=10",
+        "Global.micro_batch_size=2",
+    )
+    return load_recipe("tiny", (*small, *overrides))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer) -> dict[str, Path]:  # type: ignore[no-untyped-def]
+    """`novels` and `code`, whose tokens tell their document, and `blend`, 3 of one to 1."""
+    root = tmp_path_factory.mktemp("sets")
+    for name, documents in DOCUMENTS.items():
+        (root / name).mkdir()
+        byte_tokenizer.save(str(root / name / "tokenizer.json"))
+        with MegatronWriter(root / name / "tokens", 257) as writer:
+            for i in range(documents):
+                writer.append([i + (name == "code") * 100] * (3 + i % 11))
+    blend([(root / "novels", 3.0), (root / "code", 1.0)], root / "blend")
+    return {name: root / name for name in ("novels", "code", "blend")}
+
+
+def train(folder: Path, batch: Batch, rank: int = 0, *overrides: str) -> TrainBatches:
+    return TrainBatches(recipe(*overrides), TokenDataset.open(folder), batch, rank)
+
+
+def sequences(folder: Path) -> TokenSequences:
+    data = TokenDataset.open(folder)
+    assert isinstance(data, TokenSequences)
+    return data
+
+
+def test_a_plain_set_goes_sample_by_sample(folders: dict[str, Path]) -> None:
+    samples = Samples(sequences(folders["novels"]), range(80), T, 10 * 8, seed=1024)
+    batches = train(folders["novels"], Batch(8, 8, 4, 2))
+    assert batches.samples_per_epoch == (sum(3 + i % 11 for i in range(80)) - 1) // T
+    for step in range(10):
+        for i in range(2):
+            expected = [samples[step * 8 + i * 4 + k] for k in range(4)]
+            assert batches(step, i).tolist() == np.stack(expected).tolist()
+    batches.close()
+
+
+def test_a_blend_draws_from_each_part_by_its_weight(folders: dict[str, Path]) -> None:
+    parts = [  # 80 samples * 3/4 and 1/4 * 1.005, rounded up
+        Samples(sequences(folders["novels"]), range(80), T, 61, seed=1024),
+        Samples(sequences(folders["code"]), range(32), T, 21, seed=1024),
+    ]
+    part_idx, sample_idx = blending_indices(np.array([3.0, 1.0]), 80)
+    batches = train(folders["blend"], Batch(8, 8, 8, 1))
+    for step in range(10):
+        at = range(step * 8, step * 8 + 8)
+        expected = [parts[part_idx[k]][int(sample_idx[k])].tolist() for k in at]
+        assert batches(step, 0).tolist() == expected
+    batches.close()
+
+
+@pytest.mark.parametrize("name", ["novels", "blend"])
+def test_a_step_is_the_same_on_any_number_of_ranks(folders: dict[str, Path], name: str) -> None:
+    alone = train(folders[name], Batch(12, 12, 12, 1))
+    ranks = [train(folders[name], Batch(12, 6, 2, 3), rank) for rank in range(2)]
+    for step in range(10):
+        together = [ranks[rank](step, i) for i in range(3) for rank in range(2)]
+        assert torch.equal(torch.cat(together), alone(step, 0))
+
+
+@pytest.mark.parametrize("order", [[5, 6, 7], [3, 3, 9, 0, 1, 4, 3], [9, 10, 11]])
+def test_any_order_of_steps_gives_the_same(folders: dict[str, Path], order: list[int]) -> None:
+    """A resumed run begins anywhere; past the last step the samples begin anew."""
+    batch = Batch(4, 4, 2, 2)
+    asked = train(folders["blend"], batch)
+    for step in order:
+        fresh = train(folders["blend"], batch)
+        for i in (1, 0, 1):
+            assert torch.equal(asked(step, i), fresh(step, i))
+
+
+def test_documents_of_a_micro_batch(folders: dict[str, Path]) -> None:
+    for name in ("novels", "blend"):
+        batches = train(folders[name], Batch(8, 8, 4, 2))
+        for row, says in zip(batches(3, 1).tolist(), batches.documents(3, 1), strict=True):
+            spanned = list(dict.fromkeys(row))  # a token is its document, and 100 more in code
+            if name == "blend":
+                part, says = says.split(" ", 1)
+                assert part == ("2-code" if spanned[0] >= 100 else "1-novels")
+            assert says == ", ".join(str(token % 100) for token in spanned)
+
+
+def test_the_next_step_is_read_ahead_by_a_thread_that_ends(folders: dict[str, Path]) -> None:
+    before = set(threading.enumerate())
+    batches = train(folders["novels"], Batch(4, 4, 4, 1))
+    assert not set(threading.enumerate()) - before
+    batches(0, 0)
+    (reader,) = set(threading.enumerate()) - before
+    batches(1, 0)
+    assert set(threading.enumerate()) - before == {reader}
+    batches.close()
+    assert not reader.is_alive()
+    list(calibration_batches(recipe(), TokenDataset.open(folders["novels"])))
+    assert not set(threading.enumerate()) - before
+
+
+def test_a_failure_of_the_thread_is_the_callers(folders: dict[str, Path]) -> None:
+    """A data set that lost a document after it was opened; the failing step is the second."""
+    data = sequences(folders["novels"])
+    order = Samples(data, range(80), T, 40, seed=1024)
+    first = {document for i in range(4) for document, _, _ in order.spans(i)}
+    lost = next(d for i in range(4, 8) for d, _, _ in order.spans(i) if d not in first)
+    starts: list[object] = data.arrays.starts.tolist()
+    starts[lost] = None
+    broken = replace(data, arrays=data.arrays._replace(starts=starts))  # type: ignore[arg-type]
+    batches = TrainBatches(recipe(), broken, Batch(4, 4, 4, 1), 0)
+    assert batches(0, 0).shape == (4, T + 1)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="NoneType"):
+            batches(1, 0)
+    assert batches(0, 0).shape == (4, T + 1)
+    batches.close()
+
+
+class TestValidation:
+    def validation(self, folder: Path, batch_size: int, batches: int) -> EvalBatches:
+        return EvalBatches(recipe(), TokenDataset.open(folder), batch_size, batches)
+
+    def test_batches_are_full(self, folders: dict[str, Path]) -> None:
+        available = (sum(3 + i % 11 for i in range(80, 100)) - 1) // T
+        assert available == 20
+        for batch_size, batches, lengths in (
+            (4, 3, [4, 4, 4]),
+            (6, 99, [6, 6, 6]),  # two samples over
+            (20, 99, [20]),
+            (21, 99, [20]),  # not one full batch
+        ):
+            held_out = self.validation(folders["novels"], batch_size, batches)
+            assert [len(held_out[i]) for i in range(len(held_out))] == lengths
+
+    def test_documents_are_those_of_no_training_sample(self, folders: dict[str, Path]) -> None:
+        held_out = self.validation(folders["blend"], 4, 5)
+        rows = torch.cat([held_out[i] for i in range(len(held_out))])
+        of_code = (rows >= 100).any(1)
+        assert (len(rows), int(of_code.sum())) == (20, 5)
+        assert (rows[~of_code] >= TRAINING["novels"]).all()
+        assert (rows[of_code] - 100 >= TRAINING["code"]).all()
+        assert torch.equal(held_out[2], self.validation(folders["blend"], 4, 5)[2])
+
+    def test_a_part_that_is_too_small_is_left_out(
+        self, folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        small = tmp_path / "small"
+        small.mkdir()
+        tokenizer = folders["novels"] / "tokenizer.json"
+        (small / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+        with MegatronWriter(small / "tokens", 257) as writer:
+            for _ in range(5):
+                writer.append([200] * 8)
+        made = blend([(folders["novels"], 1.0), (small, 1.0)], tmp_path / "blend")
+        with caplog.at_level("WARNING", "lathe"):
+            held_out = self.validation(made.folder, 4, 5)
+        assert "2-small: too few validation documents, not validated on" in caplog.text
+        assert len(held_out) == 5 and not any((held_out[i] == 200).any() for i in range(5))
+
+
+def test_open_data_of_a_blend_checks_the_limits(folders: dict[str, Path]) -> None:
+    assert len(open_data(folders["blend"], recipe(), 257, T).parts) == 2
+    with pytest.raises(UserError, match="257-id vocabulary, the model has 256"):
+        open_data(folders["blend"], recipe(), 256, T)
+    with pytest.raises(UserError, match="8 exceeds the model's 7"):
+        open_data(folders["blend"], recipe(), 257, T - 1)

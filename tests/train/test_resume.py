@@ -1,0 +1,187 @@
+"""A run that is killed, preempted or moved to other processes goes on where it was."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lathe.errors import Preempted, StageError
+from lathe.recipe import load_recipe
+from lathe.train.pretrain import pretrain
+from lathe.train.state import saved_steps
+from tests.small_run import SMALL, kill_after_saves, records, run, start, workers_of
+
+DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
+TWO = (*DROPOUT, "Global.local_batch_size=4", "Engine.save_load.save_steps=3")
+
+
+def assert_same_bits(run: Path, other: Path) -> None:
+    for key in ("loss", "eval_loss", "lr", "grad_norm"):
+        assert records(run, key) == records(other, key)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, other))
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], output: Path, steps: int) -> None:
+    trace, deadline = output / "train.jsonl", time.monotonic() + 60
+    while not trace.exists() or trace.read_text().count('"loss"') < steps:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("pretrain", small_data, whole, overrides=DROPOUT)
+    for saves in (1, 2):
+        kill_after_saves(start("pretrain", small_data, killed, overrides=DROPOUT), killed, saves)
+    run("pretrain", small_data, killed, overrides=DROPOUT)
+    assert_same_bits(killed, whole)
+
+
+def test_a_killed_rank_loses_nothing(small_data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("pretrain", small_data, whole, overrides=TWO, workers=2)
+    launcher = start("pretrain", small_data, killed, overrides=TWO, workers=2)
+    wait_for_steps(launcher, killed, 5)
+    os.kill(workers_of(launcher)[-1], signal.SIGKILL)
+    launcher.communicate()
+    assert launcher.returncode != 0 and not (killed / "lathe.json").exists()
+    run("pretrain", small_data, killed, overrides=TWO, workers=2)
+    assert_same_bits(killed, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["Distributed.dp_degree=2", "Distributed.pp_degree=2"])
+def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path: Path) -> None:
+    """One rank or all of them, in a step, in a save or between."""
+    overrides = (
+        *DROPOUT,
+        layout,
+        "Global.global_batch_size=8",
+        "Global.local_batch_size=",
+        "Engine.max_steps=800",
+        "Engine.eval_freq=100",
+        "Engine.save_load.save_steps=3",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("pretrain", small_data, whole, overrides=overrides, workers=2)
+    chance = random.Random(layout)
+    kills = 0
+    for _ in range(20):
+        launcher = start("pretrain", small_data, killed, overrides=overrides, workers=2)
+        before = len(saved_steps(killed / "state")) and saved_steps(killed / "state")[-1].name
+        in_a_save = chance.random() < 0.4
+        while launcher.poll() is None:  # until it has gone on
+            states = saved_steps(killed / "state")
+            if states and states[-1].name != before:
+                break
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.3))
+        while in_a_save and launcher.poll() is None:
+            if list((killed / "state").glob("*.partial/*")):
+                break
+        workers = workers_of(launcher)
+        for pid in workers if chance.random() < 0.5 else workers[-1:]:
+            os.kill(pid, signal.SIGKILL)
+            kills += 1
+        launcher.communicate()
+        assert launcher.returncode != 0
+    assert kills >= 20
+    run("pretrain", small_data, killed, overrides=overrides, workers=2)
+    assert_same_bits(killed, whole)
+
+
+def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
+    rare = (*DROPOUT, "Engine.save_load.save_steps=1000", "Engine.max_steps=60")
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    run("pretrain", small_data, whole, overrides=rare)
+    process = start("pretrain", small_data, ended, overrides=rare)
+    wait_for_steps(process, ended, 3)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == Preempted.status == 75
+    assert "the same command goes on" in errors.decode()
+    (state,) = saved_steps(ended / "state")
+    assert int(state.name.removeprefix("step_")) == len(records(ended, "loss"))
+    run("pretrain", small_data, ended, overrides=rare)
+    assert_same_bits(ended, whole)
+
+
+def test_preempted_workers_end_with_its_status(small_data: Path, tmp_path: Path) -> None:
+    """As a user runs it: the command line starts its workers."""
+    output = tmp_path / "run"
+    overrides = [*SMALL, "Distributed.dp_degree=2", "Engine.max_steps=100000"]
+    options = [part for override in overrides for part in ("-o", override)]
+    lathe = [sys.executable, "-m", "lathe"]
+    process = subprocess.Popen(
+        [*lathe, "pretrain", "--data", small_data, "--output", output, *options],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    wait_for_steps(process, output, 3)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors.decode()
+    assert errors.decode().splitlines()[-1].startswith("preempted: saved at step")
+    assert saved_steps(output / "state")
+
+
+def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> None:
+    """Each goes on from the other's state: 1 -> 2 -> 1 -> 2 processes, in four layouts."""
+    base = (*SMALL, "Global.global_batch_size=8", "Global.local_batch_size=")
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    pretrain(load_recipe("tiny", base), small_data, whole)
+    layouts = (
+        (1, ()),
+        (2, ("Distributed.dp_degree=2",)),
+        (2, ("Distributed.mp_degree=2", "Model.sequence_parallel=True")),
+        (1, ("Engine.accumulate_steps=2",)),
+        (2, ("Distributed.pp_degree=2",)),
+    )
+    for number, (workers, layout) in enumerate(layouts[:-1], 1):
+        process = start("pretrain", small_data, moved, overrides=(*base, *layout), workers=workers)
+        kill_after_saves(process, moved, min(2, number), newer_than=(number - 1) * 4)
+    run("pretrain", small_data, moved, overrides=(*base, *layouts[-1][1]), workers=2)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        np.testing.assert_allclose(records(moved, key), records(whole, key), atol=1e-4)
+
+
+def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run("pretrain", small_data, whole, overrides=DROPOUT)
+    kill_after_saves(start("pretrain", small_data, broken, overrides=DROPOUT), broken, 2)
+    newest = saved_steps(broken / "state")[-1]
+    shard = next(newest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert newest not in saved_steps(broken / "state")
+    run("pretrain", small_data, broken, overrides=DROPOUT)
+    assert_same_bits(broken, whole)
+
+
+def test_a_save_that_fails_names_the_folder_and_the_cure(small_data: Path, tmp_path: Path) -> None:
+    """Files may not grow beyond 100 kB, as on a full disk; the whole state is larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(StageError, match=r"step_00000004.*cannot be written(.|\n)*cure"):
+            pretrain(load_recipe("tiny", SMALL), small_data, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not saved_steps(tmp_path / "run" / "state")
+    resumed = pretrain(load_recipe("tiny", SMALL), small_data, tmp_path / "run")
+    assert resumed.step == 20
+
+
+def test_the_newest_states_are_kept(small_data: Path, tmp_path: Path) -> None:
+    keep = ("Engine.save_load.keep=3", "Engine.save_load.save_steps=2", "Engine.max_steps=200")
+    process = start("pretrain", small_data, tmp_path / "run", overrides=keep)
+    kill_after_saves(process, tmp_path / "run", 3, newer_than=8)
+    assert 3 <= len(saved_steps(tmp_path / "run" / "state")) <= 4
