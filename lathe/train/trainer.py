@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -104,34 +105,34 @@ class Trainer:
     def run(self) -> Progress:
         """Train on from the newest saved state, or from the start, and leave the last one saved."""
         self._resume()
-        trace = self._open_trace()
-        if self.at.step == 0:
-            self.at.first_eval_loss = self._evaluate(trace)
-        with (
-            bar("train", self.engine.max_steps, logs=False) as progress,
-            watch_for_preemption() as asked,
-        ):
+        steps = self.engine.max_steps
+        with ExitStack() as open_ones:
+            open_ones.enter_context(closing(self.batches))
+            asked_to_end = open_ones.enter_context(watch_for_preemption())
+            progress = open_ones.enter_context(bar("train", steps, logs=False))
+            trace = self._open_trace()
+            if trace:
+                open_ones.enter_context(closing(trace))
+            if self.at.step == 0:
+                self.at.first_eval_loss = self._evaluate(trace)
             progress.advance(self.at.step)
-            while self.at.step < self.engine.max_steps:
-                record, preempted = self._train_step(asked())
+            while self.at.step < steps:
+                record, preempted = self._train_step(asked_to_end())
                 if trace:
                     trace.step(record, progress)
-                step = self.at.step
-                ended = step == self.engine.max_steps
-                if step % self.engine.eval_freq == 0 or ended:
+                ended = record.step == steps
+                if record.step % self.engine.eval_freq == 0 or ended:
                     self._evaluate(trace)
-                if step % self.engine.save_load.save_steps == 0 or ended or preempted:
+                if record.step % self.engine.save_load.save_steps == 0 or ended or preempted:
                     self._save()
                 self.states.poll()
                 if preempted and not ended:
-                    self.states.wait()
-                    raise Preempted(
-                        f"saved at step {step} in {self.output}; the same command goes on"
-                    )
+                    break
             self.states.wait()
-        self.batches.close()
-        if trace:
-            trace.close()
+        if self.at.step < steps:
+            raise Preempted(
+                f"saved at step {self.at.step} in {self.output}; the same command goes on"
+            )
         return self.at
 
     def _train_step(self, preempted: bool) -> tuple[StepRecord, bool]:
