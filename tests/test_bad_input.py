@@ -91,7 +91,7 @@ def test_truncated_weights(
     )
 
 
-def test_pipeline_parallel_degree_is_refused_not_ignored(
+def test_degrees_that_the_processes_do_not_fill(
     small_data: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -100,4 +100,4 @@ def test_pipeline_parallel_degree_is_refused_not_ignored(
     monkeypatch.setenv("RANK", "0")  # as one of its workers
     command = ["pretrain", "--data", small_data, "--output", tmp_path / "m", *SETTINGS]
     message = refused([*command, "-o", "Distributed.pp_degree=2"], capsys, monkeypatch)
-    assert "Distributed.pp_degree is 2" in message
+    assert "2 (pp) * 1 (sharding) = 2 processes, and there are 1" in message

@@ -214,9 +214,7 @@ def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module
 
 
-def fold_observers(
-    model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None
-) -> None:
+def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None) -> None:
     """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over `group`."""
     found = [observer for _, observer in observers(model)]
     if not found:

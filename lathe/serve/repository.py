@@ -15,7 +15,7 @@ from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
-from lathe.serve.params import FIELDS
+from lathe.serve.params import FIELDS, STRATEGIES
 from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import atomic_folder
 
@@ -35,7 +35,8 @@ def write_repository(
         generation: the defaults of requests that do not say otherwise.
 
     Raises:
-        UserError: `exported` lacks a file, or the model's name cannot be a folder's.
+        UserError: `exported` lacks a file, the model's name cannot be a folder's, or the server
+            lacks the decode strategy.
     """
     for name in NEEDED:
         if not (exported / name).is_file():
@@ -44,6 +45,12 @@ def write_repository(
         raise UserError(
             f"Serving.model_name {serving.model_name!r} is not a plain name",
             "use letters, digits, dots, dashes and underscores",
+        )
+    if generation.decode_strategy not in STRATEGIES:
+        raise UserError(
+            f"Generation.decode_strategy {generation.decode_strategy}: the server has "
+            f"{' and '.join(STRATEGIES)} only",
+            f"-o Generation.decode_strategy={STRATEGIES[0]} to deploy; `lathe generate` has it",
         )
     with atomic_folder(output, "*/config.pbtxt") as work:
         model = work / serving.model_name
