@@ -85,7 +85,7 @@ class Observer(nn.Module):
         super().__init__()
         self.register_buffer("absmax", torch.tensor(LEVELS * scale if scale else 0.0))
         self.register_buffer("seen", torch.tensor(0.0))
-        self.alpha = nn.Parameter(torch.tensor(100.0)) if pact else None
+        self.alpha = nn.Parameter(torch.tensor([100.0])) if pact else None  # FSDP shards vectors
         self.calibrating = False
 
     @property

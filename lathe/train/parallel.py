@@ -119,6 +119,11 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
 
 def _check_divisible(config: GPTConfig, recipe: Recipe, workers: Workers) -> None:
     mp, pp = workers.mesh["mp"].size(), workers.mesh["pp"].size() * recipe.Model.virtual_pp_degree
+    if mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
+        raise UserError(
+            f"PACT cannot be trained with Distributed.mp_degree {mp}",
+            "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
+        )
     if pp > config.n_layer:
         raise UserError(
             f"{config.n_layer} layers cannot make {pp} pipeline stages",
