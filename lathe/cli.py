@@ -123,6 +123,35 @@ def pretrain(
     _train(settings, lambda: pretrain(settings, data, output, init))
 
 
+@app.command(epilog="Example: lathe plan --recipe gpt-6.7b --gpus 16 --memory 80GB")
+def plan(
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.")],
+    memory: Annotated[str, typer.Option(help="Of one GPU: 80GB, 24g or 40GiB.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink joins.")] = 8,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+) -> None:
+    """Show the ways to divide a training over GPUs that fit their memory, and pick the fastest.
+
+    The recipe's global batch stays as it is: a layout changes speed and memory, not what is
+    learned. Speeds are of one layout against another, from a model of a DGX A100.
+    """
+    settings = _load(recipe, override)
+    from rich.console import Console
+
+    from lathe.train.layout import options
+    from lathe.train.plan import make_plan, parse_memory, plan_table
+
+    found = make_plan(settings, gpus, parse_memory(memory), gpus_per_node)
+    Console(width=None if sys.stdout.isatty() else 120).print(plan_table(found))
+    chosen = " ".join(f"-o {option}" for option in options(settings, found.best.layout))
+    show(
+        pick=str(found.best.layout),
+        options=chosen or "none: it is the recipe's own",
+        recipe=found.verdict(),
+    )
+
+
 @app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")
 def prune(
     model: Model = RUN / "dense",

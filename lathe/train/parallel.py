@@ -30,10 +30,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lathe.errors import UserError
-from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
+from lathe.train.layout import own_layout
 from lathe.train.loss import linear_cross_entropy
 from lathe.train.workers import Workers
 
@@ -94,17 +94,22 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
-        UserError: heads, widths, vocabulary or layers that cannot be divided by the degrees.
+        UserError: as `own_layout`; PACT with tensor parallelism.
     """
-    _check_divisible(model.config, recipe, workers)
-    pp, rounds = workers.mesh["pp"].size(), recipe.Model.virtual_pp_degree
+    layout = own_layout(model.config, recipe, workers.size)
+    if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
+        raise UserError(
+            f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
+            "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
+        )
+    count = layout.pp * layout.virtual_pp
     skeleton = copy.deepcopy(model.to("meta"))
     skeleton.set_recompute(recipe.Model.recompute)
     stages = []
-    for index in range(workers.at("pp"), pp * rounds, pp):
-        part = _cut(skeleton, index, pp * rounds)
-        stage = Stage(part, index, pp * rounds, recipe, workers)
-        if workers.mesh["mp"].size() > 1:
+    for index in range(workers.at("pp"), count, layout.pp):
+        part = _cut(skeleton, index, count)
+        stage = Stage(part, index, count, recipe, workers)
+        if layout.mp > 1:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
             for block in part.h:
@@ -115,35 +120,6 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
         _fill(part, weights)
         stages.append(stage)
     return stages
-
-
-def _check_divisible(config: GPTConfig, recipe: Recipe, workers: Workers) -> None:
-    mp, pp = workers.mesh["mp"].size(), workers.mesh["pp"].size() * recipe.Model.virtual_pp_degree
-    if mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
-        raise UserError(
-            f"PACT cannot be trained with Distributed.mp_degree {mp}",
-            "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
-        )
-    if pp > config.n_layer:
-        raise UserError(
-            f"{config.n_layer} layers cannot make {pp} pipeline stages",
-            "lower Distributed.pp_degree or Model.virtual_pp_degree",
-        )
-    seq_len = recipe.Data.Train.dataset.max_seq_len
-    sizes = {
-        "attention heads": config.n_head,
-        "FFN channels": config.n_inner,
-        "ids of vocabulary": [config.vocab_size],
-        "positions": [config.n_positions],
-        "tokens of a sequence": [seq_len] if recipe.Model.sequence_parallel else [],
-    }
-    for what, values in sizes.items():
-        for value in values:
-            if value % mp:
-                raise UserError(
-                    f"{value} {what} cannot be divided by Distributed.mp_degree {mp}",
-                    "choose a degree that divides it, or another size in Model or Data",
-                )
 
 
 def _cut(skeleton: GPT, index: int, count: int) -> GPT:

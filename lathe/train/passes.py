@@ -15,7 +15,6 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lathe.errors import UserError
 from lathe.settings import Recipe
 from lathe.train.batch import Batch
 from lathe.train.parallel import Stage
@@ -66,13 +65,7 @@ class PipelinePasses:
         self, stages: Sequence[Stage], recipe: Recipe, batch: Batch, workers: Workers
     ) -> None:
         self.stages, self.batch, self.device = stages, batch, workers.device
-        pp, steps = workers.mesh["pp"].size(), batch.accumulate_steps
-        if len(stages) > 1 and steps % pp:
-            raise UserError(
-                f"{steps} micro-batches a step cannot be interleaved over {pp} stages",
-                f"make Global.local_batch_size / micro_batch_size a multiple of {pp}, or leave "
-                "Model.virtual_pp_degree at 1",
-            )
+        steps = batch.accumulate_steps
         group = workers.mesh["pp"].get_group()
         shards = workers.mesh["mp"].size() if stages[0].sequence_parallel else 1
         T = recipe.Data.Train.dataset.max_seq_len

@@ -1,0 +1,221 @@
+"""The ways to divide a training over GPUs: the recipe's own, and all that are worth a try."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from lathe.errors import UserError
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import Recompute
+from lathe.settings import Recipe
+from lathe.train.batch import resolve_batch
+from lathe.train.workers import mesh_shape
+
+ShardingStage = Literal[1, 2, 3]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How training is divided over GPUs, and what one of them computes at a time."""
+
+    dp: int
+    mp: int
+    pp: int
+    sharding: int
+    sharding_stage: ShardingStage
+    micro_batch: int
+    accumulate_steps: int
+    virtual_pp: int
+    recompute: Recompute | None
+    sequence_parallel: bool
+
+    def __str__(self) -> str:
+        parts = [f"dp {self.dp}", f"mp {self.mp}", f"pp {self.pp}"]
+        if self.virtual_pp > 1:
+            parts.append(f"virtual pp {self.virtual_pp}")
+        if self.sharding > 1:
+            parts.append(f"sharding {self.sharding} stage {self.sharding_stage}")
+        parts.append(f"micro batch {self.micro_batch}")
+        parts.append(f"recompute {self.recompute}" if self.recompute else "no recompute")
+        return ", ".join(parts + ["sequence parallel"] * self.sequence_parallel)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.dp * self.sharding
+
+    @property
+    def gpus(self) -> int:
+        return self.data_parallel * self.mp * self.pp
+
+    def layers(self, rank: int, n_layer: int) -> int:
+        """Layers that the `rank`-th GPU of a pipeline holds, in `virtual_pp` stages."""
+        count = self.pp * self.virtual_pp
+        stages = range(rank, count, self.pp)
+        return sum((i + 1) * n_layer // count - i * n_layer // count for i in stages)
+
+
+def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
+    """The layout that the recipe asks for on so many processes.
+
+    Raises:
+        UserError: heads, widths, vocabulary, layers or batch that its degrees cannot divide.
+    """
+    pp, dp, sharding, mp = mesh_shape(recipe.Distributed, gpus)
+    batch = resolve_batch(recipe, dp * sharding)
+    layout = Layout(
+        dp=dp,
+        mp=mp,
+        pp=pp,
+        sharding=sharding,
+        sharding_stage=recipe.Distributed.sharding.sharding_stage,
+        micro_batch=batch.micro,
+        accumulate_steps=batch.accumulate_steps,
+        virtual_pp=recipe.Model.virtual_pp_degree,
+        recompute=recipe.Model.recompute,
+        sequence_parallel=recipe.Model.sequence_parallel and mp > 1,
+    )
+    _check(config, recipe, layout)
+    return layout
+
+
+def global_batch(recipe: Recipe, gpus: int) -> int:
+    """Sequences of a step as the recipe would have them; on which the learning depends, and
+    therefore no choice of a layout."""
+    if recipe.Global.global_batch_size is not None:
+        return recipe.Global.global_batch_size
+    degrees = recipe.Distributed
+    inner = degrees.mp_degree * degrees.pp_degree * degrees.sharding.sharding_degree
+    dp = max(1, gpus // inner) if degrees.dp_degree == "auto" else degrees.dp_degree
+    return resolve_batch(recipe, dp * degrees.sharding.sharding_degree).total
+
+
+def possible_layouts(
+    config: GPTConfig, recipe: Recipe, batch: int, gpus: int, gpus_per_node: int
+) -> Iterator[Layout]:
+    """What is worth a try of what the trainer accepts, for a global batch of `batch` sequences.
+
+    Sequence parallelism comes with tensor parallelism, since it only saves memory. core_attn is
+    left out: a fused attention kernel keeps no scores that it would spare.
+    """
+    seq_len = recipe.Data.Train.dataset.max_seq_len
+    recomputes: tuple[Recompute | None, ...] = (None, "full_attn", "full")
+    for mp, pp, dp, sharding in _meshes(config, gpus, gpus_per_node):
+        if batch % (dp * sharding):
+            continue
+        local = batch // (dp * sharding)
+        rounds = (1, 2, 4) if pp > 1 else (1,)
+        for micro, virtual, recompute in product(_divisors(local), rounds, recomputes):
+            for stage in _stages(sharding, pp, local // micro):
+                layout = Layout(
+                    dp=dp,
+                    mp=mp,
+                    pp=pp,
+                    sharding=sharding,
+                    sharding_stage=stage,
+                    micro_batch=micro,
+                    accumulate_steps=local // micro,
+                    virtual_pp=virtual,
+                    recompute=recompute,
+                    sequence_parallel=mp > 1 and seq_len % mp == 0,
+                )
+                if _can_run(config, recipe, layout):
+                    yield layout
+
+
+def options(recipe: Recipe, layout: Layout) -> list[str]:
+    """The overrides, `Group.key=value`, that give a recipe this layout; what it has is left out."""
+    model, sizes, degrees = recipe.Model, recipe.Global, recipe.Distributed
+    sharding = degrees.sharding
+    wanted: list[tuple[str, Any, Any]] = [
+        ("Distributed.dp_degree", degrees.dp_degree, layout.dp),
+        ("Distributed.mp_degree", degrees.mp_degree, layout.mp),
+        ("Distributed.pp_degree", degrees.pp_degree, layout.pp),
+        ("Distributed.sharding.sharding_degree", sharding.sharding_degree, layout.sharding),
+        ("Distributed.sharding.sharding_stage", sharding.sharding_stage, layout.sharding_stage),
+        ("Global.micro_batch_size", sizes.micro_batch_size, layout.micro_batch),
+        ("Model.use_recompute", model.recompute is not None, layout.recompute is not None),
+        ("Model.virtual_pp_degree", model.virtual_pp_degree, layout.virtual_pp),
+    ]
+    if sizes.global_batch_size is None or sizes.local_batch_size is not None:
+        local = layout.micro_batch * layout.accumulate_steps
+        wanted.append(("Global.local_batch_size", sizes.local_batch_size, local))
+    steps = recipe.Engine.accumulate_steps
+    if steps is not None:
+        wanted.append(("Engine.accumulate_steps", steps, layout.accumulate_steps))
+    if layout.recompute is not None:
+        granularity = model.recompute_granularity or "full"
+        wanted.append(("Model.recompute_granularity", granularity, layout.recompute))
+    if layout.mp > 1:
+        is_parallel = layout.sequence_parallel
+        wanted.append(("Model.sequence_parallel", model.sequence_parallel, is_parallel))
+    return [f"{key}={new}" for key, old, new in wanted if old not in (new, "auto")]
+
+
+def _meshes(
+    config: GPTConfig, gpus: int, gpus_per_node: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(mp, pp, dp, sharding): tensor parallelism stays within a node, stages have the same number
+    of layers, and sharding is none, within a node, or over all replicas."""
+    for mp in _divisors(min(gpus, gpus_per_node)):
+        for pp in _divisors(gpus // mp):
+            replicas, in_node = gpus // (mp * pp), gpus_per_node // mp
+            if config.n_layer % pp == 0:
+                for sharding in sorted({1, math.gcd(replicas, in_node), replicas}):
+                    yield mp, pp, replicas // sharding, sharding
+
+
+def _stages(sharding: int, pp: int, steps: int) -> tuple[ShardingStage, ...]:
+    """Those that differ: a pipeline keeps whole weights and gradients until its step's end."""
+    if sharding == 1 or pp > 1:
+        return (1,)
+    return (1, 2, 3) if steps > 1 else (1, 3)
+
+
+def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
+    """Raise a UserError for what cannot be divided."""
+    stages, steps = layout.pp * layout.virtual_pp, layout.accumulate_steps
+    if stages > config.n_layer:
+        raise UserError(
+            f"{config.n_layer} layers cannot make {stages} pipeline stages",
+            "lower Distributed.pp_degree or Model.virtual_pp_degree",
+        )
+    if steps < layout.pp or (layout.virtual_pp > 1 and steps % layout.pp):
+        raise UserError(
+            f"{steps} micro-batches a step cannot keep {layout.pp} pipeline stages busy",
+            f"make Global.local_batch_size / micro_batch_size a multiple of {layout.pp}",
+        )
+    if layout.virtual_pp > 1 and layout.pp == 1:
+        raise UserError(
+            f"Model.virtual_pp_degree {layout.virtual_pp} without a pipeline",
+            "raise Distributed.pp_degree, or leave virtual_pp_degree at 1",
+        )
+    sizes = {
+        "attention heads": config.n_head,
+        "FFN channels": config.n_inner,
+        "ids of vocabulary": [config.vocab_size],
+        "positions": [config.n_positions],
+        "tokens of a sequence": [recipe.Data.Train.dataset.max_seq_len],
+    }
+    if not layout.sequence_parallel:
+        del sizes["tokens of a sequence"]
+    for what, values in sizes.items():
+        for value in values:
+            if value % layout.mp:
+                raise UserError(
+                    f"{value} {what} cannot be divided by Distributed.mp_degree {layout.mp}",
+                    "choose a degree that divides it, or another size in Model or Data",
+                )
+
+
+def _can_run(config: GPTConfig, recipe: Recipe, layout: Layout) -> bool:
+    try:
+        _check(config, recipe, layout)
+    except UserError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,242 @@
+"""How much memory a training layout takes on a GPU, from the recipe's numbers alone.
+
+Parameters, gradients and Adam's moments are divided as in ZeRO (Rajbhandari et al. 2020,
+arXiv:1910.02054), in float32, with whole copies where FSDP2 gathers them. Activations are counted
+tensor by tensor, as Korthikanti et al. do ("Reducing Activation Recomputation in Large Transformer
+Models", 2022, arXiv:2205.05198, section 4), for the operations that `lathe.model.gpt` really
+makes. Attention is taken to be a fused kernel (flash, or memory-efficient), which keeps no scores.
+
+Shapes: N tokens of a micro-batch, C hidden size, W and F a GPU's attention and FFN width, V its
+vocabulary rows. `n` is N, or N / mp with sequence parallelism.
+"""
+
+from dataclasses import dataclass
+
+from lathe.model.config import GPTConfig
+from lathe.settings import Recipe
+from lathe.train.layout import Layout
+from lathe.train.loss import CHUNK_ELEMENTS
+
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the moment when it holds most.
+
+    Attributes:
+        weights: this GPU's float32 shard, gathered whole copies, half precision copies of O2.
+        activations: what the forward pass keeps for the backward pass, autocast's half precision
+            copies of weights (O1) and the buffers between pipeline stages included.
+        temporary: logits and the head's gradient, what a block recomputes, gradients on their way.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One layer on one GPU: elements of its parameters, else bytes."""
+
+    parameters: float
+    cast: float  # autocast's copies of the matrices
+    kept: float  # from the forward pass to the backward pass
+    again: float  # what the backward pass recomputes
+    gradients: float  # in flight within its backward pass
+
+
+def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
+    """Memory of the fullest GPU in a training step; without what CUDA and NCCL take themselves.
+
+    An upper bound where `Engine.compile` fuses operations. Fake quantization is not counted.
+
+    Args:
+        config: the shape; every layer as its widest.
+    """
+    block = _block(config, recipe, layout)
+    ranks = (_of_rank(rank, block, config, recipe, layout) for rank in range(layout.pp))
+    return max(ranks, key=lambda memory: memory.total)
+
+
+def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
+    C, mp = config.n_embd, layout.mp
+    heads, F = max(config.n_head) / mp, max(config.n_inner) / mp
+    W = heads * config.head_dim
+    N, n = _tokens(recipe, layout)
+    narrow, stream = _bytes(recipe)
+    dropout = n * C if recipe.Model.hidden_dropout_prob else 0  # a byte an element
+
+    # A norm keeps its input in float32; a linear keeps its whole input, gathered if `n` is N / mp.
+    branch = FLOAT * n * C + narrow * N * C + dropout
+    attention = branch + narrow * 4 * N * W + FLOAT * N * heads  # q, k, v, output; log-sum-exp
+    mlp = branch + narrow * 2 * N * F  # GELU's input and output
+    attention_matrices, mlp_matrices = 4 * C * W + 3 * W + C, 2 * C * F + F + C
+    autocast = narrow if _is_autocast(recipe) else 0
+    attention_cast, mlp_cast = autocast * attention_matrices, autocast * mlp_matrices
+    everything = attention + mlp + attention_cast + mlp_cast
+    kept, again = {
+        None: (everything, 0.0),
+        "full": (stream * n * C, everything - stream * n * C),
+        "full_attn": (stream * n * C + dropout + mlp + mlp_cast, 0.0),  # when the MLP's is free
+        "core_attn": (everything - FLOAT * N * heads, 0.0),
+    }[layout.recompute]
+    weight_gradient = (FLOAT + (narrow if narrow < FLOAT else 0)) * C * F
+    return _Block(
+        parameters=attention_matrices + mlp_matrices + 4 * C,
+        cast=attention_cast + mlp_cast,
+        kept=kept,
+        again=again,
+        gradients=stream * n * C + narrow * N * (C + F) + weight_gradient,
+    )
+
+
+def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
+    """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it."""
+    C, V = config.n_embd, config.vocab_size / layout.mp
+    N, n = _tokens(recipe, layout)
+    _, stream = _bytes(recipe)
+    is_first, is_last = rank == 0, rank == layout.pp - 1
+    layers = layout.layers(rank, config.n_layer)
+    table = V * C
+    ends = table if is_first or is_last else 0.0
+    ends += config.n_positions / layout.mp * C if is_first else 0
+    ends += 2 * C if is_last else 0
+    parameters = layers * block.parameters + ends
+    state = _state(parameters, ends, block, recipe, layout)
+
+    in_flight = _micro_batches_in_flight(rank, layout)
+    before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
+    passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
+    kept = in_flight * passed * block.kept
+    kept += FLOAT * n * C if is_last else 0  # the last norm's input
+    fixed = _pipeline_buffers(rank, stream * n * C, layout)
+    backward = block.again + block.gradients
+
+    def moment(weights: float, gradients: float, activations: float, temporary: float) -> Memory:
+        return Memory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=state.optimizer,
+            activations=activations + fixed,
+            temporary=temporary + (state.reducing if before else 0),
+        )
+
+    first = state.gradients if before else 0.0
+    head_gradients = FLOAT * (table + N * C) if is_last else 0.0  # known with the loss
+    moments = []
+    # The loss of a micro-batch, or its last block's forward pass.
+    cast = passed * block.cast if layout.recompute == "full" else 0.0
+    head = head_gradients + _head(V, C, recipe, layout) if is_last else 0.0
+    moments.append(moment(state.weights, first, kept, max(head, cast)))
+    # Backward: the last block's,
+    weights = state.weights + state.gathered
+    moments.append(moment(weights, first, kept, head_gradients + backward))
+    # the first one's,
+    late = weights if before else state.late_weights
+    rest = kept - (passed - 1) * block.kept
+    others = max(first, state.gradients * (1 - (block.parameters + ends) / parameters))
+    sums = state.element * table
+    moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
+    # the embedding's: the two gradients of one table, and their sum;
+    rest -= block.kept
+    copies = (3 if is_first and is_last else 1) - (not before)
+    moments.append(moment(late, state.gradients, rest, copies * sums))
+    # then the last block's of the next micro-batch.
+    if in_flight > 1:
+        moments.append(moment(weights, state.gradients, rest, backward))
+    return max(moments, key=lambda memory: memory.total)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Bytes that outlast a micro-batch, and those of exchanging them with the other replicas."""
+
+    weights: float
+    late_weights: float  # when a step's last backward pass comes to its last block
+    gradients: float  # what micro-batches add up
+    optimizer: float
+    element: int  # of a gradient as autograd makes it
+    gathered: float  # blocks' weights in the backward pass
+    reduced: float  # a block's gradients on their way
+    reducing: float  # FSDP2 holds the last ones between micro-batches
+
+
+def _state(parameters: float, ends: float, block: _Block, recipe: Recipe, layout: Layout) -> _State:
+    whole = FLOAT * parameters
+    if layout.data_parallel == 1 and not _is_pure(recipe):
+        return _State(whole, whole, whole, 2 * whole, FLOAT, 0.0, 0.0, 0.0)
+    # torch's pipeline schedules gather and reduce once a step, whatever the stage.
+    stage = layout.sharding_stage if layout.pp == 1 else 1
+    once = stage == 1 and layout.accumulate_steps > 1
+    shard = 0 if recipe.Distributed.sharding.sharding_offload else whole / layout.sharding
+    element = 2 if _is_pure(recipe) else FLOAT
+    gathered = 2 * element * block.parameters
+    weights = shard + element * (parameters if stage < 3 else ends)
+    return _State(
+        weights=weights,
+        late_weights=shard + element * ends + gathered if layout.pp == 1 else weights,
+        gradients=whole if once else shard,
+        optimizer=2 * shard,
+        element=element,
+        gathered=gathered if stage == 3 else 0.0,
+        reduced=0.0 if once else FLOAT * block.parameters,
+        reducing=0.0 if stage == 1 else FLOAT * ends,
+    )
+
+
+def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
+    """Bytes that `linear_cross_entropy` frees before the backward pass."""
+    N, n = _tokens(recipe, layout)
+    narrow, _ = _bytes(recipe)
+    half = narrow if narrow < FLOAT else 0
+    n_chunk = N / -(-N * V // CHUNK_ELEMENTS)
+    hidden = FLOAT * n * C + (FLOAT * N * C if layout.sequence_parallel else 0) + half * N * C
+    table = half * V * C + (narrow * V * C if _is_autocast(recipe) else 0)
+    return (FLOAT + half) * n_chunk * V + narrow * n_chunk * C + hidden + table
+
+
+def _micro_batches_in_flight(rank: int, layout: Layout) -> int:
+    """Forward passes through one of its stages that a GPU makes before the first's backward pass;
+    the schedules are 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473)."""
+    hops = layout.pp - 1 - rank
+    warm_up = hops
+    if layout.virtual_pp > 1:
+        warm_up = (layout.virtual_pp - 1) * layout.pp + 2 * hops
+    return min(warm_up + 1, layout.accumulate_steps * layout.virtual_pp)
+
+
+def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
+    """torch receives every micro-batch of a step, and every gradient, into a buffer of its own;
+    the interleaved schedule holds what it sends until the step's end, too."""
+    stages = layout.pp * layout.virtual_pp
+    own = range(rank, stages, layout.pp)
+    links = sum((index > 0) + (index < stages - 1) for index in own)
+    return links * hidden * layout.accumulate_steps * (2 if layout.virtual_pp > 1 else 1)
+
+
+def _tokens(recipe: Recipe, layout: Layout) -> tuple[int, float]:
+    """Of a micro-batch, and of what a GPU holds of it between the linears."""
+    N = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len
+    return N, N / layout.mp if layout.sequence_parallel else N
+
+
+def _bytes(recipe: Recipe) -> tuple[int, int]:
+    """An element of a linear's input, and of the residual stream."""
+    narrow = FLOAT if recipe.Engine.mix_precision.dtype == "float32" else 2
+    return narrow, narrow if _is_pure(recipe) else FLOAT
+
+
+def _is_pure(recipe: Recipe) -> bool:
+    return recipe.Engine.mix_precision.is_pure
+
+
+def _is_autocast(recipe: Recipe) -> bool:
+    return recipe.Engine.mix_precision.dtype != "float32" and not _is_pure(recipe)

@@ -1,0 +1,174 @@
+"""Choose how to divide a training over GPUs: every layout that fits their memory, fastest first."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from lathe.errors import UserError
+from lathe.model.config import GPTConfig
+from lathe.settings import Recipe
+from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
+from lathe.train.memory import Memory, estimate
+from lathe.train.pretrain import model_config
+from lathe.train.speed import StepTime, bubble_share, step_time
+
+USABLE = 0.9  # of a GPU's memory: the rest is for CUDA, NCCL's buffers and fragmentation
+UNITS = {"m": 10**6, "g": 10**9, "t": 10**12, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+MOST_GPUS = 2**14  # that the answer to "how many, then?" may name
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, and what it is estimated to take of one GPU's memory and of time for a step."""
+
+    layout: Layout
+    memory: Memory
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        batch: sequences of an optimizer step, which all layouts share.
+        budget: bytes of a GPU that a layout may take.
+        fitting: the fastest of every (dp, mp, pp, sharding) that fits; the fastest of all first.
+        own: the recipe's own layout, or why it cannot run.
+    """
+
+    batch: int
+    budget: float
+    fitting: Sequence[Candidate]
+    own: Candidate | UserError
+
+    @property
+    def best(self) -> Candidate:
+        return self.fitting[0]
+
+    def verdict(self) -> str:
+        """Whether the recipe's own layout can run."""
+        if isinstance(self.own, UserError):
+            return f"cannot run: {self.own.what}"
+        needs = f"{_gb(self.own.memory.total)} GB a GPU: {self.own.layout}"
+        if self.own.memory.total > self.budget:
+            return f"does not fit, {needs}"
+        return (
+            f"fits at {self.best.time.total / self.own.time.total:.0%} of the best speed, {needs}"
+        )
+
+
+def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) -> Plan:
+    """Search the layouts that the trainer accepts on `gpus` GPUs of `memory` bytes.
+
+    Raises:
+        UserError: nothing divides, or nothing fits.
+    """
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise UserError(
+            f"{gpus} GPUs are not a whole number of nodes of {gpus_per_node}",
+            f"--gpus {-(-gpus // gpus_per_node) * gpus_per_node}, or another --gpus-per-node",
+        )
+    config = model_config(recipe, recipe.Prepare.vocab_size)
+    batch, budget = global_batch(recipe, gpus), USABLE * memory
+
+    def candidate(layout: Layout) -> Candidate:
+        time = step_time(config, recipe, layout, gpus_per_node)
+        return Candidate(layout, estimate(config, recipe, layout), time)
+
+    candidates = [
+        candidate(layout) for layout in possible_layouts(config, recipe, batch, gpus, gpus_per_node)
+    ]
+    if not candidates:
+        raise UserError(
+            f"a global batch of {batch} sequences cannot be divided over {gpus} GPUs",
+            f"-o Global.global_batch_size={gpus} -o Global.local_batch_size=null, or a multiple",
+        )
+    fastest: dict[tuple[int, ...], Candidate] = {}
+    for one in sorted(candidates, key=lambda c: (c.time.total, c.memory.total)):
+        at = one.layout
+        if one.memory.total <= budget:
+            fastest.setdefault((at.dp, at.mp, at.pp, at.sharding), one)
+    if not fastest:
+        smallest = min(candidates, key=lambda c: c.memory.total)
+        raise _too_large(smallest, config, recipe, batch, budget, gpus_per_node)
+    own: Candidate | UserError
+    try:
+        own = candidate(own_layout(config, recipe, gpus))
+    except UserError as error:
+        own = error
+    return Plan(batch, budget, list(fastest.values()), own)
+
+
+def parse_memory(text: str) -> float:
+    """Bytes of `80GB`, `40GiB`, `24g`: G is 10^9, Gi is 2^30.
+
+    Raises:
+        UserError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([mgt]i?)b?\s*", text.lower())
+    if not match or not float(match[1]):
+        raise UserError(f"--memory {text}: not a size", "write it as 80GB, 24g or 40GiB")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def plan_table(plan: Plan, rows: int = 12) -> Table:
+    """The fastest layouts, the best of them marked; some 110 columns wide."""
+    table = Table(box=None, pad_edge=False)
+    settings = ("", "dp", "mp", "pp", "sharding", "micro", "recompute")
+    gigabytes = ("weights", "grads", "optim", "activ", "temp", "GB/GPU")
+    for name in (*settings, *gigabytes, "bubble", "comm", "again", "speed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in plan.fitting[:rows]:
+        at, memory, time = one.layout, one.memory, one.time
+        is_best = one is plan.best
+        shares = (time.communication / time.total, time.recompute / time.total)
+        split = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
+        table.add_row(
+            "*" if is_best else "",
+            *(str(at.dp), f"{at.mp} sp" if at.sequence_parallel else str(at.mp)),
+            f"{at.pp} x{at.virtual_pp}" if at.virtual_pp > 1 else str(at.pp),
+            f"{at.sharding} stage {at.sharding_stage}" if at.sharding > 1 else "1",
+            *(str(at.micro_batch), at.recompute or "no"),
+            *(_gb(size) for size in (*split, memory.temporary, memory.total)),
+            *(f"{share:.0%}" for share in (bubble_share(at), *shares)),
+            f"{plan.best.time.total / time.total:.0%}",
+            style="bold" if is_best else None,
+        )
+    return table
+
+
+def _too_large(
+    smallest: Candidate,
+    config: GPTConfig,
+    recipe: Recipe,
+    batch: int,
+    budget: float,
+    gpus_per_node: int,
+) -> UserError:
+    layout, needed = smallest.layout, smallest.memory.total
+
+    def fits(gpus: int, recipe: Recipe) -> bool:
+        layouts = possible_layouts(config, recipe, batch, gpus, gpus_per_node)
+        return any(estimate(config, recipe, other).total <= budget for other in layouts)
+
+    cures = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
+    gpus = 2 * layout.gpus
+    while gpus <= MOST_GPUS and not fits(gpus, recipe):
+        gpus *= 2
+    if gpus <= MOST_GPUS:
+        cures.insert(0, f"--gpus {gpus}")
+    sharding = recipe.Distributed.sharding.model_copy(update={"sharding_offload": True})
+    degrees = recipe.Distributed.model_copy(update={"sharding": sharding})
+    if fits(layout.gpus, recipe.model_copy(update={"Distributed": degrees})):
+        cures.append("-o Distributed.sharding.sharding_offload=True, which is slow")
+    return UserError(
+        f"no layout fits on {layout.gpus} GPUs with {_gb(budget)} GB of each: the smallest takes "
+        f"{_gb(needed)} GB ({layout})",
+        ", or ".join(cures),
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size >= 1e9 or not size else f"{size / 1e9:.2f}"

@@ -1,0 +1,147 @@
+"""How long a training layout takes for a step: a model to rank layouts by, not a prediction.
+
+The reference is a DGX A100. Korthikanti et al. (2022, arXiv:2205.05198, table 5) published step
+times on it, of 22 to 1000 billion parameters: the model meets them within 35 %, and what they say
+of one layout against another within 10 %. A GPU that computes faster feels its network sooner.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from lathe.model.config import GPTConfig
+from lathe.settings import Recipe
+from lathe.train.flops import data_sheet_flops, flops_per_token
+from lathe.train.layout import Layout
+from lathe.train.memory import FLOAT
+
+GPU = "A100"
+EFFICIENCY = 0.55  # of the data sheet's FLOP/s: 42 to 57 % of whole steps in that table
+BLOCK_SECONDS = 3e-4  # some 60 kernels of a layer and a micro-batch, 5 us each to start
+NVLINK = 300e9  # bytes/s of a GPU in one direction (NVIDIA DGX A100 data sheet: 600 GB/s in both)
+NETWORK = 25e9  # the same between nodes: one 200 Gb/s HDR InfiniBand port a GPU
+OVERLAP = 0.9  # of sharding's communication, at most this part is hidden behind compute
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step, and what they go into."""
+
+    compute: float
+    recompute: float
+    communication: float
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.recompute + self.communication + self.bubble
+
+
+def step_time(
+    config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int = 8
+) -> StepTime:
+    """A step of the slowest GPU.
+
+    Micro-batches run one after the other; a pipeline adds the bubble of 1F1B,
+    (pp - 1) / (virtual_pp * micro-batches + pp - 1) of the step (Narayanan et al. 2021, section
+    2.2). Tensor parallelism waits for 4 all-reduces a layer, or as many bytes with sequence
+    parallelism; sharding gathers and reduces beside the compute.
+    """
+    micro_batches, bubble = layout.accumulate_steps, bubble_share(layout)
+    compute, again = _compute(config, recipe, layout)
+    waiting = _tensor_parallel(config, recipe, layout)
+    waiting += _pipeline(config, recipe, layout, gpus_per_node)
+    busy = micro_batches * (compute + again + waiting)
+    beside = compute + again
+    if layout.pp > 1:
+        beside = 0  # torch's schedules reduce when all backward passes are through
+    elif layout.sharding_stage > 1:
+        beside *= micro_batches
+    replicas = _data_parallel(config, recipe, layout, gpus_per_node)
+    exposed = max(replicas - beside, (1 - OVERLAP) * replicas)
+    return StepTime(
+        compute=micro_batches * compute,
+        recompute=micro_batches * again,
+        communication=micro_batches * waiting + exposed,
+        bubble=busy * bubble / (1 - bubble),
+    )
+
+
+def bubble_share(layout: Layout) -> float:
+    """Part of a step's passes in which a pipeline's GPU has nothing to do."""
+    idle = layout.pp - 1
+    return idle / (layout.virtual_pp * layout.accumulate_steps + idle)
+
+
+def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, float]:
+    """Seconds a micro-batch, and of them again for what was not kept."""
+    T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
+    head = 6.0 * config.vocab_size * C
+    layer = (flops_per_token(config, T) - head) / config.n_layer
+    width = max(config.n_head) * config.head_dim
+    again = {
+        None: 0.0,
+        "full": layer / 3,  # the forward pass
+        "full_attn": 8.0 * C * width + 4.0 * width * T,
+        "core_attn": 4.0 * width * T,
+    }[layout.recompute]
+    layers = _most_layers(config, layout)
+    dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
+    speed = EFFICIENCY * data_sheet_flops(GPU, dtype)
+    seconds = layout.micro_batch * T / layout.mp / speed  # for every operation a token
+    launch = BLOCK_SECONDS * layers
+    return (layers * layer + head) * seconds + launch, layers * again * seconds
+
+
+def _tensor_parallel(config: GPTConfig, recipe: Recipe, layout: Layout) -> float:
+    """Seconds a micro-batch; within a node."""
+    again = {None: 0, "full": 2, "full_attn": 1, "core_attn": 0}[layout.recompute]
+    rings = 2 * (4 + again) * _most_layers(config, layout)
+    size = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
+    dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
+    return rings * _ring(layout.mp, size * dtype.itemsize, NVLINK)
+
+
+def _pipeline(config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int) -> float:
+    """Seconds a micro-batch: hidden states and their gradients to and from each of its stages."""
+    if layout.pp == 1:
+        return 0.0
+    size = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
+    size = size // layout.mp if layout.sequence_parallel else size
+    bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node)
+    return 2 * layout.virtual_pp * size * _element(recipe) / min(bandwidth, NVLINK)
+
+
+def _data_parallel(config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int) -> float:
+    """Seconds a step: weights gathered and gradients reduced over `sharding`, then over `dp`."""
+    parameters = config.n_params() / (layout.mp * layout.pp)
+    stage = layout.sharding_stage if layout.pp == 1 else 1
+    gathers = 2 * layout.accumulate_steps if stage == 3 else 1
+    reductions = layout.accumulate_steps if stage > 1 else 1
+    size = parameters * (gathers * _element(recipe) + reductions * FLOAT)
+    bandwidth = _bandwidth(layout.mp, layout.sharding, gpus_per_node)
+    seconds = _ring(layout.sharding, size, bandwidth)
+    bandwidth = _bandwidth(layout.mp * layout.sharding, layout.dp, gpus_per_node)
+    return seconds + 2 * _ring(layout.dp, FLOAT * parameters / layout.sharding, bandwidth)
+
+
+def _most_layers(config: GPTConfig, layout: Layout) -> int:
+    return max(layout.layers(rank, config.n_layer) for rank in range(layout.pp))
+
+
+def _element(recipe: Recipe) -> int:
+    """Bytes of a weight and of a hidden state as they are sent."""
+    return 2 if recipe.Engine.mix_precision.is_pure else FLOAT
+
+
+def _ring(members: int, size: float, bandwidth: float) -> float:
+    """Seconds to gather or reduce-scatter `size` bytes; an all-reduce is both."""
+    return (members - 1) / members * size / bandwidth
+
+
+def _bandwidth(stride: int, members: int, gpus_per_node: int) -> float:
+    """Bytes/s round a ring of GPUs whose ranks are `stride` apart: across nodes it takes the
+    network ports of all its members of a node."""
+    if stride * members <= gpus_per_node:
+        return NVLINK
+    return min(NVLINK, NETWORK * max(1, gpus_per_node // stride))

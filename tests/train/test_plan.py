@@ -1,0 +1,89 @@
+"""What `lathe plan` shows, picks and refuses."""
+
+import pytest
+from rich.console import Console
+
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+from lathe.train.layout import options, own_layout
+from lathe.train.plan import Plan, make_plan, parse_memory, plan_table
+from lathe.train.pretrain import model_config
+from lathe.train.workers import mesh_shape
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(load_recipe("gpt-6.7b"), 16, 80e9)
+
+
+def test_every_layout_shown_fits_and_uses_all_gpus(plan: Plan) -> None:
+    assert len(plan.fitting) > 10
+    for one in plan.fitting:
+        assert one.layout.gpus == 16
+        assert one.memory.total <= 0.9 * 80e9
+        assert one.layout.data_parallel * one.layout.micro_batch * one.layout.accumulate_steps == (
+            plan.batch
+        )
+    times = [one.time.total for one in plan.fitting]
+    assert times == sorted(times)
+
+
+def test_picked_options_give_the_recipe_that_layout(plan: Plan) -> None:
+    recipe = load_recipe("gpt-6.7b")
+    for one in plan.fitting:
+        other = load_recipe("gpt-6.7b", options(recipe, one.layout))
+        assert own_layout(model_config(other, 50304), other, 16) == one.layout
+        assert mesh_shape(other.Distributed, 16) == (
+            one.layout.pp,
+            one.layout.dp,
+            one.layout.sharding,
+            one.layout.mp,
+        )
+
+
+def test_less_memory_costs_speed(plan: Plan) -> None:
+    small = make_plan(load_recipe("gpt-6.7b"), 16, 20e9)
+    assert small.best.time.total > plan.best.time.total
+    assert small.best.memory.total <= 18e9
+
+
+def test_table_marks_the_pick(plan: Plan) -> None:
+    console = Console(width=120)
+    with console.capture() as printed:
+        console.print(plan_table(plan))
+    lines = printed.get().splitlines()
+    assert len(lines) == 13
+    assert [line.startswith("*") for line in lines].index(True) == 1
+    assert f"{plan.best.memory.total / 1e9:.1f}" in lines[1]
+
+
+def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
+    assert "fits at" in plan.verdict()
+    assert "cannot run" in make_plan(load_recipe("gpt-6.7b"), 8, 200e9).verdict()
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(UserError, match=r"no layout fits on 16 GPUs with 72\.0 GB") as error:
+        make_plan(load_recipe("gpt-175b-mp8-pp16"), 16, 80e9)
+    gpus = int(error.value.cure.split()[1].rstrip(","))
+    assert make_plan(load_recipe("gpt-175b-mp8-pp16"), gpus, 80e9).fitting
+
+
+def test_nothing_divides() -> None:
+    with pytest.raises(UserError, match="cannot be divided over 7 GPUs"):
+        make_plan(load_recipe("gpt-345m"), 7, 80e9)
+    with pytest.raises(UserError, match="not a whole number of nodes"):
+        make_plan(load_recipe("gpt-345m"), 12, 80e9)
+
+
+@pytest.mark.parametrize(
+    "text, size", [("80GB", 80e9), ("24g", 24e9), ("40GiB", 40 * 2**30), ("0.5 TB", 5e11)]
+)
+def test_memory_sizes(text: str, size: float) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "0GB", "80 parsec"])
+def test_not_a_memory_size(text: str) -> None:
+    with pytest.raises(UserError, match="not a size"):
+        parse_memory(text)
