@@ -114,3 +114,46 @@ def test_a_skip_of_no_block_is_refused(small_dense: Path, small_data: Path, tmp_
     recipe = load_recipe("tiny", (*SMALL, "Compress.Quantization.skip_tensor_map.block_9=[out]"))
     with pytest.raises(UserError, match="block_9"):
         quantize(recipe, small_dense, small_data, tmp_path / "q")
+
+
+LAYOUTS = {
+    "mp2": ("Distributed.mp_degree=2",),
+    "pp2": ("Distributed.pp_degree=2",),
+    "sharding2": (
+        "Distributed.sharding.sharding_degree=2",
+        "Distributed.sharding.sharding_stage=3",
+        "Compress.Quantization.activation_preprocess_type=PACT",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_quantize_alike(
+    layout: str, small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    degrees = LAYOUTS[layout]
+    pact = degrees[2:]
+    batch = ("Global.local_batch_size=", "Global.global_batch_size=8", "Engine.max_steps=8")
+    common = (*QUANTIZE, *batch, *pact)
+    quantize(load_recipe("tiny", common), small_dense, small_data, tmp_path / "alone")
+    inputs = (small_dense, small_data, tmp_path / "run")
+    run("quantize", *inputs, overrides=(*common, *degrees), workers=2)
+    for key in ("loss", "grad_norm"):
+        found, expected = (records(tmp_path / name, key) for name in ("run", "alone"))
+        assert found == pytest.approx(expected, rel=1e-3), key
+    found, expected = (
+        load_checkpoint(tmp_path / name).model.config.quantization for name in ("run", "alone")
+    )
+    assert found is not None and expected is not None
+    assert found.activation_scales == pytest.approx(expected.activation_scales, rel=1e-2)
+
+
+def test_pact_is_refused_with_tensor_parallelism(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    overrides = (*QUANTIZE, *LAYOUTS["mp2"], *LAYOUTS["sharding2"][2:])
+    process = start(
+        "quantize", small_dense, small_data, tmp_path / "run", overrides=overrides, workers=2
+    )
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0 and b"PACT cannot be trained" in errors
