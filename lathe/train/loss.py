@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         needs_hidden, needs_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype) if needs_hidden else None
-        grad_weight = torch.zeros_like(w, dtype=wide) if needs_weight else None
+        grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=h.device)
         n = -(-N // -(-N * V // CHUNK_ELEMENTS))
         narrow_buffer = h.new_empty(n, V)
@@ -91,7 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope = p if dtype == wide else logits.copy_(p)
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ w
-            if grad_weight is not None and dtype == wide:
+            if needs_weight and grad_weight is None:
+                grad_weight = (slope.T @ x).to(wide)
+            elif grad_weight is not None and dtype == wide:
                 grad_weight.addmm_(slope.T, x)
             elif grad_weight is not None:
                 grad_weight += slope.T @ x

@@ -151,6 +151,6 @@ def test_estimate_is_what_torch_allocates(
         layout = own_layout(config, recipe, 1 if cases is ONE else 2)
         # A CPU's softmax of half precision makes a float copy; torch's interleaved schedule may
         # free what it sent a moment sooner than is assumed.
-        tolerance = 0.05 if "interleaved" in name or "bfloat16" in name else 0.01
+        tolerance = 0.05 if "interleaved" in name or "bfloat16" in name else 0.02
         estimated = estimate(config, recipe, layout).total
         assert estimated == pytest.approx(allocated, rel=tolerance), name
