@@ -33,6 +33,7 @@ SMALL = (
 SCRIPT = """
 import os, sys
 from pathlib import Path
+from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.console import log_to_stderr
 from lathe.errors import StageError
@@ -42,7 +43,7 @@ log_to_stderr()
 stage, *paths = sys.argv[1].split(",")
 recipe = load_recipe("tiny", sys.argv[2:])
 try:
-    {"pretrain": pretrain, "quantize": quantize}[stage](recipe, *map(Path, paths))
+    {"pretrain": pretrain, "prune": prune, "quantize": quantize}[stage](recipe, *map(Path, paths))
 except StageError as error:
     print(error.kind, error, file=sys.stderr)
     os._exit(error.status)

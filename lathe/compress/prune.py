@@ -1,12 +1,31 @@
-"""The stage that removes heads and FFN channels and finetunes what is left."""
+"""The stage that removes layers, heads and FFN channels and finetunes what is left."""
 
 import logging
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.compress.widths import choose_uniform, shrink
+import torch
+from torch import Tensor
+
+from lathe.compress.criteria import importance
+from lathe.compress.widths import (
+    Cost,
+    choose_global,
+    choose_layers,
+    choose_uniform,
+    keep_layers,
+    shrink,
+)
 from lathe.errors import UserError
-from lathe.model.checkpoint import checkpoint_digest, load_checkpoint
-from lathe.settings import Recipe
+from lathe.model.checkpoint import MARKER, checkpoint_digest, load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.settings import PruneSettings, Recipe
+from lathe.train.batches import first_batches, open_data
+from lathe.train.distill import teacher_folder
+from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import new_model
 from lathe.train.stage import TrainResult, Work, run_training
 
@@ -16,21 +35,48 @@ log = logging.getLogger("lathe")
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
-    The result's `first_eval_loss` is the loss right after pruning, before any finetuning.
+    Each of the `rounds` but the last leaves a checkpoint beside `output` until the end, so that a
+    killed run goes on with its round.
+
+    The result's `first_eval_loss` is the loss right after the last pruning, before its finetuning.
 
     Raises:
         UserError: `model` is already quantized; see also `run_training`.
     """
+    rounds = recipe.Compress.Prune.rounds
+    others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
+    start = model
+    if not (output / MARKER).is_file():
+        for i, folder in enumerate(others, 1):
+            _one_round(recipe, i, model, start, data, folder)
+            start = folder
+    result = _one_round(recipe, rounds, model, start, data, output)
+    if os.environ.get("RANK", "0") == "0":
+        for folder in others:
+            shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _one_round(
+    recipe: Recipe, index: int, model: Path, start: Path, data: Path, output: Path
+) -> TrainResult:
+    """The `index`-th round, from 1: what is left of `model` in `start` loses its share."""
     settings = recipe.Compress.Prune
+    inputs = {"model": checkpoint_digest(model)}
+    teacher = teacher_folder(recipe.Compress.Distill, model)
+    if teacher is not None:
+        inputs["teacher"] = checkpoint_digest(teacher)
 
     def make() -> Work:
-        dense = load_checkpoint(model)
+        dense, left = load_checkpoint(model), load_checkpoint(start)
         if dense.model.config.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
-        trainable = new_model(dense.model.config, recipe.Model)
-        trainable.load_state_dict(dense.model.state_dict())
-        kept = choose_uniform(trainable, settings.criterion, settings.ratio)
-        pruned = shrink(trainable, kept)
+        trainable = new_model(left.model.config, recipe.Model)
+        trainable.load_state_dict(left.model.state_dict())
+        config = trainable.config
+        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+        calibration = list(first_batches(recipe, tokens, settings.calibration_batches))
+        pruned = cut(trainable, settings, dense.model.config, index, calibration)
         before, after = dense.model.config.n_params(), pruned.config.n_params()
         log.info(
             "pruned: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
@@ -40,6 +86,67 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return Work("prune", pruned, dense.tokenizer, dense.digest)
+        guide = load_checkpoint(teacher).model if teacher is not None else None
+        return Work("prune", pruned, dense.tokenizer, dense.digest, teacher=guide)
 
-    return run_training(recipe, data, output, {"model": checkpoint_digest(model)}, make)
+    return run_training(_share(recipe, index), data, output, inputs, make)
+
+
+def cut(
+    model: GPT,
+    settings: PruneSettings,
+    dense: GPTConfig,
+    index: int = 1,
+    calibration: Sequence[Tensor] = (),
+) -> GPT:
+    """The next smaller GPT: layers go in the first round, heads and channels in equal proportions
+    of what is left in every round.
+
+    Args:
+        dense: the shape that `ratio` is of.
+        index: of the round, from 1.
+        calibration: tokens (B, T + 1) for criteria that look at data, and for layers.
+    """
+    if index == 1 and settings.layers:
+        model = keep_layers(model, _best_layers(model, settings.layers, calibration))
+    left = (1 - settings.ratio) ** (index / settings.rounds)
+    whole = _block_parameters(dense) * model.config.n_layer / dense.n_layer
+    ratio = max(0.0, 1 - left * whole / _block_parameters(model.config))
+    scores = importance(model, settings.criterion, calibration)
+    if settings.scope == "uniform":
+        return shrink(model, choose_uniform(scores, ratio, settings.channel_multiple))
+    cost, is_taylor = Cost.parameters(model.config), settings.criterion == "taylor"
+    kept = choose_global(scores, cost, ratio, settings.channel_multiple, is_taylor)
+    return shrink(model, kept)
+
+
+@torch.no_grad()
+def _best_layers(model: GPT, remove: int, calibration: Sequence[Tensor]) -> list[int]:
+    model.eval()
+
+    def loss(layers: Sequence[int]) -> float:
+        part = keep_layers(model, layers).eval()
+        return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
+
+    return choose_layers(loss, model.config.n_layer, remove)
+
+
+def _block_parameters(config: GPTConfig) -> float:
+    cost = Cost.parameters(config)
+    return cost.head * sum(config.n_head) + cost.channel * sum(config.n_inner)
+
+
+def _share(recipe: Recipe, index: int) -> Recipe:
+    """The recipe of one round: its part of the steps, and of the learning rate's decay."""
+    rounds, steps = recipe.Compress.Prune.rounds, recipe.Engine.max_steps
+    if rounds == 1:
+        return recipe
+    own = steps * index // rounds - steps * (index - 1) // rounds
+    decay = max(1, recipe.Optimizer.lr.decay_steps * own // steps)
+    rate = recipe.Optimizer.lr.model_copy(update={"decay_steps": decay})
+    return recipe.model_copy(
+        update={
+            "Engine": recipe.Engine.model_copy(update={"max_steps": max(1, own)}),
+            "Optimizer": recipe.Optimizer.model_copy(update={"lr": rate}),
+        }
+    )

@@ -15,6 +15,7 @@ from lathe.model.gpt import GPT
 from lathe.settings import QuantizationSettings, Recipe
 from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
+from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import new_model
 from lathe.train.stage import TrainResult, Work, run_training
 
@@ -45,6 +46,9 @@ def quantize(
     if sensitivity is not None:
         inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
     settings = recipe.Compress.Quantization
+    teacher = teacher_folder(recipe.Compress.Distill, model)
+    if teacher is not None:
+        inputs["teacher"] = checkpoint_digest(teacher)
 
     def make() -> Work:
         start = load_checkpoint(model)
@@ -65,8 +69,15 @@ def quantize(
         def before_save(whole: GPT) -> None:
             write_scales(whole, plan)
 
-        tokenizer, parent = start.tokenizer, start.digest
-        return Work("quantize", trainable, tokenizer, parent, None, after_step, before_save)
+        return Work(
+            "quantize",
+            trainable,
+            start.tokenizer,
+            start.digest,
+            after_step=after_step,
+            before_save=before_save,
+            teacher=load_checkpoint(teacher).model if teacher is not None else None,
+        )
 
     return run_training(recipe, data, output, inputs, make)
 

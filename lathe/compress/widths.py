@@ -1,18 +1,18 @@
-"""Rank and remove whole heads and FFN channels; what is left is a smaller dense GPT.
+"""Choose which heads, FFN channels and layers stay, and cut the rest out of a GPT.
 
-Scores and targets are those of PaddleFleetX's `Prune`: the mean magnitude of a head's rows in the
-fused qkv weight, and of a channel's row in the first FFN weight. Hidden size and embeddings stay.
+Targets are those of PaddleFleetX's `Prune`, heads and FFN channels, and whole layers beside. Hidden
+size and embeddings stay.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lathe.compress.criteria import Importance
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT, Block
-
-Criterion = Literal["l1_norm", "l2_norm"]
 
 
 @dataclass(frozen=True)
@@ -23,28 +23,82 @@ class Kept:
     channels: Tensor
 
 
-def choose_uniform(model: GPT, criterion: Criterion, ratio: float) -> list[Kept]:
-    """Drop the lowest `round(n * ratio)` heads and channels of every layer, never all of them."""
-    kept = []
-    for block in model.h:
-        assert isinstance(block, Block)
-        heads = _largest(head_scores(block, criterion), ratio)
-        kept.append(Kept(heads, _largest(channel_scores(block, criterion), ratio)))
+@dataclass(frozen=True)
+class Cost:
+    """What a head and an FFN channel cost, in a unit of the caller's: parameters, seconds."""
+
+    head: float
+    channel: float
+
+    @classmethod
+    def parameters(cls, config: GPTConfig) -> "Cost":
+        C, D = config.n_embd, config.head_dim
+        return cls(head=4.0 * C * D + 3 * D, channel=2.0 * C + 1)
+
+
+def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[Kept]:
+    """Drop the lowest `round(n * ratio)` heads and channels of every layer, never all of them.
+
+    Args:
+        multiple: channels that stay are a multiple of it, rounded up; n where n is smaller.
+    """
+    return [
+        Kept(_largest(heads, ratio), _largest(channels, ratio, multiple))
+        for heads, channels in zip(scores.heads, scores.channels, strict=True)
+    ]
+
+
+def choose_global(
+    scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
+) -> list[Kept]:
+    """Drop the units that matter least for their cost, whichever layer they are in, until as much
+    cost is gone as `choose_uniform` would remove. One head and `multiple` channels a layer stay.
+
+    Args:
+        multiple: channels go in steps that leave a multiple of it.
+        comparable: scores of all units are in one unit: there is one ranking, of score by cost.
+            Else scores are taken relative to the mean of their layer, and heads and channels are
+            ranked apart.
+    """
+    heads = [_Group(s, 1, cost.head, comparable) for s in scores.heads]
+    channels = [_Group(s, multiple, cost.channel, comparable) for s in scores.channels]
+    for together in [heads + channels] if comparable else [heads, channels]:
+        _remove(together, ratio)
+    return [
+        Kept(of_head.kept(), of_channel.kept())
+        for of_head, of_channel in zip(heads, channels, strict=True)
+    ]
+
+
+def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: int) -> list[int]:
+    """The layers to keep: one after the other the one goes whose absence costs the least loss.
+
+    Args:
+        loss: of the model with these layers alone, in their order.
+    """
+    kept = list(range(n_layer))
+    for _ in range(min(remove, n_layer - 1)):
+        without = [[i for i in kept if i != gone] for gone in kept]
+        kept = min(without, key=loss)
     return kept
 
 
-def head_scores(block: Block, criterion: Criterion) -> Tensor:
-    """(H,) mean |w| (l1) or root mean w^2 (l2) of each head's q, k and v rows."""
-    rows = block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)
-    return _norm(rows, criterion)
+def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
+    """A new GPT of these layers of `model`, sharing their tensors."""
+    old = model.config
+    config = replace(
+        old,
+        n_head=tuple(old.n_head[i] for i in layers),
+        n_inner=tuple(old.n_inner[i] for i in layers),
+    )
+    state = {n: t for n, t in model.state_dict().items() if not n.startswith("h.")}
+    for new, i in enumerate(layers):
+        for name, tensor in model.h[i].state_dict().items():
+            state[f"h.{new}.{name}"] = tensor
+    return _like(model, config, state)
 
 
-def channel_scores(block: Block, criterion: Criterion) -> Tensor:
-    """(F,) the same of each FFN channel's input row."""
-    return _norm(block.mlp.c_fc.weight.detach(), criterion)
-
-
-def shrink(model: GPT, kept: list[Kept]) -> GPT:
+def shrink(model: GPT, kept: Sequence[Kept]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
     others' outputs zeroed. Dropout and recompute carry over.
 
@@ -58,27 +112,68 @@ def shrink(model: GPT, kept: list[Kept]) -> GPT:
         n_head=tuple(len(k.heads) for k in kept),
         n_inner=tuple(len(k.channels) for k in kept),
     )
-    first = model.h[0]
-    assert isinstance(first, Block)
-    small = GPT(config, first.drop.p, first.attn.dropout)
-    small.set_recompute(model.recompute)
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
         _keep_outputs(state, f"h.{i}.attn.c_attn", _spans(layer.heads, 3 * config.head_dim))
         _keep_inputs(state, f"h.{i}.attn.c_proj", _spans(layer.heads, config.head_dim))
         _keep_outputs(state, f"h.{i}.mlp.c_fc", layer.channels)
         _keep_inputs(state, f"h.{i}.mlp.c_proj", layer.channels)
+    return _like(model, config, state)
+
+
+class _Group:
+    """The units of one layer and kind, the least important first."""
+
+    def __init__(self, scores: Tensor, multiple: int, cost: float, comparable: bool) -> None:
+        self.scores = scores.double()
+        if not comparable:
+            self.scores = self.scores / self.scores.mean().clamp_min(1e-30)
+        self.order = self.scores.argsort(stable=True)
+        self.cost, self.gone = cost, 0
+        first = len(scores) % multiple or multiple
+        self.ends = list(range(first, len(scores) - multiple + 1, multiple))
+
+    def steps(self) -> list[tuple[float, int]]:
+        """(mean score a cost, units gone after it) of every step of removal, in their order."""
+        sums = torch.cat([torch.zeros(1).double(), self.scores[self.order].cumsum(0)])
+        starts = [0, *self.ends[:-1]]
+        return [
+            (float(sums[end] - sums[start]) / (self.cost * (end - start)), end)
+            for start, end in zip(starts, self.ends, strict=False)
+        ]
+
+    def kept(self) -> Tensor:
+        return self.order[self.gone :].sort().values
+
+
+def _remove(groups: list[_Group], ratio: float) -> None:
+    """Take steps, the cheapest score first, until `ratio` of the groups' cost is as near as can be;
+    a group's own steps stay in their order, since their mean scores ascend."""
+    budget = ratio * sum(len(group.scores) * group.cost for group in groups)
+    queue = sorted(
+        (score, end, index) for index, group in enumerate(groups) for score, end in group.steps()
+    )
+    for _, end, index in queue:
+        group = groups[index]
+        cost = (end - group.gone) * group.cost
+        if cost / 2 <= budget:
+            budget -= cost
+            group.gone = end
+
+
+def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
+    first = model.h[0]
+    assert isinstance(first, Block)
+    small = GPT(config, first.drop.p, first.attn.dropout)
+    small.set_recompute(model.recompute)
     small.load_state_dict(state)
     return small
 
 
-def _largest(scores: Tensor, ratio: float) -> Tensor:
+def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
     keep = max(1, len(scores) - round(len(scores) * ratio))
+    keep = min(len(scores), -(-keep // multiple) * multiple)
     return scores.topk(keep).indices.sort().values
-
-
-def _norm(rows: Tensor, criterion: Criterion) -> Tensor:
-    return rows.abs().mean(1) if criterion == "l1_norm" else rows.square().mean(1).sqrt()
 
 
 def _spans(heads: Tensor, length: int) -> Tensor:

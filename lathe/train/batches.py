@@ -119,10 +119,16 @@ class EvalBatches:
 
 def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[Tensor]:
     """`Sensitivity.calibration_batches` micro-batches (B, T) of training text."""
+    for tokens in first_batches(recipe, data, recipe.Sensitivity.calibration_batches):
+        yield tokens[:, :-1]
+
+
+def first_batches(recipe: Recipe, data: TokenDataset, count: int) -> Iterator[Tensor]:
+    """`count` micro-batches (B, T + 1) of training text, read on one process."""
     micro = recipe.Global.micro_batch_size
     with closing(TrainBatches(recipe, data, Batch(micro, micro, micro, 1), rank=0)) as batches:
-        for step in range(recipe.Sensitivity.calibration_batches):
-            yield batches(step, 0)[:, :-1]
+        for step in range(count):
+            yield batches(step, 0)
 
 
 def open_data(folder: Path, recipe: Recipe, vocab_size: int, n_positions: int) -> TokenDataset:

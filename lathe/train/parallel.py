@@ -33,6 +33,7 @@ from lathe.errors import UserError
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
+from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import own_layout
 from lathe.train.loss import linear_cross_entropy
 from lathe.train.workers import Workers
@@ -70,8 +71,14 @@ class Stage(nn.Module):
             x = self.gpt.transform(self.gpt.embed(x) if self.is_first else x)
             return self.gpt.ln_f(x) if self.is_last else x
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, nats a token, of `targets` (B, T) after the last stage's output."""
+    def ask(self, teacher: Teacher, tokens: Tensor) -> Guidance:
+        """What the teacher says of ids (B, T), in this stage's precision."""
+        with torch.autocast(self.device_type, self.dtype, self.autocast):
+            return teacher(tokens)
+
+    def loss(self, hidden: Tensor, targets: Tensor, guide: Guidance | None = None) -> Tensor:
+        """Mean cross-entropy, nats a token, of `targets` (B, T) after the last stage's output;
+        with a teacher's guidance the distillation loss."""
         if self.sequence_parallel:
             whole = DTensor.from_local(hidden, self.mp, [Shard(1)]).redistribute(
                 self.mp, [Replicate()]
@@ -84,6 +91,8 @@ class Stage(nn.Module):
         if isinstance(table, DTensor):
             table, group = table.to_local(), self.mp.get_group()
         with torch.autocast(self.device_type, self.dtype, self.autocast):
+            if guide is not None:
+                return distillation_loss(hidden, table, targets, guide)
             return linear_cross_entropy(hidden, table, targets, group)
 
 

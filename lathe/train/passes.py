@@ -17,6 +17,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lathe.settings import Recipe
 from lathe.train.batch import Batch
+from lathe.train.distill import Teacher
 from lathe.train.parallel import Stage
 from lathe.train.workers import Workers
 
@@ -24,8 +25,8 @@ from lathe.train.workers import Workers
 class Passes:
     """Micro-batch after micro-batch through a whole model."""
 
-    def __init__(self, stage: Stage, sharding_stage: int) -> None:
-        self.stage, self.sharding_stage = stage, sharding_stage
+    def __init__(self, stage: Stage, sharding_stage: int, teacher: Teacher | None) -> None:
+        self.stage, self.sharding_stage, self.teacher = stage, sharding_stage, teacher
 
     def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
         """Add up the gradients of micro-batches (micro, T + 1), times `loss_scale`.
@@ -36,7 +37,9 @@ class Passes:
         losses = []
         for i, tokens in enumerate(batches):
             self._synchronize(last=i == len(batches) - 1)
-            loss = self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:]) / len(batches)
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            guide = self.stage.ask(self.teacher, inputs) if self.teacher else None
+            loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses)

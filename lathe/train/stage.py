@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 from torch.distributed import ProcessGroup
 
@@ -21,10 +22,11 @@ from lathe.settings import Recipe
 from lathe.storage import atomic_file
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
+from lathe.train.distill import Teacher
 from lathe.train.parallel import Stage, Weights, build_stages
 from lathe.train.state import load_tensors, saved_steps
 from lathe.train.trainer import STATE, Progress, Trainer
-from lathe.train.workers import join_workers
+from lathe.train.workers import Workers, join_workers
 
 log = logging.getLogger("lathe")
 
@@ -77,6 +79,7 @@ class Work:
         after_step: called with a part of the model, as this process trains it, and the group of
             processes that hold the same part, after every update.
         before_save: last change to the whole trained model, e.g. writing ranges into its plan.
+        teacher: what `Compress.Distill` distils from, on the CPU.
     """
 
     stage: str
@@ -86,6 +89,7 @@ class Work:
     weights: Weights | None = None
     after_step: Callable[[GPT, ProcessGroup], None] | None = None
     before_save: Callable[[GPT], None] | None = None
+    teacher: GPT | None = None
 
 
 def run_training(
@@ -125,7 +129,8 @@ def run_training(
             if work.after_step is not None:
                 work.after_step(stage.gpt, workers.replicas)
 
-        at = Trainer(recipe, stages, tokens, output, workers, after_step).run()
+        teacher = _teacher(recipe, work, workers)
+        at = Trainer(recipe, stages, tokens, output, workers, after_step, teacher).run()
         if workers.is_first:
             _write_checkpoint(recipe, output, work, at)
         workers.barrier()
@@ -135,6 +140,21 @@ def run_training(
 def _own_weights(model: GPT) -> Weights:
     tensors = model.state_dict()
     return lambda name, shape: tensors[name]
+
+
+def _teacher(recipe: Recipe, work: Work, workers: Workers) -> Teacher | None:
+    if work.teacher is None:
+        return None
+    if workers.mesh["mp"].size() > 1 or workers.mesh["pp"].size() > 1:
+        raise UserError(
+            "distillation cannot be divided by Distributed.mp_degree or pp_degree",
+            "use dp_degree or sharding, or leave Compress.Distill.teacher empty",
+        )
+    precision = recipe.Engine.mix_precision
+    dtype = getattr(torch, precision.dtype) if precision.is_pure else torch.float32
+    teacher = Teacher(work.teacher.to(workers.device, dtype), recipe.Compress.Distill)
+    teacher.check(work.model.config)
+    return teacher
 
 
 def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress) -> None:

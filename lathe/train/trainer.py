@@ -19,6 +19,7 @@ from lathe.settings import Recipe
 from lathe.train import state
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
+from lathe.train.distill import Teacher
 from lathe.train.flops import flops_per_token, peak_flops
 from lathe.train.gradients import (
     LossScale,
@@ -57,6 +58,7 @@ class Trainer:
 
     Args:
         after_step: called with every stage after every update, for range observers and the like.
+        teacher: makes the training loss a distillation loss; validation stays cross-entropy.
 
     Raises:
         UserError: batch sizes that do not divide, data too small, a loss that is not finite.
@@ -71,6 +73,7 @@ class Trainer:
         output: Path,
         workers: Workers,
         after_step: Callable[[Stage], None] | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.recipe, self.engine, self.workers = recipe, recipe.Engine, workers
         self.output, self.stages, self.after_step = output, stages, after_step
@@ -90,7 +93,7 @@ class Trainer:
         if workers.mesh["pp"].size() > 1:
             self.passes = PipelinePasses(stages, recipe, self.batch, workers)
         else:
-            self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage)
+            self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage, teacher)
         precision = self.engine.mix_precision
         self.loss_scale = LossScale(
             precision.scale_loss if precision.dtype == "float16" else 1.0,

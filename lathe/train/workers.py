@@ -1,5 +1,7 @@
 """This process's place among those that torchrun started, if it did: rank, device and mesh."""
 
+import functools
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +10,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from lathe.errors import UserError
 from lathe.settings import DistributedSettings, Recipe
 
 DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
+
+_GROUPS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Workers:
 @contextmanager
 def join_workers(recipe: Recipe) -> Iterator[Workers]:
     """Join the process group that torchrun's environment describes; a group of one without it.
+    One may follow another.
 
     Raises:
         UserError: the recipe's degrees do not multiply to the number of processes.
@@ -71,15 +78,27 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     device = _device(recipe.Global.device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(recipe.Distributed, size)
-    store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
     try:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMS)
         replicas = mesh["dp", "sharding", "mp"]._flatten("replicas").get_group()
         yield Workers(rank, size, device, mesh, replicas, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+def _store() -> Store:
+    """A place of its own for every group: a store keeps what earlier groups wrote."""
+    if "RANK" not in os.environ:
+        return HashStore()
+    return PrefixStore(f"lathe {next(_GROUPS)}", _shared_store())
+
+
+@functools.cache
+def _shared_store() -> Store:
+    store: Store = next(rendezvous("env://"))[0]
+    return store
 
 
 def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int, int]:

@@ -1,0 +1,142 @@
+"""How much each attention head and FFN channel matters: by its weights, or by what it does to data.
+
+A head is scored by its q, k and v rows or by its attention output, a channel by its row of the
+first FFN weight or by its activation. Scores of weights and activations rank the units of one
+layer and kind; those of `taylor` are in one unit, nats squared, and rank all units of a model.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lathe.model.gpt import GPT, Block
+from lathe.progress import track
+from lathe.train.loss import next_token_loss
+
+WeightCriterion = Literal["l1_norm", "l2_norm", "fpgm"]
+DataCriterion = Literal["activation", "taylor"]
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Scores of the heads, (H,) a layer, and of the FFN channels, (F,) a layer: the lowest go."""
+
+    heads: list[Tensor]
+    channels: list[Tensor]
+
+
+def importance(
+    model: GPT, criterion: WeightCriterion | DataCriterion, batches: Iterable[Tensor]
+) -> Importance:
+    """Score every head and channel.
+
+    - `l1_norm`, `l2_norm`: mean |w|, root mean w^2 (Li et al. 2017, arXiv:1608.08710).
+    - `fpgm`: mean distance to the other units of the layer, so that what the others can replace
+      goes first (He et al. 2019, arXiv:1811.00250).
+    - `activation`: mean over tokens of a channel's |activation|, of a head's output's L2 norm
+      (Minitron, Muralidharan et al. 2024, arXiv:2407.14679).
+    - `taylor`: the squared first-order change of the loss when the unit's output is zeroed, mean
+      over sequences (Molchanov et al. 2019, arXiv:1906.10771, with a gate at every unit).
+
+    Args:
+        batches: tokens (B, T + 1) to calibrate on; read by the last two alone.
+    """
+    if criterion in get_args(WeightCriterion):
+        return _of_weights(model, _WEIGHTS[criterion])
+    training = model.training
+    model.eval()
+    try:
+        return (
+            _of_activations(model, batches)
+            if criterion == "activation"
+            else (_of_gates(model, batches))
+        )
+    finally:
+        model.train(training)
+
+
+def _of_weights(model: GPT, score: Callable[[Tensor], Tensor]) -> Importance:
+    heads, channels = [], []
+    for block in model.h:
+        assert isinstance(block, Block)
+        heads.append(score(block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)))
+        channels.append(score(block.mlp.c_fc.weight.detach()))
+    return Importance(heads, channels)
+
+
+_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "l1_norm": lambda rows: rows.abs().mean(1),
+    "l2_norm": lambda rows: rows.square().mean(1).sqrt(),
+    "fpgm": lambda rows: torch.cdist(rows, rows).mean(1),
+}
+
+
+@torch.no_grad()
+def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
+    heads = [torch.zeros(n) for n in model.config.n_head]
+    channels = [torch.zeros(n) for n in model.config.n_inner]
+    tokens = 0
+
+    def watch(sums: Tensor, magnitude: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: tuple[Tensor]) -> None:
+            sums.add_(magnitude(inputs[0]).sum((0, 1)))
+
+        return hook
+
+    def of_heads(y: Tensor) -> Tensor:  # (B, T, H * D) -> (B, T, H)
+        heads = y.view(*y.shape[:2], -1, model.config.head_dim)
+        norms: Tensor = torch.linalg.vector_norm(heads, dim=3)
+        return norms
+
+    hooks = []
+    for block, of_head, of_channel in zip(model.h, heads, channels, strict=True):
+        assert isinstance(block, Block)
+        hooks.append(block.attn.c_proj.register_forward_pre_hook(watch(of_head, of_heads)))
+        hooks.append(block.mlp.c_proj.register_forward_pre_hook(watch(of_channel, torch.abs)))
+    try:
+        for batch in track(list(batches), "importance"):
+            model.hidden(batch[:, :-1])
+            tokens += batch[:, :-1].numel()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Importance([s / tokens for s in heads], [s / tokens for s in channels])
+
+
+def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
+    """Every unit's output is multiplied by a 1 of its own for each sequence; the loss's gradient
+    to that 1 is what zeroing it changes, to first order."""
+    head_dim = model.config.head_dim
+    linears = [(b.attn.c_proj, b.mlp.c_proj) for b in model.h if isinstance(b, Block)]
+    heads = [torch.zeros(n) for n in model.config.n_head]
+    channels = [torch.zeros(n) for n in model.config.n_inner]
+    gates: dict[nn.Module, Tensor] = {}
+    sequences = 0
+
+    def apply_gate(linear: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        x, gate = inputs[0], gates[linear]
+        units = x.view(*x.shape[:2], gate.shape[1], -1)  # (B, T, H, D), (B, T, F, 1)
+        return ((units * gate[:, None, :, None]).flatten(2),)
+
+    hooks = [linear.register_forward_pre_hook(apply_gate) for pair in linears for linear in pair]
+    try:
+        for batch in track(list(batches), "importance"):
+            B = len(batch)
+            for attention, mlp in linears:
+                gates[attention] = torch.ones(B, attention.in_features // head_dim)
+                gates[mlp] = torch.ones(B, mlp.in_features)
+            for gate in gates.values():
+                gate.requires_grad_()
+            slopes = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
+            of = dict(zip(gates, slopes, strict=True))
+            for (attention, mlp), of_head, of_channel in zip(linears, heads, channels, strict=True):
+                of_head += of[attention].square().sum(0)
+                of_channel += of[mlp].square().sum(0)
+            sequences += B
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Importance([s / sequences for s in heads], [s / sequences for s in channels])

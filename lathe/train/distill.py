@@ -1,0 +1,141 @@
+"""Knowledge distillation: a student learns the next-token distribution of a frozen teacher.
+
+Shapes as in `lathe.train.loss`; the teacher's hidden size may differ, its vocabulary may not.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lathe.errors import UserError
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.settings import DistillSettings
+from lathe.train.loss import CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What a teacher says of a micro-batch: hidden states (B, T, C'), head (V, C')."""
+
+    hidden: Tensor
+    table: Tensor
+    settings: DistillSettings
+
+
+def teacher_folder(settings: DistillSettings, parent: Path) -> Path | None:
+    """The teacher's checkpoint, if there is to be one; `parent` is what the stage was given."""
+    if settings.teacher is None:
+        return None
+    return parent if settings.teacher == "parent" else Path(settings.teacher)
+
+
+class Teacher:
+    """A trained model, in evaluation mode and without gradients."""
+
+    def __init__(self, model: GPT, settings: DistillSettings) -> None:
+        self.model, self.settings = model.eval().requires_grad_(False), settings
+
+    def check(self, student: GPTConfig) -> None:
+        """Raise a UserError where the two do not speak of the same tokens."""
+        own = self.model.config
+        if own.vocab_size != student.vocab_size or own.n_positions < student.n_positions:
+            raise UserError(
+                f"the teacher has {own.vocab_size} ids and {own.n_positions} positions, the model "
+                f"{student.vocab_size} and {student.n_positions}",
+                "choose a teacher of the same tokenizer, trained at least as long",
+            )
+        if self.settings.hidden and own.n_embd != student.n_embd:
+            raise UserError(
+                f"hidden states of {own.n_embd} (teacher) and {student.n_embd} cannot be compared",
+                "set Compress.Distill.hidden to 0",
+            )
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor) -> Guidance:
+        """Of ids (B, T), under the caller's autocast."""
+        hidden = self.model.hidden(tokens)
+        if self.model.head_input is not None:
+            hidden = self.model.head_input(hidden)
+        return Guidance(hidden, self.model.wte.table(), self.settings)
+
+
+def distillation_loss(hidden: Tensor, weight: Tensor, targets: Tensor, guide: Guidance) -> Tensor:
+    """Mean over tokens, in nats, of (1 - alpha) cross-entropy + alpha temperature^2 KL(teacher ||
+    student), both distributions at the temperature (Hinton et al. 2015, arXiv:1503.02531), and
+    `hidden` times 1 - cosine of the two hidden states (DistilBERT, Sanh et al. 2019,
+    arXiv:1910.01108).
+
+    In chunks of tokens like `lathe.train.loss.linear_cross_entropy`, gradients in the forward pass.
+
+    Args:
+        hidden: (B, T, C) of the student.
+        weight: (V, C) its head.
+        targets: (B, T) ids.
+    """
+    settings = guide.settings
+    loss: Tensor = _Distillation.apply(  # type: ignore[no-untyped-call]
+        *(hidden, weight, targets, guide.hidden, guide.table),
+        *(settings.alpha, settings.temperature),
+    )
+    if settings.hidden:
+        away = 1 - F.cosine_similarity(hidden.float(), guide.hidden.float(), dim=2)
+        loss = loss + settings.hidden * away.mean()
+    return loss
+
+
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        alpha: float,
+        temperature: float,
+    ) -> Tensor:
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        h, w = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
+        h_teacher, w_teacher = teacher_hidden.flatten(0, 1).to(dtype), teacher_weight.to(dtype)
+        N, V = len(h), len(w)
+        ids = targets.flatten()[:, None]
+        grad_hidden = torch.empty_like(h, dtype=hidden.dtype)
+        grad_weight = torch.zeros_like(w, dtype=wide)
+        loss = torch.zeros((), dtype=wide, device=h.device)
+        n = -(-N // -(-2 * N * V // CHUNK_ELEMENTS))
+        for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
+            x = h[chunk]
+            logits = (x @ w.T).to(wide)  # (n, V)
+            softened = (logits / temperature).log_softmax(1)
+            wanted = ((h_teacher[chunk] @ w_teacher.T).to(wide) / temperature).log_softmax(1)
+            hard = logits.log_softmax(1) if temperature != 1.0 else softened
+            q = wanted.exp()
+            loss -= (1 - alpha) * hard.gather(1, ids[chunk]).sum()
+            loss += alpha * temperature**2 * (q * (wanted - softened)).sum()
+            # d loss / d logits times N.
+            slope = (1 - alpha) * hard.exp()
+            slope.scatter_add_(1, ids[chunk], slope.new_full((len(x), 1), alpha - 1))
+            slope += alpha * temperature * (softened.exp_() - q)
+            narrow = slope.to(dtype)
+            grad_hidden[chunk] = (narrow @ w).to(hidden.dtype)
+            grad_weight += narrow.T @ x
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.shape, ctx.weight_dtype, ctx.tokens = hidden.shape, weight.dtype, N
+        return loss / N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad / ctx.tokens
+        grads = grad_hidden.mul_(scale).view(ctx.shape), grad_weight.mul_(scale)
+        return grads[0], grads[1].to(ctx.weight_dtype), *(None,) * 5
