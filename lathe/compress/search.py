@@ -1,0 +1,223 @@
+"""The closed loop: how much to prune so that an INT8 model meets a target and is still good."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import get_args
+
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.stage import analyze
+from lathe.compress.trial import Budget, Goal, SearchResult, Target, Trial
+from lathe.data.tokens import TokenDataset
+from lathe.errors import StageError, UserError
+from lathe.evaluate.gate import gate
+from lathe.evaluate.latency import measure
+from lathe.evaluate.stage import EvalResult, evaluate
+from lathe.export.stage import export
+from lathe.model.checkpoint import checkpoint_digest
+from lathe.report.pareto import pareto_page
+from lathe.settings import Recipe
+from lathe.storage import atomic_file
+from lathe.train.stage import FREE, claim, digest
+
+log = logging.getLogger("lathe")
+
+CARD = "trial.json"
+RESULT = "compress.json"
+PAGE = "compress.html"
+CLOSE = 0.97  # of the target: what is nearer to it is not searched on
+LARGEST = 0.75  # ratio
+REST = 0.3  # of the cost, guessed to be left when all heads and channels are gone
+STEP = 1 / 64  # of a ratio: finer ones give the same heads
+
+
+def parse_goal(target: str, budget: str) -> Goal:
+    """`latency=0.4` and `accuracy=-0.5` (points) or `perplexity=0.05` (relative).
+
+    Raises:
+        UserError: another word, or not a number.
+    """
+    of, share = _assignment("--target", target, get_args(Target))
+    kind, allowed = _assignment("--budget", budget, get_args(Budget))
+    if not 0 < share < 1:
+        raise UserError(f"--target {target}: not a share", f"give one below 1, e.g. {of}=0.4")
+    loss = -allowed / 100 if kind == "accuracy" else allowed
+    if loss < 0:
+        raise UserError(
+            f"--budget {budget}: asks for a gain",
+            "write accuracy=-0.5 for half a point lost, perplexity=0.05 for 5 % more",
+        )
+    return Goal(of, share, kind, loss)  # type: ignore[arg-type]
+
+
+def compress(
+    goal: Goal,
+    recipes: tuple[Recipe, Recipe, Recipe],
+    model: Path,
+    data: Path,
+    output: Path,
+    trials: int = 4,
+    cloze: Path | None = None,
+    run: Callable[[str, Callable[[], object], Sequence[object]], None] | None = None,
+) -> SearchResult:
+    """Try INT8 alone, then as much pruning as the target seems to need, nearer each time; write
+    `compress.json` and `compress.html`, a picture of all trials.
+
+    Every trial prunes, finetunes, ranks linears, quantizes, exports and evaluates, in a folder of
+    its own under `output`; a killed search goes on with the trial, and the stage, it was in.
+
+    Args:
+        recipes: of evaluation and export, of pruning, and of quantization.
+        trials: at most so many.
+        run: called with a training stage's name, the stage and its command line's arguments; it
+            may run it on several processes.
+
+    Raises:
+        UserError: `output` belongs to a search of other settings; see also the stages.
+    """
+    base, pruning, quantization = recipes
+    perform = run or (lambda name, stage, arguments: stage())
+    claim(
+        output,
+        {
+            "model": checkpoint_digest(model),
+            "data": digest(json.dumps(TokenDataset.open(data).card, sort_keys=True)),
+            "settings": digest("".join(r.model_dump_json(exclude=FREE) for r in recipes)),
+        },
+    )
+    tolerant = base.Gate.model_copy(
+        update={
+            "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,
+            "max_perplexity_increase": goal.allowed if goal.budget == "perplexity" else 1e9,
+        }
+    )
+    base = base.model_copy(update={"Gate": tolerant})
+    dense = output / "dense"
+    before = _measured(base, model, dense, data, cloze)
+
+    def attempt(ratio: float) -> Trial:
+        name = _name(ratio)
+        folder = output / name
+        if (folder / CARD).is_file():
+            return Trial(**json.loads((folder / CARD).read_text()))
+        log.info("trial %s", name)
+        source = model
+        if ratio:
+            own = _with_ratio(pruning, ratio)
+            source, arguments = folder / "pruned", [model, "--data", data]
+            perform(
+                "prune",
+                lambda: prune(own, model, data, folder / "pruned"),
+                [*arguments, "--output", source, "-o", f"Compress.Prune.ratio={ratio}"],
+            )
+        ranked, int8 = folder / "sensitivity", folder / "int8"
+        if not (ranked / "sensitivity.json").is_file():
+            analyze(quantization, source, data, ranked)
+        perform(
+            "quantize",
+            lambda: quantize(quantization, source, data, int8, ranked),
+            [source, "--data", data, "--sensitivity", ranked, "--output", int8],
+        )
+        after = _measured(base, int8, folder, data, cloze)
+        speed = measure({"dense": dense / "onnx", name: folder / "onnx"}, prompt_tokens=128)[name]
+        trial = Trial(
+            name=name,
+            ratio=ratio,
+            accuracy=after.cloze_accuracy,
+            perplexity=after.perplexity,
+            latency=1 / speed["decode_speedup"],
+            prefill=1 / speed["prefill_speedup"],
+            bytes=speed["bytes_ratio"],
+            parameters=after.n_params / before.n_params,
+        )
+        with atomic_file(folder / CARD) as work:
+            work.write_text(json.dumps(asdict(trial), indent=2) + "\n")
+        return trial
+
+    done: list[Trial] = []
+    for ratio in _ratios(goal, done):
+        trial, folder = attempt(ratio), output / _name(ratio)
+        judged = gate(base, dense / "evaluation", folder / "evaluation", folder / "gate.json")
+        done.append(replace(trial, verdict=judged.verdict))
+        log.info("%s", done[-1])
+        if len(done) == trials:
+            break
+    good = [trial for trial in done if trial.meets(goal) and trial.verdict != "fail"]
+    best = min(good, key=lambda trial: trial.ratio, default=None)
+    figures = {"accuracy": before.cloze_accuracy, "perplexity": before.perplexity}
+    result = SearchResult(goal, figures, tuple(done), best)
+    with atomic_file(output / RESULT) as work:
+        work.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    with atomic_file(output / PAGE) as work:
+        work.write_text(pareto_page(result))
+    return result
+
+
+def require_met(result: SearchResult) -> Trial:
+    """The best trial.
+
+    Raises:
+        StageError: there is none.
+    """
+    if result.best is not None:
+        return result.best
+    goal = result.goal
+    nearest = min(result.trials, key=lambda trial: float(getattr(trial, goal.target)))
+    raise StageError(
+        f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
+        f"{goal.target} {getattr(nearest, goal.target):.3f}, budget: {nearest.verdict}. "
+        "Allow more, finetune longer (Engine.max_steps), or try more often (--trials)"
+    )
+
+
+def _ratios(goal: Goal, done: Sequence[Trial]) -> Iterator[float]:
+    """The next ratio to try: on the line through the two trials next to the target; ends when it is
+    met so nearly that less pruning would miss it."""
+    yield 0.0
+    while True:
+        values = sorted((trial.ratio, float(getattr(trial, goal.target))) for trial in done)
+        missed = [v for v in values if v[1] > goal.at_most]
+        met = [v for v in values if v[1] <= goal.at_most]
+        if not missed or (met and met[0][1] >= CLOSE * goal.at_most):
+            return
+        (low, above), highest = missed[-1], met[0][0] - STEP if met else LARGEST
+        (other, cost) = (met or missed[-2:-1] or [(1.0, REST * missed[0][1])])[0]
+        slope = (cost - above) / (other - low) if cost != above else -above
+        ratio = low + (CLOSE * goal.at_most - above) / slope
+        ratio = min(max(round(ratio / STEP) * STEP, low + STEP), highest)
+        if ratio <= low:
+            return
+        yield ratio
+
+
+def _measured(
+    recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None
+) -> EvalResult:
+    if not (folder / "onnx" / "export.json").is_file():
+        export(recipe, model, data, folder / "onnx")
+    return evaluate(recipe, model, folder / "evaluation", data, cloze)
+
+
+def _with_ratio(recipe: Recipe, ratio: float) -> Recipe:
+    settings = recipe.Compress.Prune.model_copy(update={"ratio": ratio})
+    compression = recipe.Compress.model_copy(update={"Prune": settings})
+    return recipe.model_copy(update={"Compress": compression})
+
+
+def _name(ratio: float) -> str:
+    return f"pruned-{ratio:.4g}-int8" if ratio else "int8"
+
+
+def _assignment(option: str, text: str, names: Sequence[str]) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        if name in names:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise UserError(
+        f"{option} {text}: not understood", f"write one of {', '.join(names)}, as {names[0]}=0.4"
+    )
