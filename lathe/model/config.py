@@ -10,12 +10,18 @@ from lathe.errors import UserError
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
 
 
+def largest(bits: int) -> int:
+    """Magnitude of a symmetric signed integer: 127 of 8 bits, 7 of 4."""
+    return int(2 ** (bits - 1) - 1)
+
+
 @dataclass(frozen=True)
 class QuantizationPlan:
     """What is INT8 and at which scales: enough to rebuild the integer model from float weights.
 
     Attributes:
         weight_quantize_type: one scale a tensor, or one an output channel.
+        weight_bits: of the linears; the embedding's and the head's are 8.
         quantize_embedding: the tied embedding and head are int8, one scale a vocabulary row.
         activation_scales: module path (`h.0.attn.c_attn`, `lm_head`) -> quantum s of its input,
             which is read as `clip(round(x / s), -128, 127)`. A linear not listed is float.

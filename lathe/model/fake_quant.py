@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType
+from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType, largest
 from lathe.model.gpt import GPT, Embedding
 
-LEVELS = 127  # largest magnitude of a symmetric signed byte
+LEVELS = largest(8)
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 HEAD = "lm_head"
 
@@ -36,37 +36,40 @@ class _FakeQuantize(torch.autograd.Function):
         return grads[0] * inside, None, None, None
 
 
-def _fake_quantize(x: Tensor, scale: Tensor, low: int) -> Tensor:
-    y: Tensor = _FakeQuantize.apply(x, scale, low, LEVELS)  # type: ignore[no-untyped-call]
+def _fake_quantize(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    y: Tensor = _FakeQuantize.apply(x, scale, low, high)  # type: ignore[no-untyped-call]
     return y
 
 
-def weight_scale(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
-    """Scale(s) of a weight (out, in): absolute maximum / 127, shape (out, 1) or (1, 1)."""
+def weight_scale(weight: Tensor, kind: WeightQuantizeType, bits: int = 8) -> Tensor:
+    """Scale(s) of a weight (out, in): absolute maximum / the largest integer (127 of 8 bits),
+    shape (out, 1) or (1, 1)."""
     dims = (1,) if kind == "channel_wise_abs_max" else (0, 1)
     absmax = weight.detach().abs().amax(dim=dims, keepdim=True)
-    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / LEVELS
+    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / largest(bits)
 
 
-def fake_quantize_weight(weight: Tensor, kind: WeightQuantizeType) -> Tensor:
-    return _fake_quantize(weight, weight_scale(weight, kind), -LEVELS)
+def fake_quantize_weight(weight: Tensor, kind: WeightQuantizeType, bits: int = 8) -> Tensor:
+    high = largest(bits)
+    return _fake_quantize(weight, weight_scale(weight, kind, bits), -high, high)
 
 
 class QuantizedWeight:
     """`fake_quantize_weight`, done again only where gradients or a changed weight ask for it."""
 
-    def __init__(self, kind: WeightQuantizeType) -> None:
-        self.kind = kind
+    def __init__(self, kind: WeightQuantizeType, bits: int = 8) -> None:
+        self.kind, self.bits = kind, bits
         self._made_from: tuple[int, int] | None = None
         self._value = torch.empty(0)
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             self._made_from = None  # training follows, and a fused optimizer leaves _version
-            return fake_quantize_weight(weight, self.kind)
+            return fake_quantize_weight(weight, self.kind, self.bits)
         made_from = weight.data_ptr(), weight._version
         if made_from != self._made_from:
-            self._made_from, self._value = made_from, fake_quantize_weight(weight, self.kind)
+            self._made_from = made_from
+            self._value = fake_quantize_weight(weight, self.kind, self.bits)
         return self._value
 
 
@@ -113,17 +116,17 @@ class Observer(nn.Module):
             self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax().to(self.seen.dtype)))
         if self.calibrating:
             return x
-        return _fake_quantize(x, (self.bound / LEVELS).to(x.dtype), -LEVELS - 1)
+        return _fake_quantize(x, (self.bound / LEVELS).to(x.dtype), -LEVELS - 1, LEVELS)
 
 
 class FakeQuantLinear(nn.Linear):
     """`nn.Linear` whose input and weight are read as INT8."""
 
-    def __init__(self, linear: nn.Linear, observer: Observer, kind: WeightQuantizeType) -> None:
+    def __init__(self, linear: nn.Linear, observer: Observer, quantized: QuantizedWeight) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.observer, self.quantized = observer, QuantizedWeight(kind)
+        self.observer, self.quantized = observer, quantized
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.observer(x), self.quantized(self.weight), self.bias)
@@ -158,9 +161,8 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
         else:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            replace_module(
-                model, name, FakeQuantLinear(linear, observer, plan.weight_quantize_type)
-            )
+            quantized = QuantizedWeight(plan.weight_quantize_type, plan.weight_bits)
+            replace_module(model, name, FakeQuantLinear(linear, observer, quantized))
     if plan.quantize_embedding:
         model.wte = FakeQuantEmbedding(model.wte)
 
@@ -215,15 +217,15 @@ def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
 
 
 def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None) -> None:
-    """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over `group`."""
+    """absmax <- rate * absmax + (1 - rate) * peak seen since the last call, over `group`."""
     found = [observer for _, observer in observers(model)]
     if not found:
         return
     seen = torch.stack([observer.seen for observer in found])
     if group is not None:
         dist.all_reduce(seen, dist.ReduceOp.MAX, group)
-    for observer, largest in zip(found, seen, strict=True):
+    for observer, peak in zip(found, seen, strict=True):
         first = observer.absmax == 0
-        average = moving_rate * observer.absmax + (1 - moving_rate) * largest
-        observer.absmax.copy_(torch.where(first, largest, average))
+        average = moving_rate * observer.absmax + (1 - moving_rate) * peak
+        observer.absmax.copy_(torch.where(first, peak, average))
         observer.seen.zero_()

@@ -100,12 +100,13 @@ def test_the_embedding_is_stored_once(
     assert stored["wte.weight"].dtype == (np.int8 if int8 else np.float32)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", ["abs_max", "channel_wise_abs_max"])
-def test_weights_are_quantized_as_in_training(kind: str) -> None:
+def test_weights_are_quantized_as_in_training(kind: str, bits: int) -> None:
     weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     weight[3] = 0.0  # a dead output channel
-    q, scale = quantize_weight(weight.T.numpy(), 1, kind)  # type: ignore[arg-type]
-    expected = fake_quantize_weight(weight, kind).T.numpy()  # type: ignore[arg-type]
+    q, scale = quantize_weight(weight.T.numpy(), 1, kind, bits)  # type: ignore[arg-type]
+    expected = fake_quantize_weight(weight, kind, bits).T.numpy()  # type: ignore[arg-type]
     np.testing.assert_array_equal(q.astype(np.float32) * scale, expected)
 
 

@@ -35,17 +35,18 @@ def test_activation_equals_torch_fake_quantize() -> None:
     assert torch.equal(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize(("bits", "high"), [(8, 127), (4, 7)])
 @pytest.mark.parametrize("kind", ["abs_max", "channel_wise_abs_max"])
-def test_weight_equals_torch_fake_quantize(kind: str) -> None:
+def test_weight_equals_torch_fake_quantize(kind: str, bits: int, high: int) -> None:
     w = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     w[3] = 0.0
-    scale = fake_quant.weight_scale(w, kind)  # type: ignore[arg-type]
+    scale = fake_quant.weight_scale(w, kind, bits)  # type: ignore[arg-type]
     zero = torch.zeros(32, dtype=torch.int32)
     if kind == "abs_max":
-        expected = torch.fake_quantize_per_tensor_affine(w, float(scale), 0, -127, 127)
+        expected = torch.fake_quantize_per_tensor_affine(w, float(scale), 0, -high, high)
     else:
-        expected = torch.fake_quantize_per_channel_affine(w, scale[:, 0], zero, 0, -127, 127)
-    ours = fake_quant.fake_quantize_weight(w, kind)  # type: ignore[arg-type]
+        expected = torch.fake_quantize_per_channel_affine(w, scale[:, 0], zero, 0, -high, high)
+    ours = fake_quant.fake_quantize_weight(w, kind, bits)  # type: ignore[arg-type]
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
