@@ -217,7 +217,7 @@ def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
 
 
 def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None) -> None:
-    """absmax <- rate * absmax + (1 - rate) * peak seen since the last call, over `group`."""
+    """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over `group`."""
     found = [observer for _, observer in observers(model)]
     if not found:
         return
