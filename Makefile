@@ -9,6 +9,8 @@ MODEL     ?=
 CLOZE     ?=
 RECIPE    ?=
 RUN       ?=
+TARGET    ?=
+BUDGET    ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
@@ -28,7 +30,7 @@ option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= RUN='
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN='
 
 .PHONY: run
 run: env serve-env ## Run a pipeline on this machine, from text to Triton
@@ -36,6 +38,7 @@ run: env serve-env ## Run a pipeline on this machine, from text to Triton
 	  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
 	  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
 	  $(call option,--recipe,RECIPE) $(call option,--name,RUN) \
+	  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
 	  $(foreach v,$(call dotted),$(call override,$(v)))
 
 .PHONY: serve

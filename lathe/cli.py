@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"
-    "The verbs in their order: prepare, pretrain, prune, analyze, quantize, evaluate, export, "
-    "deploy, client. Their defaults follow on each other under run/, so that each can be tried "
-    "without an option. Settings come from a recipe: `lathe recipe` lists them.",
+    "The verbs in their order: prepare, pretrain, prune, analyze, quantize, evaluate, gate, "
+    "export, deploy, client. Their defaults follow on each other under run/, so that each can be "
+    "tried without an option. Settings come from a recipe: `lathe recipe` lists them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -167,7 +167,7 @@ def prune(
     _train(settings, lambda: prune(settings, model, data, output))
 
 
-@app.command(epilog="Example: lathe analyze run/pruned -o Sensitivity.loss_budget=0.02")
+@app.command(epilog="Example: lathe analyze run/pruned -o Sensitivity.metric=kl")
 def analyze(
     model: Model = RUN / "pruned",
     data: Data = RUN / "data",
@@ -175,18 +175,26 @@ def analyze(
     override: Overrides = None,
     output: Output = RUN / "sensitivity",
 ) -> None:
-    """Rank the linear layers by what INT8 costs in each, and choose those to leave in float."""
+    """Rank the linear layers by what INT8 costs in each, and choose those to leave in float.
+
+    Sensitivity.mode ptq (the default) quantizes one at a time, qat takes one at a time of a
+    quantized MODEL back to float, fisher estimates all at once from gradients. The cost is in
+    Sensitivity.metric loss, kl or accuracy; the fewest layers stay float that bring what is
+    predicted for the others within Sensitivity.budget. Pictures are in sensitivity.html.
+    """
     settings = _load(recipe, override)
-    from lathe.compress.sensitivity import analyze
+    from lathe.compress.sensitivity.stage import analyze
 
     result = analyze(settings, model, data, output)
     worst = result.linears[0]
     show(
         analysis=output,
-        float_loss=result.baseline,
+        metric=result.metric,
+        baseline=result.baseline,
         most_sensitive=f"{worst.name} ({worst.score:+.2g})",
         leave_in_float=", ".join(result.skip) or "none",
-        predicted_increase=result.predicted,
+        predicted_cost=result.predicted,
+        estimate_rank_correlation=result.rank_correlation,
     )
 
 
@@ -210,7 +218,9 @@ def quantize(
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
 def evaluate(
-    model: Model = RUN / "int8",
+    model: Annotated[
+        Path, typer.Argument(help="Checkpoint, HF GPT-2, or `lathe export`, folder.")
+    ] = RUN / "int8",
     data: Annotated[
         Path | None, typer.Option(help="Folder of `lathe prepare`, for its held-out sets.")
     ] = None,
@@ -223,7 +233,7 @@ def evaluate(
     """Measure cloze accuracy (strict LAMBADA) and perplexity (as on WikiText).
 
     Writes MODEL-eval unless --output says otherwise. Without --data, --cloze and --text it
-    measures on run/data.
+    measures on run/data. The ONNX file of an export is measured just as its checkpoint is.
     """
     settings = _load(recipe, override)
     from lathe.evaluate.stage import evaluate
@@ -240,6 +250,91 @@ def evaluate(
         perplexity=with_error(result.perplexity, result.perplexity_stderr),
         adjusted_perplexity=result.adjusted_perplexity,
     )
+
+
+@app.command(
+    epilog="Example: lathe gate run/dense-eval run/int8-eval -o Gate.max_accuracy_drop=0.01"
+)
+def gate(
+    baseline: Annotated[
+        Path, typer.Argument(help="Folder of `lathe evaluate`: what to be as good as.")
+    ] = RUN / "dense-eval",
+    candidate: Annotated[
+        Path, typer.Argument(help="Folder of `lathe evaluate`: what to let through.")
+    ] = RUN / "int8-eval",
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RUN / "gate.json",
+) -> None:
+    """Say whether a model has lost too much beside another, example by example.
+
+    A paired test of non-inferiority with the margins of the recipe's Gate: pass, fail, or
+    inconclusive where the data are too few to tell. Exit status 0 is a pass, 1 any other verdict;
+    Gate.on_inconclusive is for pipelines.
+    """
+    settings = _load(recipe, override)
+    from rich.console import Console
+
+    from lathe.evaluate.gate import gate, verdict_table
+
+    result = gate(settings, baseline, candidate, output)
+    Console(width=None if sys.stdout.isatty() else 120).print(verdict_table(result))
+    show(verdict=result.verdict, written=output)
+    if result.verdict != "pass":
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Example: lathe compress run/dense --target latency=0.5 --budget perplexity=0.05"
+)
+def compress(
+    target: Annotated[
+        str,
+        typer.Option(
+            help="latency (of a decoded token), prefill, bytes or parameters=SHARE of dense."
+        ),
+    ],
+    budget: Annotated[
+        str,
+        typer.Option(help="accuracy=-POINTS of the cloze set, or perplexity=RELATIVE INCREASE."),
+    ],
+    model: Model = RUN / "dense",
+    data: Data = RUN / "data",
+    cloze: Annotated[
+        Path | None, typer.Option(help="LAMBADA-format JSONL; held-out examples unless given.")
+    ] = None,
+    recipe: RecipeName = "tiny",
+    prune_recipe: Annotated[str, typer.Option(help="Of pruning and its finetuning.")] = (
+        "tiny-prune"
+    ),
+    qat_recipe: Annotated[str, typer.Option(help="Of analysis and quantization.")] = "tiny-qat",
+    override: Overrides = None,
+    trials: Annotated[int, typer.Option(min=1, help="Most models to try.")] = 4,
+    output: Output = RUN / "compressed",
+) -> None:
+    """Find the least pruned INT8 model that meets a target of speed or size and is still good.
+
+    Every trial prunes, finetunes, ranks, quantizes, exports and evaluates. A killed search goes
+    on where it was; another target reuses what was tried. Status 1 if nothing meets both.
+    """
+    names = (recipe, prune_recipe, qat_recipe)
+    settings = tuple(_load(name, override) for name in names)
+    from lathe.compress.search import PAGE, compress, parse_goal, require_met
+    from lathe.launch.local import start_workers
+
+    def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
+        of_verb = 1 if verb == "prune" else 2
+        options = ["--recipe", names[of_verb], *_as_options(override)]
+        start_workers([verb, *map(str, arguments), *options], settings[of_verb].Distributed)
+        stage()
+
+    goal = parse_goal(target, budget)
+    found = compress(goal, settings, model, data, output, trials, cloze, run)  # type: ignore[arg-type]
+    for trial in found.trials:
+        show(trial=str(trial))
+    show(picture=output / PAGE)
+    best = require_met(found)
+    show(best=best.name, model=output / best.name / "int8", onnx=output / best.name / "onnx")
 
 
 @app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")
@@ -458,6 +553,10 @@ def _load(name: str, overrides: list[str] | None) -> "Recipe":
     from lathe.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
+
+
+def _as_options(overrides: list[str] | None) -> list[str]:
+    return [part for value in overrides or [] for part in ("-o", value)]
 
 
 def _beside(model: Path, suffix: str) -> Path:

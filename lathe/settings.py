@@ -201,9 +201,29 @@ class OptimizerSettings(Settings):
 
 
 class PruneSettings(Settings):
+    """`ratio` of heads and FFN channels goes: of every layer (`uniform`), or of the whole model,
+    where it matters least (`global`). `layers` are removed whole, before. With `rounds` the ratio
+    is reached in as many steps, `Engine.max_steps` of finetuning divided among them."""
+
     enable: bool = False
-    criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
+    criterion: Literal["l1_norm", "l2_norm", "fpgm", "activation", "taylor"] = "l1_norm"
     ratio: Probability = 0.125
+    scope: Literal["uniform", "global"] = "uniform"
+    layers: NonNegative = 0
+    rounds: Positive = 1
+    channel_multiple: Positive = 1
+    calibration_batches: Positive = 16
+
+
+class DistillSettings(Settings):
+    """`teacher`: a checkpoint or HF GPT-2 folder, or `parent` for the model that the stage was
+    given; empty: none. `alpha` is the share of the teacher's distribution in the loss, `hidden` the
+    weight of its hidden states."""
+
+    teacher: str | None = None
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    hidden: Annotated[float, Field(ge=0)] = 0.0
 
 
 class QuantizationSettings(Settings):
@@ -212,7 +232,7 @@ class QuantizationSettings(Settings):
     activation_quantize_type: Literal["moving_average_abs_max"] = "moving_average_abs_max"
     activation_preprocess_type: Literal["PACT"] | None = None
     moving_rate: Probability = 0.9
-    weight_bits: Literal[8] = 8
+    weight_bits: Literal[4, 8] = 8
     activation_bits: Literal[8] = 8
     freeze_embedding: bool = False
     quantize_embedding: bool = False
@@ -222,15 +242,30 @@ class QuantizationSettings(Settings):
 class CompressSettings(Settings):
     pretrained: str | None = None
     Prune: PruneSettings = PruneSettings()
+    Distill: DistillSettings = DistillSettings()
     Quantization: QuantizationSettings = QuantizationSettings()
 
 
 class SensitivitySettings(Settings):
-    mode: Literal["ptq"] = "ptq"
+    """How to find what INT8 costs in each linear, and how much of it to bear.
+
+    `mode` ptq quantizes one linear at a time, qat starts from a quantized checkpoint and takes one
+    at a time back to float, fisher estimates all at once from gradients. `budget` is in the unit
+    of `metric`: nats a token (loss, kl), or a share of next tokens from 0 to 1 (accuracy).
+    """
+
+    mode: Literal["ptq", "qat", "fisher"] = "ptq"
+    metric: Literal["loss", "accuracy", "kl"] = "kl"
     calibration_batches: Positive = 8
     eval_batches: Positive = 8
-    loss_budget: Annotated[float, Field(ge=0)] = 0.01
+    budget: Annotated[float, Field(ge=0)] = 0.01
     max_skips: NonNegative = 7
+
+    @model_validator(mode="after")
+    def _fisher_estimates_nats(self) -> "SensitivitySettings":
+        if self.mode == "fisher" and self.metric == "accuracy":
+            raise ValueError("mode fisher estimates nats a token: set metric to kl or loss")
+        return self
 
 
 class GenerationSettings(Settings):
@@ -252,6 +287,7 @@ class OfflineEvalSettings(Settings):
     overlapping_eval: Positive = 32
     batch_size: Positive = 8
     max_seq_len: Positive = 1024
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class ExportSettings(Settings):
@@ -274,6 +310,8 @@ class ServingSettings(Settings):
 class GateSettings(Settings):
     max_accuracy_drop: Annotated[float, Field(ge=0)] = 0.02
     max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+    on_inconclusive: Literal["pass", "fail"] = "pass"
 
 
 class Recipe(Settings):

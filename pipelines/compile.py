@@ -5,12 +5,19 @@ from pathlib import Path
 
 from kfp import compiler
 
+from pipelines.compress import compress
 from pipelines.full import full
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
 
-PIPELINES = {"pretrain": pretrain, "prune": prune, "qat": qat, "full": full}
+PIPELINES = {
+    "pretrain": pretrain,
+    "prune": prune,
+    "qat": qat,
+    "compress": compress,
+    "full": full,
+}
 
 
 def write(folder: Path) -> list[Path]:

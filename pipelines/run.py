@@ -156,8 +156,12 @@ def main(
     model: Annotated[str, typer.Option(help="Checkpoint folder to start from.")] = "",
     cloze: Annotated[str, typer.Option(help="LAMBADA-format file to evaluate on.")] = "",
     recipe: Annotated[str, typer.Option(help="Name or path of the pipeline's recipe.")] = "",
-    prune_recipe: Annotated[str, typer.Option(help="The recipe of pruning, in `full`.")] = "",
-    qat_recipe: Annotated[str, typer.Option(help="The recipe of quantization, in `full`.")] = "",
+    prune_recipe: Annotated[
+        str, typer.Option(help="The recipe of pruning, in `full` and `compress`.")
+    ] = "",
+    qat_recipe: Annotated[str, typer.Option(help="The recipe of quantization, likewise.")] = "",
+    target: Annotated[str, typer.Option(help="What `compress` aims at: latency=0.5.")] = "",
+    budget: Annotated[str, typer.Option(help="What it may cost: perplexity=0.05.")] = "",
     overrides: Annotated[
         list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
     ] = [],  # noqa: B006
@@ -172,6 +176,8 @@ def main(
         "recipe": recipe,
         "prune_recipe": prune_recipe,
         "qat_recipe": qat_recipe,
+        "target": target,
+        "budget": budget,
     }
     arguments = {key: value for key, value in given.items() if value}
     folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))

@@ -6,6 +6,7 @@ from typing import Any
 from kfp import dsl
 
 from components.analyze.component import analyze
+from components.choose.component import choose
 from components.deploy.component import deploy
 from components.evaluate.component import evaluate
 from components.export.component import export
@@ -49,6 +50,9 @@ class Steps:
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(gate, recipe, **inputs), hours=0.5, memory="2Gi")
+
+    def choose(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._task(choose, recipe, **inputs), hours=2)
 
     def deploy(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         task = on_cpu(self._task(deploy, recipe, **inputs), hours=1)

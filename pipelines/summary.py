@@ -21,13 +21,17 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     console = Console(width=max(100, shutil.get_terminal_size().columns), highlight=False)
     if figures := newest(folder, "report*/metrics"):
         console.print(summary_table(rows(json.loads(figures.read_text()))))
-    for name, output in CHECKPOINTS.items():
+    checkpoints = CHECKPOINTS if pipeline != "compress" else {"INT8": "choose/chosen"}
+    for name, output in checkpoints.items():
         if path := newest(folder, output):
             print(f"{name:8}{path}")
+    if page := newest(folder, "choose/page"):
+        shutil.copyfile(page, folder / "compress.html")
+        print(f"trials  {folder / 'compress.html'}")
     if page := newest(folder, "report*/page"):
         shutil.copyfile(page, folder / "report.html")
         print(f"report  {folder / 'report.html'}")
-    if pipeline not in ("qat", "full"):
+    if pipeline not in ("qat", "compress", "full"):
         return
     repository = newest(folder, "deploy/deployed")
     if repository is None:

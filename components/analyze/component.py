@@ -14,20 +14,20 @@ def analyze(
     sensitivity: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Rank the linear layers by the loss that INT8 adds and choose those to leave in float.
+    """Rank the linear layers by what INT8 costs in each and choose the fewest to leave in float.
 
     Args:
         recipe: Name or path of the recipe (groups Sensitivity and Compress.Quantization).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to examine.
         data: Token data set to calibrate and measure on.
-        sensitivity: Folder with sensitivity.json: the ranked list and the layers to skip.
-        metrics: Baseline and predicted loss.
+        sensitivity: Folder with the ranked list, the layers to skip, and a page of pictures.
+        metrics: Baseline, budget, predicted cost, and rank correlation with the estimate.
     """
     from pathlib import Path
 
     from components.stage import record, stage
-    from lathe.compress.sensitivity import analyze
+    from lathe.compress.sensitivity.stage import analyze
 
     with stage(recipe, overrides) as settings:
         result = analyze(settings, Path(model.path), Path(data.path), Path(sensitivity.path))

@@ -23,7 +23,7 @@ def evaluate(
         model: Checkpoint folder to score.
         data: Token data set with the held-out text and cloze examples.
         cloze: LAMBADA-format JSONL file; the data set's held-out examples when empty.
-        evaluation: Folder with metrics.json and examples.jsonl.
+        evaluation: Folder with metrics.json, examples.jsonl and blocks.jsonl.
         metrics: Accuracy and perplexity with their standard errors.
     """
     from pathlib import Path

@@ -11,6 +11,7 @@ def gate(
     overrides: list[str],
     baseline: dsl.Input[dsl.Dataset],
     candidate: dsl.Input[dsl.Dataset],
+    verdict: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ) -> bool:
     """Say whether a candidate model has lost too much.
@@ -20,6 +21,7 @@ def gate(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         baseline: Evaluation of the model to compare with.
         candidate: Evaluation of the model to let through.
+        verdict: JSON file: pass, fail or inconclusive, with the intervals behind it.
         metrics: 1 when it passed, else 0.
 
     Returns:
@@ -32,8 +34,8 @@ def gate(
     from lathe.evaluate.gate import gate
 
     with stage(recipe, overrides) as settings:
-        result = gate(settings, Path(baseline.path), Path(candidate.path))
+        result = gate(settings, Path(baseline.path), Path(candidate.path), Path(verdict.path))
         for reason in result.reasons:
             logging.getLogger("lathe").info(reason)
-        record(result, metrics)
+        record(result, metrics, verdict)
         return result.passed

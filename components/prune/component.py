@@ -13,6 +13,7 @@ def prune(
     data: dsl.Input[dsl.Dataset],
     pruned: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    ratio: float = -1.0,
 ):
     """Remove whole attention heads and feed-forward channels, then finetune.
 
@@ -23,12 +24,15 @@ def prune(
         data: Token data set to finetune on.
         pruned: Checkpoint folder of the smaller model.
         metrics: Parameters before and after, loss and perplexity.
+        ratio: Replaces the recipe's Compress.Prune.ratio, unless negative.
     """
     from pathlib import Path
 
     from components.stage import record, stage, train_in_workers
     from lathe.compress.prune import prune
 
+    if ratio >= 0:
+        overrides = [*overrides, f"Compress.Prune.ratio={ratio}"]
     with stage(recipe, overrides) as settings:
         command = ["prune", model.path, "--data", data.path, "--output", pruned.path]
         train_in_workers(recipe, overrides, settings, *command)

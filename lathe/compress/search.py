@@ -15,7 +15,8 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError, UserError
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
-from lathe.evaluate.stage import EvalResult, evaluate
+from lathe.evaluate.results import read_metrics
+from lathe.evaluate.stage import evaluate
 from lathe.export.stage import export
 from lathe.model.checkpoint import checkpoint_digest
 from lathe.report.pareto import pareto_page
@@ -28,6 +29,7 @@ log = logging.getLogger("lathe")
 CARD = "trial.json"
 RESULT = "compress.json"
 PAGE = "compress.html"
+PARTS = EVALUATION, EXPORT = "evaluation", "onnx"
 CLOSE = 0.97  # of the target: what is nearer to it is not searched on
 LARGEST = 0.75  # ratio
 REST = 0.3  # of the cost, guessed to be left when all heads and channels are gone
@@ -88,22 +90,17 @@ def compress(
             "settings": digest("".join(r.model_dump_json(exclude=FREE) for r in recipes)),
         },
     )
-    tolerant = base.Gate.model_copy(
-        update={
-            "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,
-            "max_perplexity_increase": goal.allowed if goal.budget == "perplexity" else 1e9,
-        }
-    )
-    base = base.model_copy(update={"Gate": tolerant})
     dense = output / "dense"
-    before = _measured(base, model, dense, data, cloze)
+    _measure_up(base, model, dense, data, cloze)
 
     def attempt(ratio: float) -> Trial:
-        name = _name(ratio)
-        folder = output / name
+        folder = output / trial_name(ratio)
         if (folder / CARD).is_file():
-            return Trial(**json.loads((folder / CARD).read_text()))
-        log.info("trial %s", name)
+            known = Trial(**json.loads((folder / CARD).read_text()))
+            return replace(
+                known, verdict=_verdict(base, goal, dense / EVALUATION, folder / EVALUATION)
+            )
+        log.info("trial %s", folder.name)
         source = model
         if ratio:
             own = _with_ratio(pruning, ratio)
@@ -121,34 +118,81 @@ def compress(
             lambda: quantize(quantization, source, data, int8, ranked),
             [source, "--data", data, "--sensitivity", ranked, "--output", int8],
         )
-        after = _measured(base, int8, folder, data, cloze)
-        speed = measure({"dense": dense / "onnx", name: folder / "onnx"}, prompt_tokens=128)[name]
-        trial = Trial(
-            name=name,
-            ratio=ratio,
-            accuracy=after.cloze_accuracy,
-            perplexity=after.perplexity,
-            latency=1 / speed["decode_speedup"],
-            prefill=1 / speed["prefill_speedup"],
-            bytes=speed["bytes_ratio"],
-            parameters=after.n_params / before.n_params,
-        )
+        _measure_up(base, int8, folder, data, cloze)
+        trial = weigh(base, goal, ratio, *(f / part for f in (dense, folder) for part in PARTS))
         with atomic_file(folder / CARD) as work:
             work.write_text(json.dumps(asdict(trial), indent=2) + "\n")
         return trial
 
     done: list[Trial] = []
     for ratio in _ratios(goal, done):
-        trial, folder = attempt(ratio), output / _name(ratio)
-        judged = gate(base, dense / "evaluation", folder / "evaluation", folder / "gate.json")
-        done.append(replace(trial, verdict=judged.verdict))
+        done.append(attempt(ratio))
         log.info("%s", done[-1])
         if len(done) == trials:
             break
-    good = [trial for trial in done if trial.meets(goal) and trial.verdict != "fail"]
+    return conclude(goal, dense / EVALUATION, done, output)
+
+
+def choose(
+    recipe: Recipe,
+    goal: Goal,
+    dense: Sequence[Path],
+    candidates: Sequence[tuple[float, Path, Path]],
+    output: Path,
+) -> SearchResult:
+    """The same judgement of models that were made elsewhere.
+
+    Args:
+        dense: evaluation and export folder.
+        candidates: ratio, evaluation and export folder of each INT8 model.
+        output: folder for `compress.json` and `compress.html`.
+    """
+    evaluation, exported = dense
+    trials = [
+        weigh(recipe, goal, ratio, evaluation, exported, *folders) for ratio, *folders in candidates
+    ]
+    return conclude(goal, evaluation, trials, output)
+
+
+def weigh(
+    recipe: Recipe,
+    goal: Goal,
+    ratio: float,
+    dense_evaluation: Path,
+    dense_export: Path,
+    evaluation: Path,
+    exported: Path,
+) -> Trial:
+    """An INT8 model beside the dense one, from the folders that evaluation and export wrote."""
+    name = trial_name(ratio)
+    before, after = read_metrics(dense_evaluation), read_metrics(evaluation)
+    figures = measure({"dense": dense_export, name: exported}, prompt_tokens=128)[name]
+    return Trial(
+        name=name,
+        ratio=ratio,
+        accuracy=(after["cloze"] or {}).get("accuracy"),
+        perplexity=(after["text"] or {}).get("perplexity"),
+        latency=1 / figures["decode_speedup"],
+        prefill=1 / figures["prefill_speedup"],
+        bytes=figures["bytes_ratio"],
+        parameters=after["model"]["n_params"] / before["model"]["n_params"],
+        verdict=_verdict(recipe, goal, dense_evaluation, evaluation),
+    )
+
+
+def conclude(
+    goal: Goal, dense_evaluation: Path, trials: Sequence[Trial], output: Path
+) -> SearchResult:
+    """Choose the best of the trials; write `compress.json` and `compress.html` into `output`."""
+    good = [trial for trial in trials if trial.meets(goal) and trial.verdict != "fail"]
     best = min(good, key=lambda trial: trial.ratio, default=None)
-    figures = {"accuracy": before.cloze_accuracy, "perplexity": before.perplexity}
-    result = SearchResult(goal, figures, tuple(done), best)
+    before = read_metrics(dense_evaluation)
+    dense = {
+        "accuracy": (before["cloze"] or {}).get("accuracy"),
+        "perplexity": (before["text"] or {}).get("perplexity"),
+    }
+    result = SearchResult(goal, dense, tuple(trials), best)
+    output.mkdir(parents=True, exist_ok=True)
     with atomic_file(output / RESULT) as work:
         work.write_text(json.dumps(asdict(result), indent=2) + "\n")
     with atomic_file(output / PAGE) as work:
@@ -193,12 +237,20 @@ def _ratios(goal: Goal, done: Sequence[Trial]) -> Iterator[float]:
         yield ratio
 
 
-def _measured(
-    recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None
-) -> EvalResult:
-    if not (folder / "onnx" / "export.json").is_file():
-        export(recipe, model, data, folder / "onnx")
-    return evaluate(recipe, model, folder / "evaluation", data, cloze)
+def _measure_up(recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None) -> None:
+    if not (folder / EXPORT / "export.json").is_file():
+        export(recipe, model, data, folder / EXPORT)
+    evaluate(recipe, model, folder / EVALUATION, data, cloze)
+
+
+def _verdict(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
+    """The gate's, with the budget as its only margin."""
+    margins = {
+        "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,
+        "max_perplexity_increase": goal.allowed if goal.budget == "perplexity" else 1e9,
+    }
+    tolerant = recipe.model_copy(update={"Gate": recipe.Gate.model_copy(update=margins)})
+    return gate(tolerant, baseline, candidate).verdict
 
 
 def _with_ratio(recipe: Recipe, ratio: float) -> Recipe:
@@ -207,7 +259,7 @@ def _with_ratio(recipe: Recipe, ratio: float) -> Recipe:
     return recipe.model_copy(update={"Compress": compression})
 
 
-def _name(ratio: float) -> str:
+def trial_name(ratio: float) -> str:
     return f"pruned-{ratio:.4g}-int8" if ratio else "int8"
 
 

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.evaluate.score import batches_by_tokens, mean_stderr, pad, target_scores
-from lathe.model.gpt import GPT
+from lathe.evaluate.score import batches_by_tokens, mean_stderr
+from lathe.evaluate.scorers import Scorer
 from lathe.progress import bar
+from lathe.serve.session import pad
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ def _split(line: str, where: str) -> tuple[str, str]:
     return text[: text.rfind(words[-1])].strip(), f" {words[-1]}"
 
 
-@torch.inference_mode()
 def score_cloze(
-    model: GPT, examples: Sequence[ClozeExample], max_length: int, token_budget: int
+    scorer: Scorer, examples: Sequence[ClozeExample], max_length: int, token_budget: int
 ) -> list[ExampleScore]:
     """Score every example, in the order given.
 
@@ -136,7 +135,7 @@ def score_cloze(
     with bar("cloze", total=len(examples)) as progress:
         for batch in batches_by_tokens([len(x) for x in inputs], token_budget):
             words = _score_words(
-                model, [inputs[i] for i in batch], [examples[i].label for i in batch]
+                scorer, [inputs[i] for i in batch], [examples[i].label for i in batch]
             )
             for i, (log_likelihood, greedy) in zip(batch, words, strict=True):
                 scores[i] = ExampleScore(
@@ -153,21 +152,17 @@ def score_cloze(
 
 
 def _score_words(
-    model: GPT, inputs: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
+    scorer: Scorer, inputs: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
 ) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
     """For each row, log-likelihood and argmax hit of every token of its label, which the last
     `len(label)` inputs predict."""
-    device = next(model.parameters()).device
     sizes = [len(label) for label in labels]
     rows = np.repeat(np.arange(len(labels)), sizes)
     columns = np.concatenate(
         [np.arange(len(row) - n, len(row)) for row, n in zip(inputs, sizes, strict=True)]
     )
-    log_likelihood, greedy = target_scores(
-        model,
-        pad(inputs, device),
-        *(torch.from_numpy(x).to(device) for x in (rows, columns, np.concatenate(labels))),
-    )
+    tokens, _ = pad(inputs)
+    log_likelihood, greedy = scorer.score(tokens, rows, columns, np.concatenate(labels))
     cuts = np.cumsum(sizes)[:-1]
     return zip(np.split(log_likelihood, cuts), np.split(greedy, cuts), strict=True)
 

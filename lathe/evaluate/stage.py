@@ -1,4 +1,4 @@
-"""The evaluate stage: a checkpoint measured on a cloze set and on a text, and its own words."""
+"""The evaluate stage: a checkpoint, or its ONNX file, measured on a cloze set and on a text."""
 
 import hashlib
 import json
@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.lambada import (
@@ -21,14 +19,17 @@ from lathe.evaluate.lambada import (
     score_cloze,
     summarize_cloze,
 )
+from lathe.evaluate.results import BLOCKS, EXAMPLES, METRICS
 from lathe.evaluate.samples import Sample, continue_prompts, held_out_prompts
+from lathe.evaluate.subject import Subject, open_subject
 from lathe.evaluate.wikitext import (
+    BlockLoss,
     PerplexityResult,
     read_text,
+    split_blocks,
     summarize_perplexity,
     token_losses,
 )
-from lathe.model.checkpoint import WEIGHTS, Checkpoint, load_checkpoint
 from lathe.settings import OfflineEvalSettings, Recipe
 from lathe.storage import atomic_folder, sha256
 
@@ -58,8 +59,11 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
 ) -> EvalResult:
-    """Measure `model`; write `metrics.json`, `examples.jsonl` (a cloze example a line) and
-    `samples.json` (continuations of prompts from the text).
+    """Measure `model`; write `metrics.json`, `examples.jsonl` (a cloze example a line),
+    `blocks.jsonl` (a stretch of the text a line) and `samples.json` (continuations of prompts
+    from the text, by a checkpoint only). By the lines `lathe.evaluate.gate` compares models.
+
+    `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.subject`.
 
     What is measured: `cloze` (LAMBADA-format JSONL) and `text` (UTF-8) where given, then
     `Offline_Eval.eval_path` (a cloze set if its name ends in .jsonl), then the held-out files of
@@ -70,61 +74,60 @@ def evaluate(
             the model's, or a model whose loss is not finite.
     """
     settings = recipe.Offline_Eval
-    checkpoint = load_checkpoint(model)
+    subject = open_subject(model, settings, recipe.Global.device)
     if data is not None:
-        _require_same_vocabulary(checkpoint, data)
+        _require_same_vocabulary(subject, data)
     cloze, text = _find_inputs(settings, data, cloze, text)
 
-    net = checkpoint.model.to(_device(recipe.Global.device))
-    seq_len = min(settings.max_seq_len, net.config.n_positions)
+    seq_len = min(settings.max_seq_len, subject.config.n_positions)
     overlap = min(settings.overlapping_eval, seq_len)
-    token_budget = settings.batch_size * seq_len
+    token_budget = subject.token_budget(settings.batch_size * seq_len)
     started = time.perf_counter()
     scores: list[ExampleScore] = []
+    blocks: list[BlockLoss] = []
     cloze_result: ClozeResult | None = None
     text_result: PerplexityResult | None = None
     samples: list[Sample] = []
     if cloze is not None:
-        examples = read_cloze(cloze, checkpoint.tokenizer)
-        scores = score_cloze(net, examples, seq_len, token_budget)
+        examples = read_cloze(cloze, subject.tokenizer)
+        scores = score_cloze(subject.scorer, examples, seq_len, token_budget)
         cloze_result = summarize_cloze(scores)
         _require_finite(cloze_result.log_likelihood, model)
     if text is not None:
-        read = read_text(text, checkpoint.tokenizer)
-        losses = token_losses(net, read.tokens, seq_len, overlap, token_budget)
-        text_result = summarize_perplexity(losses, read, block=seq_len)
+        read = read_text(text, subject.tokenizer)
+        losses = token_losses(subject.scorer, read.tokens, seq_len, overlap, token_budget)
+        blocks = split_blocks(losses, seq_len)
+        text_result = summarize_perplexity(blocks, read)
         _require_finite(text_result.loss, model)
-        if prompts := held_out_prompts(text):
+        if subject.checkpoint and (prompts := held_out_prompts(text)):
             samples = continue_prompts(
-                net,
-                checkpoint.tokenizer,
+                subject.checkpoint.model,
+                subject.tokenizer,
                 prompts,
                 recipe.Generation,
                 recipe.Global.seed,
-                checkpoint.eos_id,
+                subject.checkpoint.eos_id,
             )
 
-    weights = checkpoint.folder / WEIGHTS
     metrics = {
-        "model": {
-            "stage": checkpoint.meta.get("stage"),
-            "n_params": net.config.n_params(),
-            "bytes": weights.stat().st_size,
-            "quantized": net.config.quantization is not None,
-        },
+        "model": subject.card(),
         "cloze": _json_ready(asdict(cloze_result)) if cloze_result else None,
         "text": _json_ready(asdict(text_result)) if text_result else None,
-        "protocol": {"max_seq_len": seq_len, "overlapping_eval": overlap},
+        "protocol": {
+            "max_seq_len": seq_len,
+            "overlapping_eval": overlap,
+            "dtype": settings.dtype,
+        },
         "sources": {"cloze": cloze and cloze.name, "text": text and text.name},
         "digests": {
             "cloze": cloze and sha256(cloze),
             "text": text and sha256(text),
-            "tokenizer": hashlib.sha256(checkpoint.tokenizer.to_str().encode()).hexdigest(),
-            "model": checkpoint.digest,
+            "tokenizer": hashlib.sha256(subject.tokenizer.to_str().encode()).hexdigest(),
+            "model": subject.digest,
         },
         "seconds": round(time.perf_counter() - started, 3),
     }
-    _write(output, metrics, scores, samples)
+    _write(output, metrics, scores, blocks, samples)
     result = _result(output, metrics)
     log.info("%s", _sentence(result))
     return result
@@ -159,20 +162,14 @@ def _held_out(path: Path) -> Path | None:
     return None
 
 
-def _require_same_vocabulary(checkpoint: Checkpoint, data: Path) -> None:
-    theirs, ours = load_tokenizer(data), checkpoint.tokenizer
+def _require_same_vocabulary(subject: Subject, data: Path) -> None:
+    theirs, ours = load_tokenizer(data), subject.tokenizer
     if theirs.get_vocab() != ours.get_vocab():
         raise UserError(
             f"{data}: prepared with another vocabulary ({theirs.get_vocab_size()} ids) than "
-            f"{checkpoint.folder}'s ({ours.get_vocab_size()} ids)",
+            f"{subject.folder}'s ({ours.get_vocab_size()} ids)",
             "prepare the data with the model's tokenizer, or give the cloze and text files alone",
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "gpu" and not torch.cuda.is_available():
-        raise UserError("Global.device is gpu, and there is none", "set Global.device=auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def _require_finite(loss: float, model: Path | str) -> None:
@@ -189,14 +186,16 @@ def _write(
     output: Path,
     metrics: Mapping[str, Any],
     scores: Sequence[ExampleScore],
+    blocks: Sequence[BlockLoss],
     samples: Sequence[Sample],
 ) -> None:
-    with atomic_folder(output, "metrics.json") as work:
-        with (work / "examples.jsonl").open("w") as f:
-            f.writelines(json.dumps(asdict(score)) + "\n" for score in scores)
+    with atomic_folder(output, METRICS) as work:
+        for name, lines in ((EXAMPLES, scores), (BLOCKS, blocks)):
+            text = "".join(json.dumps(asdict(line)) + "\n" for line in lines)
+            (work / name).write_text(text)
         for name, values in (
             ("samples.json", [asdict(sample) for sample in samples]),
-            ("metrics.json", metrics),
+            (METRICS, metrics),
         ):
             text = json.dumps(values, indent=2, allow_nan=False)
             (work / name).write_text(text + "\n")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.evaluate.score import pad, ratio_stderr, target_scores
-from lathe.model.gpt import GPT
+from lathe.evaluate.score import ratio_stderr
+from lathe.evaluate.scorers import Scorer
 from lathe.progress import bar
+from lathe.serve.session import pad
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10
@@ -33,6 +33,15 @@ class Text:
     tokens: list[int]
     words: int
     detokenized: bool
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """Consecutive targets of a text, from token `start + 1` on: how many, and their nats."""
+
+    start: int
+    tokens: int
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -107,9 +116,8 @@ def detokenize(text: str) -> str:
     return text
 
 
-@torch.inference_mode()
 def token_losses(
-    model: GPT, tokens: Sequence[int], seq_len: int, overlap: int, token_budget: int
+    scorer: Scorer, tokens: Sequence[int], seq_len: int, overlap: int, token_budget: int
 ) -> NDArray[np.float64]:
     """Negative log-likelihood of every token but the first, (len(tokens) - 1,) nats.
 
@@ -119,7 +127,6 @@ def token_losses(
         token_budget: tokens a batch.
     """
     overlap = min(overlap, seq_len)
-    device = next(model.parameters()).device
     losses = np.empty(len(tokens) - 1)
     starts = range(0, max(len(losses) - seq_len, 0) + overlap, overlap)
     per_batch = max(1, token_budget // seq_len)
@@ -134,11 +141,8 @@ def token_losses(
                 rows.append(np.full(len(scored), row))
                 columns.append(scored)
                 targets.append(np.asarray(window)[scored + 1])
-            scores, _ = target_scores(
-                model,
-                pad([window[:-1] for window in windows], device),
-                *(torch.from_numpy(np.concatenate(x)).to(device) for x in (rows, columns, targets)),
-            )
+            inputs, _ = pad([window[:-1] for window in windows])
+            scores, _ = scorer.score(inputs, *(np.concatenate(x) for x in (rows, columns, targets)))
             positions = np.concatenate(
                 [start + scored for start, scored in zip(batch, columns, strict=True)]
             )
@@ -148,15 +152,25 @@ def token_losses(
     return losses
 
 
-def summarize_perplexity(losses: NDArray[np.float64], text: Text, block: int) -> PerplexityResult:
-    """Perplexities and standard errors of per-token losses; `block` targets are one unit."""
+def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:
+    """Sum per-token losses over blocks of about `size` targets, at least 10 blocks."""
     n = len(losses)
-    blocks = np.array_split(losses, min(n, max(n // block, MIN_BLOCKS)))
-    stderr = ratio_stderr(
-        np.array([b.sum() for b in blocks]), np.array([len(b) for b in blocks], dtype=float)
-    )
-    loss = float(losses.mean())
-    per_word = n / (text.words - 1)
+    parts = np.array_split(losses, min(n, max(n // size, MIN_BLOCKS)))
+    starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+    return [
+        BlockLoss(start, len(part), float(part.sum()))
+        for start, part in zip(starts.tolist(), parts, strict=True)
+    ]
+
+
+def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityResult:
+    """Perplexities and standard errors of a text from the losses of its blocks."""
+    sums = np.array([block.loss for block in blocks])
+    counts = np.array([block.tokens for block in blocks], dtype=float)
+    n = counts.sum()
+    stderr = ratio_stderr(sums, counts)
+    loss = float(sums.sum() / n)
+    per_word = float(n / (text.words - 1))
     perplexity = math.exp(min(MAX_LOSS, loss))
     adjusted = math.exp(min(MAX_LOSS, loss * per_word))
     return PerplexityResult(

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from lathe.report.style import Theme, draw
 
-MAX_LINEARS = 24
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -75,43 +73,6 @@ def loss_curve(records: Sequence[Mapping[str, Any]], series: int, theme: Theme) 
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
 
     return draw(2.8, theme, paint)
-
-
-def sensitivity_chart(
-    linears: Sequence[Mapping[str, Any]], skip: Sequence[str], theme: Theme
-) -> str:
-    """Ranked bars of what INT8 in one linear alone costs; those left in float stand out.
-
-    Args:
-        linears: `{"name", "score"}` in nats a token, worst first; the first 24 are drawn.
-        skip: names of those left in float.
-    """
-    shown = linears[:MAX_LINEARS]
-    chosen = np.array([linear["name"] in skip for linear in shown])
-    scores = 1e3 * np.array([linear["score"] for linear in shown], dtype=float)
-    rows = np.arange(len(shown))
-
-    def paint(axes: Axes, theme: Theme) -> None:
-        for mask, color, hatch, label in (
-            (chosen, theme.accent, "////", "left in float"),
-            (~chosen, theme.series[0], "", "INT8"),
-        ):
-            if mask.any():
-                axes.barh(
-                    rows[mask], scores[mask], 0.68, color=color, hatch=hatch, label=label,
-                    edgecolor=theme.grid, linewidth=0,
-                )  # fmt: skip
-        axes.axvline(0, color=theme.muted, linewidth=0.8)
-        axes.set_yticks(rows, [str(linear["name"]) for linear in shown])
-        axes.tick_params(axis="y", labelcolor=theme.ink)
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("loss added (thousandths of a nat per token)")
-        axes.ticklabel_format(axis="x", style="plain")
-        axes.locator_params(axis="x", nbins=6)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
-
-    return draw(0.9 + 0.24 * len(shown), theme, paint)
 
 
 def comparison(measure: Measure, theme: Theme) -> str:

@@ -1,26 +1,18 @@
-"""One self-contained HTML page about a run: no scripts, nothing loaded from elsewhere.
+"""One self-contained HTML page about a run: no scripts, nothing loaded from elsewhere."""
 
-All text is escaped by the template engine; pictures are SVG data URIs, one for light and one for
-dark screens.
-"""
-
-import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
-import lathe
 from lathe.evaluate.gate import GateResult
 from lathe.model.checkpoint import checkpoint_digest
-from lathe.report.figures import Measure, comparison, loss_curve, sensitivity_chart
-from lathe.report.style import DARK, LIGHT, Theme
+from lathe.report.figures import Measure, comparison, loss_curve
+from lathe.report.html import Picture, picture, render
+from lathe.report.sensitivity import find_achieved, section
 from lathe.report.summary import (
     COLUMNS,
     Candidate,
@@ -33,16 +25,6 @@ from lathe.report.summary import (
 from lathe.storage import atomic_file
 
 STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Data URIs of one figure, and what it shows in words."""
-
-    title: str
-    alt: str
-    light: str
-    dark: str
 
 
 def report(
@@ -67,25 +49,19 @@ def report(
         UserError: a folder without what its stage writes.
     """
     rows = summarize(candidates, latency)
-    analysis = read_json(sensitivity / "sensitivity.json") if sensitivity else None
-    environment = Environment(
-        loader=PackageLoader("lathe.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = environment.get_template("page.html.j2").render(
-        title=title,
-        version=lathe.__version__,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    ranked = None
+    if sensitivity is not None:
+        analysis = read_json(sensitivity / "sensitivity.json")
+        ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
+    page = render(
+        "page.html.j2",
+        title,
         gate=gate,
         columns=[column.title for column in columns(rows)],
         rows=list(zip(rows, cells(rows), strict=True)),
         comparisons=_comparisons(rows) if len(rows) > 1 else [],
         curves=_curves(candidates),
-        sensitivity=analysis,
-        sensitivity_chart=_sensitivity_picture(analysis) if analysis else None,
+        sensitivity=ranked,
         samples=_samples(candidates),
         deployment=read_json(deployed / "deploy.json") if deployed else None,
         proofs=_proofs(candidates),
@@ -95,14 +71,6 @@ def report(
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")
     return rows
-
-
-def _picture(title: str, alt: str, paint: Callable[[Theme], str]) -> Picture:
-    light, dark = (
-        "data:image/svg+xml;base64," + base64.b64encode(paint(theme).encode()).decode()
-        for theme in (LIGHT, DARK)
-    )
-    return Picture(title, alt, light, dark)
 
 
 def _comparisons(rows: Sequence[Row]) -> list[Picture]:
@@ -137,7 +105,7 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
             from_zero=stderr is None,
         )
         alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
-        pictures.append(_picture(title, alt, partial(comparison, measure)))
+        pictures.append(picture(title, alt, partial(comparison, measure)))
     return pictures
 
 
@@ -151,18 +119,8 @@ def _curves(candidates: Sequence[Candidate]) -> list[Picture]:
         stage = _meta(candidate).get("stage", "training")
         title = f"{candidate.name}: {STAGES.get(stage, stage)}"
         alt = f"Loss of {title}, step {records[0]['step']} to {records[-1]['step']}"
-        pictures.append(_picture(title, alt, partial(loss_curve, records, index)))
+        pictures.append(picture(title, alt, partial(loss_curve, records, index)))
     return pictures
-
-
-def _sensitivity_picture(analysis: Mapping[str, Any]) -> Picture:
-    linears, skip = analysis["linears"], analysis["skip"]
-    worst = ", ".join(f"{linear['name']} {linear['score']:.4f}" for linear in linears[:3])
-    return _picture(
-        "Loss added by INT8 in one linear",
-        f"Loss added by INT8, worst first: {worst}",
-        partial(sensitivity_chart, linears, skip),
-    )
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from lathe.errors import UserError
-from lathe.evaluate.gate import read_metrics
+from lathe.evaluate.results import read_metrics
 from lathe.model.checkpoint import WEIGHTS
 from lathe.model.config import read_config
 

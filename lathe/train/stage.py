@@ -108,13 +108,13 @@ def run_training(
     card = json.dumps(TokenDataset.open(data).card, sort_keys=True)
     with join_workers(recipe) as workers:
         identity = {
-            "settings": _digest(recipe.model_dump_json(exclude=FREE)),
+            "settings": digest(recipe.model_dump_json(exclude=FREE)),
             "global_batch_size": resolve_batch(recipe, workers.data_size).total,
             **inputs,
-            "data": _digest(card),
+            "data": digest(card),
         }
         if workers.is_first:
-            _claim(output, identity)
+            claim(output, identity)
         workers.barrier()
         if (output / MARKER).is_file():
             log.info("%s is finished: nothing to do", output)
@@ -182,15 +182,19 @@ def _read_result(output: Path) -> TrainResult:
     return TrainResult(output, **json.loads((output / MARKER).read_text())["metrics"])
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _claim(output: Path, identity: dict[str, Any]) -> None:
-    """Make `output` this run's folder."""
-    claim = output / CLAIM
-    if claim.is_file():
-        found = json.loads(claim.read_text())
+def claim(output: Path, identity: dict[str, Any]) -> None:
+    """Make `output` the folder of the run with this identity.
+
+    Raises:
+        UserError: it is another's.
+    """
+    card = output / CLAIM
+    if card.is_file():
+        found = json.loads(card.read_text())
         different = [key for key, value in identity.items() if found.get(key) != value]
         if different:
             raise UserError(
@@ -201,5 +205,5 @@ def _claim(output: Path, identity: dict[str, Any]) -> None:
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"{output}: not empty, and not a run of Lathe", "give another --output")
     output.mkdir(parents=True, exist_ok=True)
-    with atomic_file(claim) as work:
+    with atomic_file(card) as work:
         work.write_text(json.dumps(identity, indent=2) + "\n")

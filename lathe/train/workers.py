@@ -75,7 +75,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     Raises:
         UserError: the recipe's degrees do not multiply to the number of processes.
     """
-    device = _device(recipe.Global.device)
+    device = choose_device(recipe.Global.device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(recipe.Distributed, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -119,7 +119,12 @@ def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int,
     return pp, dp, sharding, mp
 
 
-def _device(wanted: str) -> torch.device:
+def choose_device(wanted: str) -> torch.device:
+    """The device of `Global.device`: a GPU of this process's own where there is one.
+
+    Raises:
+        UserError: `gpu`, and torch sees none.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ def name(request):
 
 
 def test_all_stages_are_here():
-    stages = "analyze deploy evaluate export gate prepare pretrain prune quantize report"
+    stages = "analyze choose deploy evaluate export gate prepare pretrain prune quantize report"
     assert stages.split() == NAMES
 
 

@@ -1,6 +1,5 @@
-"""Prune, analyze and quantize as stages, on a small trained model."""
+"""Prune and quantize as stages, on a small trained model."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,9 @@ import torch
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity import LinearScore, analyze, choose_skips
 from lathe.errors import UserError
-from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.checkpoint import load_checkpoint
 from lathe.recipe import load_recipe
-from lathe.settings import SensitivitySettings
 from lathe.train.batches import EvalBatches, open_data
 from lathe.train.loss import next_token_loss
 from tests.small_run import SMALL, kill_after_saves, records, run, start
@@ -78,36 +75,6 @@ def test_two_workers_watch_the_same_ranges_as_one(
     run("quantize", small_dense, small_data, two, overrides=half, workers=2)
     scales = [load_checkpoint(f).model.config.quantization.activation_scales for f in (one, two)]  # type: ignore[union-attr]
     assert scales[1] == pytest.approx(scales[0], rel=1e-3)
-
-
-def test_analysis_finds_the_linear_that_was_spoiled(
-    small_dense: Path, small_data: Path, tmp_path: Path
-) -> None:
-    """An outlier weight makes one row's quantum so coarse that INT8 destroys that linear."""
-    spoiled = load_checkpoint(small_dense)
-    with torch.no_grad():
-        spoiled.model.h[1].mlp.c_fc.weight[:, 0] = 400.0
-        spoiled.model.h[1].ln_2.weight[0] = 0.0
-        spoiled.model.h[1].ln_2.bias[0] = 0.0
-    recipe = load_recipe("tiny", (*QUANTIZE, "Sensitivity.loss_budget=0.001"))
-    save_checkpoint(tmp_path / "m", spoiled.model, spoiled.tokenizer, "pretrain", recipe)
-    result = analyze(recipe, tmp_path / "m", small_data, tmp_path / "s")
-    assert result.linears[0].name == "h.1.mlp.c_fc" and "h.1.mlp.c_fc" in result.skip
-    assert len(result.linears) == 9
-    assert [x.score for x in result.linears] == sorted(x.score for x in result.linears)[::-1]
-    written = json.loads((tmp_path / "s" / "sensitivity.json").read_text())
-    assert written["skip"] == result.skip
-    quantize(recipe, tmp_path / "m", small_data, tmp_path / "q", tmp_path / "s")
-    plan = load_checkpoint(tmp_path / "q").model.config.quantization
-    assert plan is not None and not set(result.skip) & set(plan.activation_scales)
-
-
-def test_skips_follow_the_stated_rule() -> None:
-    ranked = [LinearScore(n, s, 1) for n, s in (("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", -0.3))]
-    assert choose_skips(ranked, SensitivitySettings(loss_budget=1.0)) == ([], pytest.approx(0.8))
-    assert choose_skips(ranked, SensitivitySettings(loss_budget=0.3)) == (["a"], pytest.approx(0.3))
-    both = choose_skips(ranked, SensitivitySettings(loss_budget=0.0, max_skips=2))
-    assert both == (["a", "b"], pytest.approx(0.1))
 
 
 def test_a_skip_of_no_block_is_refused(small_dense: Path, small_data: Path, tmp_path: Path) -> None:

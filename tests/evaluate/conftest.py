@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import train_tokenizer
+from lathe.evaluate.scorers import TorchScorer
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
@@ -49,8 +50,8 @@ def model_folder(
 
 
 @pytest.fixture(scope="session")
-def model(model_folder: Path) -> GPT:
-    return load_checkpoint(model_folder).model
+def scorer(model_folder: Path) -> TorchScorer:
+    return TorchScorer(load_checkpoint(model_folder).model)
 
 
 @pytest.fixture(scope="session")

@@ -1,90 +1,187 @@
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
 
+from lathe.cli import app
 from lathe.errors import UserError
-from lathe.evaluate.gate import gate
+from lathe.evaluate.gate import SEVERITY, gate, judge, verdict_table
 from lathe.settings import GateSettings, Recipe
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
+STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))
 METRICS: dict[str, Any] = {
     "model": {"stage": "pretrain", "n_params": 1, "bytes": 4, "quantized": False},
-    "cloze": {"accuracy": 0.44},
-    "text": {"perplexity": 20.0},
     "protocol": {"max_seq_len": 128, "overlapping_eval": 64},
     "sources": {"cloze": "cloze.jsonl", "text": "heldout.txt"},
     "digests": {"cloze": "c" * 64, "text": "t" * 64, "tokenizer": "k" * 64, "model": "m" * 64},
     "seconds": 1.0,
 }
+HARD = np.random.default_rng(0).normal(0.0, 0.5, 50)
+HARD += 3.0 - HARD.mean()  # nats a token of 50 blocks
 
 
-def folder(root: Path, name: str, **changes: dict[str, Any]) -> Path:
-    metrics = copy.deepcopy(METRICS)
+def folder(
+    path: Path,
+    n: int = 2000,
+    wrong: int = 1000,
+    first_wrong: int = 0,
+    rise: float = 0.0,
+    noise: float = 0.0,
+    cloze: bool = True,
+    text: bool = True,
+    **changes: dict[str, Any],
+) -> Path:
+    """An evaluation: examples `first_wrong` to `first_wrong + wrong` missed, and a perplexity
+    `rise` above that of HARD in blocks of 100 tokens."""
+    path.mkdir()
+    correct = np.ones(n, bool)
+    correct[first_wrong : first_wrong + wrong] = False
+    losses = HARD + np.log1p(rise) + noise * np.resize([1.0, -1.0], 50)
+    metrics = {**METRICS, "cloze": None, "text": None}
     for group, values in changes.items():
-        metrics[group] = {**metrics[group], **values} if values else None
-    (root / name).mkdir()
-    (root / name / "metrics.json").write_text(json.dumps(metrics))
-    return root / name
+        metrics[group] = {**METRICS[group], **values}
+    if cloze:
+        metrics["cloze"] = {"examples": n, "accuracy": correct.mean()}
+        lines = [json.dumps({"index": i, "correct": bool(c)}) for i, c in enumerate(correct)]
+        (path / "examples.jsonl").write_text("\n".join(lines) + "\n")
+    if text:
+        metrics["text"] = {"blocks": 50, "perplexity": float(np.exp(losses.mean()))}
+        lines = [json.dumps({"tokens": 100, "loss": 100 * loss}) for loss in losses]
+        (path / "blocks.jsonl").write_text("\n".join(lines) + "\n")
+    (path / "metrics.json").write_text(json.dumps(metrics))
+    return path
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "perplexity", "passed"),
+    ("candidate", "verdict"),
     [
-        (0.44, 20.0, True),
-        (0.60, 12.0, True),
-        (0.421, 21.9, True),
-        (0.419, 20.0, False),
-        (0.44, 22.1, False),
-        (0.30, 40.0, False),
+        ({}, "pass"),
+        ({"wrong": 600, "rise": -0.3}, "pass"),
+        ({"wrong": 1010, "rise": 0.09}, "pass"),
+        ({"wrong": 1030}, "inconclusive"),  # -1.5 points, and to -2.1 within the interval
+        ({"wrong": 1042}, "inconclusive"),  # -2.1 points, from -1.5
+        ({"wrong": 1080}, "fail"),
+        ({"rise": 0.09, "noise": 0.2}, "inconclusive"),
+        ({"rise": 0.11}, "fail"),
+        ({"wrong": 1030, "rise": 0.11}, "fail"),
+        ({"wrong": 1400, "rise": 1.0}, "fail"),
     ],
 )
-def test_tolerances(tmp_path: Path, accuracy: float, perplexity: float, passed: bool) -> None:
-    candidate = folder(tmp_path, "b", cloze={"accuracy": accuracy}, text={"perplexity": perplexity})
-    result = gate(RECIPE, folder(tmp_path, "a"), candidate)
-    assert result.passed is passed
-    assert len(result.reasons) == 2
+def test_verdicts(tmp_path: Path, candidate: dict[str, Any], verdict: str) -> None:
+    baseline = folder(tmp_path / "a")
+    candidate_folder = folder(tmp_path / "b", **candidate)
+    result = gate(RECIPE, baseline, candidate_folder)
+    assert result.verdict == verdict
+    assert result.passed == (verdict != "fail")
+    assert gate(STRICT, baseline, candidate_folder).passed == (verdict == "pass")
+    assert len(result.checks) == 2
+    assert len(result.reasons) == 2 + (verdict == "inconclusive")
 
 
-def test_the_failed_check_is_named_first(tmp_path: Path) -> None:
-    candidate = folder(tmp_path, "b", text={"perplexity": 30.0})
-    result = gate(RECIPE, folder(tmp_path, "a"), candidate)
-    assert result.reasons == (
-        "failed: perplexity 20.00 -> 30.00: a change of +50.0%, +10.0% allowed",
-        "passed: cloze accuracy 44.00% -> 44.00%: a change of +0.00 points, -2.00 allowed",
+def test_the_same_examples_right_tell_more_than_the_same_number(tmp_path: Path) -> None:
+    baseline = folder(tmp_path / "a")
+    same = gate(RECIPE, baseline, folder(tmp_path / "b"))
+    others = gate(RECIPE, baseline, folder(tmp_path / "c", first_wrong=300))
+    for result, verdict, discordant in ((same, "pass", 0), (others, "inconclusive", 300)):
+        check = next(c for c in result.checks if c.measure == "cloze accuracy")
+        assert check.verdict == verdict
+        assert check.change == 0
+        assert check.lost == check.gained == discordant
+
+
+def test_the_worst_check_is_named_first_and_an_open_one_explained(tmp_path: Path) -> None:
+    baseline = folder(tmp_path / "a")
+    failed = gate(RECIPE, baseline, folder(tmp_path / "b", rise=0.5))
+    assert failed.reasons == (
+        "failed: perplexity 20.09 -> 30.13: a change of +50%, 95% interval +50% to +50%, "
+        "+10% allowed; 50 blocks",
+        "passed: cloze accuracy 50.00% -> 50.00%: a change of +0.00 points, 95% interval "
+        "-0.19 points to +0.19 points, -2.00 points allowed; 2,000 examples, 0 lost, 0 gained, "
+        "McNemar p = 1",
     )
+    open_ = gate(RECIPE, baseline, folder(tmp_path / "c", wrong=1030))
+    assert open_.reasons[0].startswith("inconclusive: cloze accuracy 50.00% -> 48.50%")
+    assert open_.reasons[-1].startswith("let through without proof: Gate.on_inconclusive is pass")
+    stopped = gate(STRICT, baseline, tmp_path / "c")
+    assert stopped.reasons[-1].startswith("stopped without proof: Gate.on_inconclusive is fail")
 
 
-def test_a_baseline_without_a_hit_is_owned_to(tmp_path: Path) -> None:
-    none: dict[str, Any] = {"cloze": {"accuracy": 0.0}}
-    result = gate(RECIPE, folder(tmp_path, "a", **none), folder(tmp_path, "b", **none))
+def test_a_baseline_within_the_margin_is_owned_to(tmp_path: Path) -> None:
+    result = gate(RECIPE, folder(tmp_path / "a", wrong=1970), folder(tmp_path / "b", wrong=2000))
     assert any("proves nothing" in reason for reason in result.reasons)
 
 
-def test_perplexity_alone_decides_where_there_is_no_cloze_set(tmp_path: Path) -> None:
-    without: dict[str, Any] = {"cloze": {}, "digests": {"cloze": None}}
-    result = gate(RECIPE, folder(tmp_path, "a", **without), folder(tmp_path, "b", **without))
-    assert result.passed
-    assert len(result.reasons) == 1
+@pytest.mark.parametrize("measure", ["cloze", "text"])
+def test_one_measure_alone_decides(tmp_path: Path, measure: str) -> None:
+    only: dict[str, Any] = {"cloze": measure == "cloze", "text": measure == "text"}
+    result = gate(RECIPE, folder(tmp_path / "a", **only), folder(tmp_path / "b", **only))
+    assert result.verdict == "pass"
+    assert len(result.checks) == 1
+
+
+def test_the_artifact_says_what_was_compared_and_how(tmp_path: Path) -> None:
+    output = tmp_path / "out" / "gate.json"
+    baseline, candidate = folder(tmp_path / "a"), folder(tmp_path / "b", wrong=1030)
+    result = gate(RECIPE, baseline, candidate, output)
+    written = json.loads(output.read_text())
+    assert (written["verdict"], written["passed"]) == ("inconclusive", True)
+    assert written["reasons"] == list(result.reasons)
+    assert written["settings"]["confidence"] == 0.95
+    accuracy = next(c for c in written["checks"] if c["measure"] == "cloze accuracy")
+    assert (accuracy["n"], accuracy["lost"], accuracy["gained"]) == (2000, 30, 0)
+    assert accuracy["p_value"] == pytest.approx(2**-29)
+    assert accuracy["low"] < accuracy["change"] == -0.015 < accuracy["high"]
+    assert accuracy["limit"] == -0.02
+    for side in ("baseline", "candidate"):
+        assert written[side]["digests"] == METRICS["digests"]
+        assert written[side]["protocol"] == METRICS["protocol"]
+
+
+def test_the_table_shows_every_check(tmp_path: Path) -> None:
+    result = gate(RECIPE, folder(tmp_path / "a"), folder(tmp_path / "b", wrong=1030))
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(verdict_table(result))
+    text = captured.get()
+    for shown in ("cloze accuracy", "perplexity", "48.50%", "-1.50 points", "30 lost", "50 blocks"):
+        assert shown in text
+
+
+bounds = st.floats(-1, 1)
+
+
+@given(bounds, bounds, bounds, bounds)
+def test_a_wider_margin_never_turns_the_verdict_worse(
+    a: float, b: float, margin: float, wider: float
+) -> None:
+    best, worst = sorted((a, b))
+    margin, wider = sorted((margin, wider))
+    narrow_verdict, wide_verdict = judge(best, worst, margin), judge(best, worst, wider)
+    assert SEVERITY.index(wide_verdict) <= SEVERITY.index(narrow_verdict)
 
 
 @pytest.mark.parametrize("what", ["cloze", "text", "tokenizer"])
 def test_evaluations_on_other_data_are_not_compared(tmp_path: Path, what: str) -> None:
-    candidate = folder(tmp_path, "b", digests={what: "f" * 64})
+    candidate = folder(tmp_path / "b", digests={what: "f" * 64})
     with pytest.raises(UserError, match=f"differ in {what}"):
-        gate(RECIPE, folder(tmp_path, "a"), candidate)
+        gate(RECIPE, folder(tmp_path / "a"), candidate)
 
 
 def test_another_protocol_is_not_compared(tmp_path: Path) -> None:
-    candidate = folder(tmp_path, "b", protocol={"overlapping_eval": 32})
+    candidate = folder(tmp_path / "b", protocol={"overlapping_eval": 32})
     with pytest.raises(UserError, match="differ in protocol"):
-        gate(RECIPE, folder(tmp_path, "a"), candidate)
+        gate(RECIPE, folder(tmp_path / "a"), candidate)
 
 
 def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
-    good = folder(tmp_path, "a")
+    good = folder(tmp_path / "a")
     with pytest.raises(UserError, match=r"no metrics\.json"):
         gate(RECIPE, good, tmp_path)
     for i, content in enumerate(["{", "[]", '{"cloze": null}']):
@@ -93,3 +190,44 @@ def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
         (broken / "metrics.json").write_text(content)
         with pytest.raises(UserError, match="broken"):
             gate(RECIPE, good, broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("examples.jsonl", None, "no such file"),
+        ("examples.jsonl", '{"correct": true}\n', "1 lines, metrics.json counts 2000"),
+        ("examples.jsonl", '{"corr', "broken"),
+        ("blocks.jsonl", None, "no such file"),
+        ("blocks.jsonl", '{"tokens": 100}\n', "broken"),
+        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n', "broken"),
+    ],
+)
+def test_units_that_are_absent_or_broken_are_refused(
+    tmp_path: Path, name: str, content: str | None, complaint: str
+) -> None:
+    good, broken = folder(tmp_path / "a"), folder(tmp_path / "b")
+    (broken / name).unlink()
+    if content is not None:
+        (broken / name).write_text(content)
+    with pytest.raises(UserError, match=rf"b/{name}: .*{complaint}"):
+        gate(RECIPE, good, broken)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict", "status"),
+    [(1000, "pass", 0), (1030, "inconclusive", 1), (1080, "fail", 1)],
+)
+def test_the_verb_ends_with_the_verdict(
+    tmp_path: Path, wrong: int, verdict: str, status: int
+) -> None:
+    folders = [str(folder(tmp_path / "a")), str(folder(tmp_path / "b", wrong=wrong))]
+    output = tmp_path / "gate.json"
+    done = CliRunner().invoke(app, ["gate", *folders, "--output", str(output)])
+    assert done.exit_code == status, done.output
+    assert f"verdict: {verdict}" in done.stdout
+    assert json.loads(output.read_text())["verdict"] == verdict
+    wide = ["-o", "Gate.max_accuracy_drop=0.2"]
+    assert (
+        CliRunner().invoke(app, ["gate", *folders, *wide, "--output", str(output)]).exit_code == 0
+    )

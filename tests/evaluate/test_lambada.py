@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.lambada import ClozeExample, read_cloze, score_cloze, summarize_cloze
-from lathe.model.gpt import GPT
+from lathe.evaluate.scorers import TorchScorer
 
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -44,9 +44,9 @@ def examples(reference_logits: Logits, tokenizer: Tokenizer) -> list[ClozeExampl
 
 
 def test_every_example_equals_the_reference(
-    model: GPT, examples: list[ClozeExample], reference_logits: Logits
+    scorer: TorchScorer, examples: list[ClozeExample], reference_logits: Logits
 ) -> None:
-    scores = score_cloze(model, examples, max_length=32, token_budget=100)
+    scores = score_cloze(scorer, examples, max_length=32, token_budget=100)
     assert [s.index for s in scores] == list(range(len(examples)))
     for score, example in zip(scores, examples, strict=True):
         hits, log_likelihood = slow_scores(reference_logits, example.context, example.label, 32)
@@ -58,18 +58,18 @@ def test_every_example_equals_the_reference(
     assert any(s.last_token_correct and not s.correct for s in scores)
 
 
-def test_batching_changes_nothing(model: GPT, examples: list[ClozeExample]) -> None:
-    together = score_cloze(model, examples, max_length=32, token_budget=10_000)
+def test_batching_changes_nothing(scorer: TorchScorer, examples: list[ClozeExample]) -> None:
+    together = score_cloze(scorer, examples, max_length=32, token_budget=10_000)
     for example, batched in zip(examples, together, strict=True):
-        (single,) = score_cloze(model, [example], max_length=32, token_budget=1)
+        (single,) = score_cloze(scorer, [example], max_length=32, token_budget=1)
         assert single.correct == batched.correct
         assert single.log_likelihood == pytest.approx(batched.log_likelihood, abs=1e-5)
 
 
 def test_long_examples_lose_their_left_end(
-    model: GPT, examples: list[ClozeExample], reference_logits: Logits
+    scorer: TorchScorer, examples: list[ClozeExample], reference_logits: Logits
 ) -> None:
-    scores = score_cloze(model, examples, max_length=9, token_budget=100)
+    scores = score_cloze(scorer, examples, max_length=9, token_budget=100)
     for score, example in zip(scores, examples, strict=True):
         hits, log_likelihood = slow_scores(reference_logits, example.context, example.label, 9)
         assert score.truncated == max(0, len(example.context) + len(example.label) - 1 - 9)
@@ -78,13 +78,13 @@ def test_long_examples_lose_their_left_end(
     assert summarize_cloze(scores).truncated == sum(s.truncated > 0 for s in scores) > 0
 
 
-def test_a_label_longer_than_the_model_is_refused(model: GPT) -> None:
+def test_a_label_longer_than_the_model_is_refused(scorer: TorchScorer) -> None:
     with pytest.raises(UserError, match=r"example 0.*10 tokens.*reads 9"):
-        score_cloze(model, [ClozeExample([1], [2] * 10)], max_length=9, token_budget=100)
+        score_cloze(scorer, [ClozeExample([1], [2] * 10)], max_length=9, token_budget=100)
 
 
-def test_summary_is_the_plain_arithmetic(model: GPT, examples: list[ClozeExample]) -> None:
-    scores = score_cloze(model, examples, max_length=32, token_budget=100)
+def test_summary_is_the_plain_arithmetic(scorer: TorchScorer, examples: list[ClozeExample]) -> None:
+    scores = score_cloze(scorer, examples, max_length=32, token_budget=100)
     result = summarize_cloze(scores)
     correct = np.array([s.correct for s in scores], dtype=float)
     log_likelihoods = np.array([s.log_likelihood for s in scores])

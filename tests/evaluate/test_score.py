@@ -2,12 +2,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe.evaluate import score
-from lathe.model.gpt import GPT
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
@@ -19,20 +17,6 @@ def test_batches_hold_every_index_once_within_the_budget(lengths: list[int], bud
         assert len(batch) == 1 or longest * len(batch) <= budget
     sizes = [lengths[i] for batch in batches for i in batch]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_slices_of_the_head_change_nothing(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = torch.arange(40).view(2, 20)
-    rows, columns = torch.arange(2).repeat_interleave(20), torch.arange(20).repeat(2)
-    targets = torch.arange(40) + 1
-    with torch.inference_mode():
-        whole, greedy = score.target_scores(model, tokens, rows, columns, targets)
-        monkeypatch.setattr(score, "LOGIT_ROWS", 7)
-        sliced, greedy_sliced = score.target_scores(model, tokens, rows, columns, targets)
-        expected = torch.log_softmax(model(tokens), -1).view(40, -1)[torch.arange(40), targets]
-    np.testing.assert_allclose(sliced, whole, atol=1e-5)
-    np.testing.assert_allclose(whole, expected.numpy(), atol=1e-5)
-    assert (greedy == greedy_sliced).all()
 
 
 def test_mean_stderr_of_a_proportion() -> None:

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -6,12 +7,14 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.evaluate.gate import gate
 from lathe.evaluate.stage import EvalResult, evaluate
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.settings import OfflineEvalSettings, Recipe
+from tests.small_export import UNIFORM, make_model, write_unproven
 
 
 @pytest.fixture
@@ -43,7 +46,12 @@ def test_data_folder_is_measured_and_recorded(
     assert result.perplexity == metrics["text"]["perplexity"]
     assert metrics["model"]["n_params"] == load_checkpoint(model_folder).model.config.n_params()
     assert metrics["model"]["bytes"] == (model_folder / "model.safetensors").stat().st_size
-    assert metrics["protocol"] == {"max_seq_len": 32, "overlapping_eval": 8}
+    expected = {"max_seq_len": 32, "overlapping_eval": 8, "dtype": "float32"}
+    assert metrics["protocol"] == expected
+    blocks = [json.loads(line) for line in (tmp_path / "out/blocks.jsonl").read_text().splitlines()]
+    assert sum(b["tokens"] for b in blocks) == metrics["text"]["tokens"] - 1
+    loss = sum(b["loss"] for b in blocks) / sum(b["tokens"] for b in blocks)
+    assert result.perplexity == pytest.approx(math.exp(loss))
     assert metrics["sources"] == {"cloze": "cloze.jsonl", "text": "heldout.txt"}
     assert all(len(digest) == 64 for digest in metrics["digests"].values())
 
@@ -113,6 +121,50 @@ def test_pruned_and_quantized_checkpoints_are_measured(
     assert metrics_of(int8_result)["model"]["quantized"]
     assert int8_result.perplexity != float_result.perplexity
     assert int8_result.perplexity == pytest.approx(float_result.perplexity, rel=0.2)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_an_exported_file_is_measured_as_its_checkpoint_is(
+    recipe: Recipe, tmp_path: Path, byte_tokenizer: Tokenizer, int8: bool
+) -> None:
+    folder = tmp_path / "onnx"
+    write_unproven(make_model(UNIFORM, int8), byte_tokenizer, folder)
+    cloze, text = tmp_path / "cloze.jsonl", tmp_path / "text"
+    cloze.write_text("".join(f'{{"text": "{i} turns take {i * i} strokes"}}\n' for i in range(40)))
+    text.write_text("".join(f"{i} turns of the chuck take {i * i} strokes.\n" for i in range(40)))
+    inputs = {"cloze": cloze, "text": text}
+    theirs = evaluate(recipe, folder / "checkpoint", tmp_path / "a", **inputs)
+    ours = evaluate(recipe, folder, tmp_path / "b", **inputs)
+    assert ours.perplexity == pytest.approx(theirs.perplexity, rel=2e-3 if int8 else 1e-5)
+    assert metrics_of(ours)["model"] == {
+        "stage": "export",
+        "n_params": theirs.n_params,
+        "bytes": (folder / "model.onnx").stat().st_size,
+        "quantized": int8,
+    }
+    measures = ("cloze", "text", "tokenizer")
+    assert [metrics_of(ours)["digests"][m] for m in measures] == [
+        metrics_of(theirs)["digests"][m] for m in measures
+    ]
+    assert gate(recipe, theirs.folder, ours.folder).checks[-1].verdict == "pass"
+
+
+def test_bfloat16_is_for_float_checkpoints_alone(
+    recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    settings = recipe.Offline_Eval.model_copy(update={"dtype": "bfloat16"})
+    half = recipe.model_copy(update={"Offline_Eval": settings})
+    rounded = evaluate(half, model_folder, tmp_path / "a", data)
+    exact = evaluate(recipe, model_folder, tmp_path / "b", data)
+    assert rounded.perplexity != exact.perplexity
+    assert rounded.perplexity == pytest.approx(exact.perplexity, rel=0.05)
+    with pytest.raises(UserError, match="differ in protocol"):
+        gate(recipe, exact.folder, rounded.folder)
+    folder = tmp_path / "onnx"
+    write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, folder)
+    for refused in (folder, folder / "checkpoint"):
+        with pytest.raises(UserError, match=r"Offline_Eval\.dtype is bfloat16"):
+            evaluate(half, refused, tmp_path / "c", text=data / "heldout.txt")
 
 
 def test_another_vocabulary_is_refused_and_nothing_written(

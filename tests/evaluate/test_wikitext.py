@@ -11,8 +11,15 @@ from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.wikitext import Text, detokenize, read_text, summarize_perplexity, token_losses
-from lathe.model.gpt import GPT
+from lathe.evaluate.scorers import TorchScorer
+from lathe.evaluate.wikitext import (
+    Text,
+    detokenize,
+    read_text,
+    split_blocks,
+    summarize_perplexity,
+    token_losses,
+)
 
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -35,18 +42,18 @@ def slow_nll(logits_of: Logits, tokens: list[int], seq_len: int, overlap: int) -
 @pytest.mark.parametrize("overlap", [3, 16, 24])
 @pytest.mark.parametrize("length", [3, 24, 25, 26, 100, 121])
 def test_losses_equal_the_reference(
-    model: GPT, reference_logits: Logits, overlap: int, length: int
+    scorer: TorchScorer, reference_logits: Logits, overlap: int, length: int
 ) -> None:
     tokens = np.random.default_rng(length).integers(0, 290, length).tolist()
-    losses = token_losses(model, tokens, seq_len=24, overlap=overlap, token_budget=24 * 5)
+    losses = token_losses(scorer, tokens, seq_len=24, overlap=overlap, token_budget=24 * 5)
     assert losses.shape == (length - 1,)
     expected = slow_nll(reference_logits, tokens, 24, overlap)
     assert losses.sum() == pytest.approx(expected, rel=1e-5)
 
 
-def test_no_overlap_is_plain_chunks(model: GPT, reference_logits: Logits) -> None:
+def test_no_overlap_is_plain_chunks(scorer: TorchScorer, reference_logits: Logits) -> None:
     tokens = np.random.default_rng(0).integers(0, 290, 73).tolist()
-    losses = token_losses(model, tokens, seq_len=24, overlap=24, token_budget=48)
+    losses = token_losses(scorer, tokens, seq_len=24, overlap=24, token_budget=48)
     expected = []
     for start in range(0, 72, 24):
         scores = torch.log_softmax(reference_logits(tokens[start : start + 24]), dim=-1)
@@ -57,7 +64,7 @@ def test_no_overlap_is_plain_chunks(model: GPT, reference_logits: Logits) -> Non
 def test_summary_is_the_formula_of_the_reference() -> None:
     losses = np.linspace(1.0, 5.0, 400)
     text = Text(tokens=[0] * 401, words=301, detokenized=False)
-    result = summarize_perplexity(losses, text, block=20)
+    result = summarize_perplexity(split_blocks(losses, 20), text)
     assert result.perplexity == pytest.approx(math.exp(losses.sum() / 400))
     assert result.adjusted_perplexity == pytest.approx(math.exp(3.0 * 400 / 300))
     assert result.blocks == 20
@@ -68,7 +75,20 @@ def test_summary_is_the_formula_of_the_reference() -> None:
 
 def test_perplexity_is_capped_as_the_reference_caps_it() -> None:
     text = Text(tokens=[0] * 101, words=101, detokenized=False)
-    assert summarize_perplexity(np.full(100, 30.0), text, 10).perplexity == math.exp(20)
+    blocks = split_blocks(np.full(100, 30.0), 10)
+    assert summarize_perplexity(blocks, text).perplexity == math.exp(20)
+
+
+@pytest.mark.parametrize(("n", "size", "expected"), [(400, 20, 20), (95, 20, 10), (3, 20, 3)])
+def test_blocks_cover_every_target_once(n: int, size: int, expected: int) -> None:
+    losses = np.arange(n, dtype=float)
+    blocks = split_blocks(losses, size)
+    assert len(blocks) == expected
+    for block in blocks:
+        assert block.loss == losses[block.start : block.start + block.tokens].sum()
+    ends = [block.start + block.tokens for block in blocks]
+    assert [block.start for block in blocks] == [0, *ends[:-1]]
+    assert ends[-1] == n
 
 
 def test_detokenizer_undoes_wikitexts_marks() -> None:
@@ -110,11 +130,11 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path, tokenizer: Tokenize
 
 
 def test_a_prefix_is_scored_the_same_whatever_follows(
-    model: GPT, tokenizer: Tokenizer, prose: str
+    scorer: TorchScorer, tokenizer: Tokenizer, prose: str
 ) -> None:
     tokens = tokenizer.encode(prose).ids
-    longer = token_losses(model, tokens, 24, 8, 240)
-    shorter = token_losses(model, tokens[:60], 24, 8, 240)
+    longer = token_losses(scorer, tokens, 24, 8, 240)
+    shorter = token_losses(scorer, tokens[:60], 24, 8, 240)
     np.testing.assert_allclose(longer[:59], shorter, atol=1e-5)
 
 

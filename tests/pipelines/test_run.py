@@ -95,7 +95,7 @@ def processes(folder: Path) -> list[str]:
         ("qat", {"model": "nowhere"}, "model: no such file or folder: nowhere"),
         ("full", {"cloze": "nowhere.jsonl"}, "cloze: no such file or folder"),
         ("qat", {"model": "m", "prune_recipe": "x"}, "pipeline qat has no prune_recipe"),
-        ("ful", {}, "no pipeline ful.*pretrain, prune, qat, full"),
+        ("ful", {}, "no pipeline ful.*pretrain, prune, qat, compress, full"),
     ],
 )
 def test_arguments_are_checked_first(name, arguments, message):

@@ -19,6 +19,36 @@ def write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values))
 
 
+def sensitivity_analysis(n_linears: int = 2, **changes: Any) -> dict[str, Any]:
+    """What `sensitivity.json` holds; the first linear stays float."""
+    spread = {"min": -2.0, "q1": -0.5, "median": 0.0, "q3": 0.5, "max": 1.0, "absmax": 2.0}
+    spread |= {"channel_spread": 3.0, "sqnr_db": None}
+    linears = [
+        {
+            "name": f"h.{i}.mlp.c_fc",
+            "score": 0.01 / (i + 1) - 0.006,
+            "n_params": 9,
+            "estimate": 0.02 / (i + 1),
+            "weights": spread,
+            "inputs": spread,
+        }
+        for i in range(n_linears)
+    ]
+    values = {
+        "mode": "ptq",
+        "metric": "loss",
+        "model": "m" * 64,
+        "baseline": 3.7,
+        "linears": linears,
+        "skip": ["h.0.mlp.c_fc"],
+        "rule": "the worst stay float",
+        "budget": 0.02,
+        "predicted": 0.015,
+        "rank_correlation": 0.75,
+    }
+    return values | changes
+
+
 def train_lines(steps: int) -> str:
     lines: list[dict[str, float]] = [{"step": 0, "eval_loss": 8.0, "eval_perplexity": 2981.0}]
     for step in range(1, steps + 1):

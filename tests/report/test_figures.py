@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lathe.report.figures import Measure, _smooth, comparison, loss_curve, sensitivity_chart
+from lathe.report.figures import Measure, _smooth, comparison, loss_curve
 from lathe.report.style import DARK, LIGHT, Theme
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,16 +32,6 @@ def test_loss_curve_names_axes_units_and_the_last_validation_loss(theme: Theme) 
 )
 def test_a_curve_of_one_point_is_drawn(records: list[dict[str, float]]) -> None:
     assert "step" in words(loss_curve(records, 1, LIGHT))
-
-
-@THEMES
-def test_sensitivity_chart_ranks_and_marks_the_skips(theme: Theme) -> None:
-    linears = [{"name": f"h.{i}.mlp.c_proj", "score": 0.1 / (i + 1)} for i in range(40)]
-    svg = sensitivity_chart(linears, ["h.0.mlp.c_proj"], theme)
-    found = words(svg)
-    assert {"left in float", "INT8", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
-    assert "h.24.mlp.c_proj" not in found
-    assert "<pattern" in svg  # hatched: told apart without colour
 
 
 @THEMES

@@ -10,7 +10,7 @@ from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
 from lathe.report.page import report
 from lathe.report.summary import Candidate
-from tests.report.conftest import HOSTILE, write_json
+from tests.report.conftest import HOSTILE, sensitivity_analysis, write_json
 
 Make = Callable[..., Candidate]
 
@@ -35,18 +35,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def sensitivity(tmp_path: Path) -> Path:
-    linears = [{"name": "h.0.mlp.c_fc", "score": 0.01, "n_params": 9}]
-    linears += [{"name": "h.1.mlp.c_fc", "score": -0.001, "n_params": 9}]
-    analysis = {
-        "metric": "loss",
-        "baseline": 3.7,
-        "linears": linears,
-        "skip": ["h.0.mlp.c_fc"],
-        "rule": HOSTILE,
-        "budget": 0.02,
-        "predicted": 0.015,
-    }
-    write_json(tmp_path / "sensitivity/sensitivity.json", analysis)
+    write_json(tmp_path / "sensitivity/sensitivity.json", sensitivity_analysis(rule=HOSTILE))
     return tmp_path / "sensitivity"
 
 
@@ -80,7 +69,7 @@ def test_a_whole_run_is_one_self_contained_page(
     assert "script" not in page.tags
     assert page.sources
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
-    assert page.tags.count("img") == page.tags.count("source") == 5 + 2 + 1
+    assert page.tags.count("img") == page.tags.count("source") == 5 + 2 + 3
     for source in page.sources:
         svg = base64.b64decode(source.split(",")[1])
         assert ET.fromstring(svg).tag.endswith("svg")

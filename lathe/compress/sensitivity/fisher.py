@@ -1,0 +1,91 @@
+"""What INT8 in each linear will cost, estimated for all linears at once from gradients.
+
+A small change d of a model's weights or activations moves its predictions by
+KL = 1/2 d'Fd nats a token, F the Fisher information. With F's diagonal alone, and for it the
+squares of gradients g that backpropagation finds, a linear costs
+
+    1/2 * (sum over weights of E[g^2] (w_q - w)^2 + sum over inputs of E[g^2] (x_q - x)^2).
+
+Sources: the sum over weights and activations is that of FIT (Zandonati et al. 2022,
+arXiv:2210.08502); squared gradients for the diagonal, element by element, those of Choi et al.
+(2017, arXiv:1612.01543) and SqueezeLLM (Kim et al. 2023, arXiv:2306.07629). HAWQ (Dong et al.
+2019, arXiv:1905.03696) takes the Hessian where this takes the Fisher matrix.
+
+The term of first order, E[g] d, is left out: at a trained model it is nothing but the noise of a
+few batches, of which it drowns the rest.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lathe.compress.sensitivity.statistics import (
+    fake_quantize_input,
+    fake_quantize_weight,
+    weight_of,
+)
+from lathe.model import fake_quant
+from lathe.model.config import QuantizationPlan
+from lathe.model.gpt import GPT
+from lathe.train.loss import linear_cross_entropy
+
+
+def estimate_costs(
+    model: GPT, plan: QuantizationPlan, names: Sequence[str], batches: Iterable[Tensor]
+) -> dict[str, float]:
+    """Estimated KL(float || INT8 in this linear alone), nats a token, by name.
+
+    Takes one forward and backward pass a batch; every gradient of a weight is dropped as soon as
+    it is squared.
+
+    Args:
+        model: in float; its parameters' gradients are None afterwards.
+        plan: the scales of `names`.
+        batches: tokens (B, T + 1) each.
+    """
+    costs = {name: torch.zeros((), dtype=torch.float64) for name in names}
+    n_tokens = 0
+    handles: list[Any] = []
+
+    def add(name: str, gradient: Tensor, error: Tensor) -> None:
+        costs[name] += 0.5 * (gradient * error).square().sum(dtype=torch.float64).cpu()
+
+    def watch_weight(name: str) -> None:
+        def consume(weight: Tensor) -> None:
+            assert weight.grad is not None
+            with torch.no_grad():
+                add(name, weight.grad, fake_quantize_weight(weight, plan, name) - weight)
+            weight.grad = None
+
+        weight: Any = weight_of(model, name)
+        handles.append(weight.register_post_accumulate_grad_hook(consume))
+
+    def watch_input(name: str, x: Any) -> None:
+        error = fake_quantize_input(x.detach(), plan.activation_scales[name]) - x.detach()
+        x.register_hook(lambda gradient: add(name, gradient, error))
+
+    for name in names:
+        watch_weight(name)
+        if name != fake_quant.HEAD:
+            handles.append(
+                model.get_submodule(name).register_forward_pre_hook(
+                    lambda _, args, name=name: watch_input(name, *args)
+                )
+            )
+    try:
+        for tokens in batches:
+            hidden, targets = model.hidden(tokens[:, :-1]), tokens[:, 1:]
+            if fake_quant.HEAD in names:
+                watch_input(fake_quant.HEAD, hidden)
+            loss: Any = linear_cross_entropy(hidden, model.wte.table(), targets)
+            # Of the sum over tokens: its squared gradient grows as their number, since those of
+            # single tokens are uncorrelated.
+            (loss * targets.numel()).backward()
+            n_tokens += targets.numel()
+            model.zero_grad(set_to_none=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: float(cost) / n_tokens for name, cost in costs.items()}

@@ -1,0 +1,102 @@
+"""How good a model is on the validation batches, by one of three metrics.
+
+Shapes: B batch, T tokens, C hidden size, V vocabulary, n tokens of a chunk.
+
+`loss` is what perplexity follows from, but what INT8 adds to it in one linear is small against
+what it moves from token to token, up or down: with few tokens the ranking is noise. `kl` compares
+whole distributions, can only rise, and so needs far fewer tokens for the same ranking.
+
+`accuracy` is that of the next token at every position, not of the cloze passages: it costs one
+forward pass where a thousand passages cost many, has a smaller error since every position counts,
+and above all the passages are test documents, by which the gate will judge; layers that were
+chosen on them would flatter it.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lathe.errors import UserError
+from lathe.model.gpt import GPT
+from lathe.train.batches import EvalBatches
+from lathe.train.loss import CHUNK_ELEMENTS, next_token_loss
+
+Metric = Literal["loss", "accuracy", "kl"]
+WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
+
+
+class Measure:
+    """`measure(model)` is the metric, a mean over all tokens of `batches`.
+
+    `kl` is the mean KL(float || model) of the next-token distributions, nats a token. For it the
+    final hidden states of the float model are kept: C floats a token.
+    """
+
+    def __init__(self, metric: Metric, batches: EvalBatches, float_model: GPT) -> None:
+        self.metric, self.batches = metric, batches
+        self.table = float_model.wte.weight
+        self.reference: list[Tensor] = []  # a batch (B * T, C) each
+        if metric == "kl":
+            with torch.no_grad():
+                self.reference = [
+                    float_model.hidden(tokens[:, :-1]).flatten(0, 1) for tokens in self._tokens()
+                ]
+
+    @torch.no_grad()
+    def __call__(self, model: GPT) -> float:
+        """Raises UserError where it is not finite."""
+        total, count = 0.0, 0
+        for i, tokens in enumerate(self._tokens()):
+            n = tokens[:, 1:].numel()
+            if self.metric == "loss":
+                total += float(next_token_loss(model, tokens)) * n
+            elif self.metric == "accuracy":
+                total += _hits(model, tokens)
+            else:
+                hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+                total += _divergence(model, hidden, self.table, self.reference[i])
+            count += n
+        value = total / count
+        if not math.isfinite(value):
+            raise UserError(f"the model's {self.metric} is {value}", "use an earlier checkpoint")
+        return value
+
+    def _tokens(self) -> Iterator[Tensor]:
+        """(B, T + 1) each."""
+        for i in range(len(self.batches)):
+            yield self.batches[i].to(self.table.device)
+
+
+def _hits(model: GPT, tokens: Tensor) -> int:
+    """How many next tokens of (B, T + 1) are the likeliest."""
+    hidden, targets = model.hidden(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    n = _rows(model)
+    chunks = zip(torch.split(hidden, n), torch.split(targets, n), strict=True)
+    return sum(int((model.head(h).argmax(1) == target).sum()) for h, target in chunks)
+
+
+def _divergence(model: GPT, hidden: Tensor, table: Tensor, reference: Tensor) -> float:
+    """Sum over tokens of KL(reference || model), nats.
+
+    In float64 from the logits on: in float32 the rounding of the log-probabilities would be of
+    first order in a difference that counts by its square.
+
+    Args:
+        hidden, reference: (N, C) final hidden states of `model` and of the float model.
+        table: (V, C) head of the float model.
+    """
+    total, n = 0.0, _rows(model)
+    for h, r in zip(torch.split(hidden, n), torch.split(reference, n), strict=True):
+        q = model.head(h).double().log_softmax(1)  # (n, V)
+        p = F.linear(r, table).double().log_softmax(1)
+        total += float(F.kl_div(q, p, reduction="sum", log_target=True))
+    return total
+
+
+def _rows(model: GPT) -> int:
+    """Tokens whose logits are held at a time; float64 takes twice the room, and there are four."""
+    return max(1, CHUNK_ELEMENTS // (8 * model.config.vocab_size))

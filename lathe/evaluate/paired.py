@@ -1,0 +1,88 @@
+"""Two models measured on the same units: what their difference may really be.
+
+Intervals are two-sided at a level such as 0.95. For a test of non-inferiority one end alone
+counts, so it is one-sided at half the rest (2.5 %), the convention of ICH E9 (1998), 3.3.2, 5.5.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq  # type: ignore[import-untyped]
+from scipy.stats import binomtest, norm, t  # type: ignore[import-untyped]
+
+from lathe.evaluate.score import ratio_stderr
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A difference, second less first, and the ends of its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Exact two-sided p-value that neither of two models is right more often than the other.
+
+    McNemar (1947), with the binomial distribution in place of chi-squared.
+
+    Args:
+        lost: examples that the first has right and the second wrong.
+        gained: the other way round.
+    """
+    discordant = lost + gained
+    return float(binomtest(gained, discordant).pvalue) if discordant else 1.0
+
+
+def accuracy_difference(lost: int, gained: int, n: int, confidence: float) -> Interval:
+    """Difference of two accuracies on the same `n` examples, with Tango's score interval.
+
+    Tango, Equivalence test and confidence interval for the difference in proportions for the
+    paired-sample design, Statistics in Medicine 17 (1998): the differences that a score test does
+    not reject. Unlike Wald's it keeps its level for few or no discordant pairs, and at a
+    difference of 0 the test is McNemar's. Arguments are those of `mcnemar`.
+    """
+    low = _tango_low(lost, gained, n, confidence)
+    return Interval((gained - lost) / n, low, -_tango_low(gained, lost, n, confidence))
+
+
+def _tango_low(lost: int, gained: int, n: int, confidence: float) -> float:
+    if lost == n:
+        return -1.0
+    z = float(norm.ppf((1 + confidence) / 2))
+
+    def excess(difference: float) -> float:
+        """How far the observed difference is above what the test allows, times n."""
+        # Probability of a loss, where its likelihood is greatest under `difference`.
+        b = (2 * n - gained + lost) * difference - gained - lost
+        c = -lost * difference * (1 - difference)
+        p = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (4 * n)
+        variance = n * (2 * p + difference * (1 - difference))
+        return gained - lost - n * difference - z * math.sqrt(max(variance, 0.0))
+
+    # The estimate itself is a root too where no variance is left; the bracket ends before it.
+    return float(brentq(excess, -1.0, (gained - lost) / n - 1e-12, xtol=1e-10))
+
+
+def loss_difference(
+    first: NDArray[np.float64],
+    second: NDArray[np.float64],
+    tokens: NDArray[np.float64],
+    confidence: float,
+) -> Interval:
+    """Difference of two mean losses a token, measured on the same blocks of a text.
+
+    The linearized ratio estimator (Cochran, Sampling Techniques, section 6.3) over the blocks'
+    differences, with Student's t for their number.
+
+    Args:
+        first, second: (blocks,) summed nats of each block, at least two.
+        tokens: (blocks,) tokens of each.
+    """
+    difference = second - first
+    estimate = float(difference.sum() / tokens.sum())
+    reach = float(t.ppf((1 + confidence) / 2, len(tokens) - 1)) * ratio_stderr(difference, tokens)
+    return Interval(estimate, estimate - reach, estimate + reach)

@@ -1,0 +1,80 @@
+"""An evaluation folder: the figures of `lathe evaluate`, and the units that they are means of."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+
+METRICS = "metrics.json"
+EXAMPLES = "examples.jsonl"
+BLOCKS = "blocks.jsonl"
+KEYS = ("model", "cloze", "text", "protocol", "sources", "digests", "seconds")
+CURE = "evaluate the model again"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of one model; empty arrays where a measure was not taken.
+
+    Attributes:
+        metrics: `metrics.json`.
+        correct: (examples,) whether the last word was predicted.
+        losses: (blocks,) summed nats of a stretch of the text.
+        tokens: (blocks,) its tokens.
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+    correct: NDArray[np.bool_]
+    losses: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Read all of an evaluation folder.
+
+    Raises:
+        UserError: there is none, or it is broken or incomplete.
+    """
+    metrics = read_metrics(folder)
+    cloze, text = metrics["cloze"] or {"examples": 0}, metrics["text"] or {"blocks": 0}
+    (correct,) = _read_columns(folder / EXAMPLES, cloze["examples"], "correct")
+    losses, tokens = _read_columns(folder / BLOCKS, text["blocks"], "loss", "tokens")
+    return Evaluation(folder, metrics, correct.astype(bool), losses, tokens)
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """`metrics.json` of an evaluation folder.
+
+    Raises:
+        UserError: there is none, or it is broken.
+    """
+    path = folder / METRICS
+    try:
+        metrics = json.loads(path.read_text())
+        return {key: metrics[key] for key in KEYS}
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote"
+        ) from None
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise UserError(f"{path}: broken", CURE) from None
+
+
+def _read_columns(path: Path, n: int, *names: str) -> list[NDArray[np.float64]]:
+    """One array of `n` numbers a name."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if n else []
+        columns = [np.array([float(row[name]) for row in rows]) for name in names]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file", CURE) from None
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: broken", CURE) from None
+    if len(rows) != n:
+        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", CURE)
+    return columns

@@ -1,0 +1,375 @@
+"""The analysis as a stage: its scores are those of a literal transcription with torch's own fake
+quantization, it finds what was spoiled, survives a kill, and quantize takes its choice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.distributions import Categorical, kl_divergence
+
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity import measure
+from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.sensitivity.stage import LinearScore, analyze, choose_skips
+from lathe.compress.sensitivity.statistics import Distribution
+from lathe.errors import UserError
+from lathe.model import fake_quant
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT, Block
+from lathe.recipe import load_recipe
+from lathe.settings import Recipe, SensitivitySettings
+from lathe.train.batches import EvalBatches, calibration_batches, open_data
+from tests.conftest import small_config
+from tests.small_run import SMALL
+
+QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
+
+
+@pytest.fixture(scope="module")
+def loud(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """A checkpoint of large random weights, which INT8 costs more than rounding does."""
+    model = GPT(small_config(n_head=(4, 3), n_inner=(96, 64)))
+    model.initialize(0.3, seed=1)
+    output = tmp_path_factory.mktemp("run") / "loud"
+    save_checkpoint(output, model, byte_tokenizer, "pretrain", Recipe())
+    return output
+
+
+@pytest.fixture(scope="module")
+def loud_int8(loud: Path, small_data: Path) -> Path:
+    output = loud.parent / "int8"
+    quantize(load_recipe("tiny", (*QUANTIZE, "Engine.max_steps=2")), loud, small_data, output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def spoiled(small_dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An outlier weight makes one row's quantum so coarse that INT8 destroys that linear."""
+    trained = load_checkpoint(small_dense)
+    block = trained.model.h[1]
+    assert isinstance(block, Block)
+    with torch.no_grad():
+        block.mlp.c_fc.weight[:, 0] = 400.0
+        block.ln_2.weight[0] = 0.0
+        block.ln_2.bias[0] = 0.0
+    output = tmp_path_factory.mktemp("run") / "spoiled"
+    save_checkpoint(output, trained.model, trained.tokenizer, "pretrain", Recipe())
+    return output
+
+
+def int8_weight(linear: nn.Linear) -> Tensor:
+    """By torch's own fake quantization."""
+    scales = linear.weight.detach().abs().amax(1) / 127
+    zeros = torch.zeros(len(scales), dtype=torch.int32)
+    return torch.fake_quantize_per_channel_affine(linear.weight, scales, zeros, 0, -127, 127)
+
+
+def int8(linear: nn.Linear, x: Tensor, scale: float) -> Tensor:
+    """What an INT8 linear gives, by torch's own fake quantization."""
+    read = torch.fake_quantize_per_tensor_affine(x, scale, 0, -128, 127)
+    return F.linear(read, int8_weight(linear), linear.bias)
+
+
+@contextmanager
+def replaced(
+    model: GPT, names: list[str], output: Callable[[str, nn.Linear, Tensor], Tensor]
+) -> Iterator[None]:
+    """The linears' outputs are `output(name, linear, input)` for a while."""
+    handles = []
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        handles.append(
+            linear.register_forward_hook(lambda m, args, _, n=name: output(n, m, args[0]))
+        )
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def validation(recipe: Recipe, data: Path) -> Tensor:
+    """All tokens (N, T + 1) that the metric is measured on."""
+    tokens = open_data(data, recipe, 384, 32)
+    batches = EvalBatches(
+        recipe, tokens, recipe.Global.micro_batch_size, recipe.Sensitivity.eval_batches
+    )
+    return torch.cat([batches[i] for i in range(len(batches))])
+
+
+def transcribed_score(metric: str, before: Tensor, after: Tensor, targets: Tensor) -> float:
+    """By whole logits (N, T, V)."""
+    if metric == "loss":
+        losses = [F.cross_entropy(x.flatten(0, 1), targets.flatten()) for x in (after, before)]
+        return float(losses[0] - losses[1])
+    if metric == "accuracy":
+        hits = [(x.argmax(-1) == targets).double().mean() for x in (before, after)]
+        return float(hits[0] - hits[1])
+    p, q = (Categorical(logits=x.double()) for x in (before, after))
+    return float(kl_divergence(p, q).mean())
+
+
+@pytest.mark.parametrize("metric", ["loss", "accuracy", "kl"])
+def test_scores_are_those_of_a_transcription(
+    metric: str,
+    loud: Path,
+    spoiled: Path,
+    small_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = spoiled if metric == "accuracy" else loud  # random weights have none to lose
+    monkeypatch.setattr(measure, "CHUNK_ELEMENTS", 8 * 384 * 50)  # chunks of 50 tokens
+    recipe = load_recipe("tiny", (*SMALL, f"Sensitivity.metric={metric}"))
+    result = analyze(recipe, checkpoint, small_data, tmp_path / "s")
+    scores = {linear.name: linear.score for linear in result.linears}
+
+    model = load_checkpoint(checkpoint).model
+    names = fake_quant.linear_names(model.config)
+    ranges = dict.fromkeys(names, 0.0)
+
+    def observe(name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+        ranges[name] = max(ranges[name], float(x.abs().max()))
+        return F.linear(x, int8_weight(linear), linear.bias)
+
+    tokens = validation(recipe, small_data)
+    error = 2 / tokens[:, 1:].numel() if metric == "accuracy" else 1e-5
+    with torch.no_grad():
+        data = open_data(small_data, recipe, 384, 32)
+        with replaced(model, names, observe):
+            for batch in calibration_batches(recipe, data):
+                model(batch)
+        before = model(tokens[:, :-1])
+        for name in names:
+            with replaced(model, [name], lambda n, m, x: int8(m, x, ranges[n] / 127)):
+                after = model(tokens[:, :-1])
+            expected = transcribed_score(metric, before, after, tokens[:, 1:])
+            assert scores[name] == pytest.approx(expected, rel=1e-2, abs=error), name
+    assert max(scores.values()) > 1e-3
+
+
+def test_mode_qat_takes_one_linear_back_to_float(
+    loud_int8: Path, small_data: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe("tiny", (*QUANTIZE, "Sensitivity.mode=qat"))
+    result = analyze(recipe, loud_int8, small_data, tmp_path / "s")
+    assert len(result.linears) == 9
+    tokens = validation(recipe, small_data)
+
+    def loss(model: GPT) -> float:
+        with torch.no_grad():
+            logits = model(tokens[:, :-1])
+        return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+    everything = loss(load_checkpoint(loud_int8).model)
+    assert result.baseline == pytest.approx(everything, abs=1e-6)
+    for linear in result.linears:
+        model = load_checkpoint(loud_int8).model
+        if linear.name == "lm_head":
+            model.head_input = None
+            table = nn.Module.get_parameter(model, "wte.weight")
+            model.wte.quantized = lambda _, table=table: table  # type: ignore[assignment]
+        else:
+            quantized = model.get_submodule(linear.name)
+            plain = nn.Linear(quantized.in_features, quantized.out_features)  # type: ignore[arg-type]
+            plain.weight, plain.bias = quantized.weight, quantized.bias  # type: ignore[assignment]
+            fake_quant.replace_module(model, linear.name, plain)
+        assert linear.score == pytest.approx(everything - loss(model), abs=1e-5), linear.name
+    assert result.linears[0].score > 1e-3
+
+
+def test_what_the_quantized_checkpoint_has_in_float_stays_so(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2]", "Engine.max_steps=1")
+    recipe = load_recipe("tiny", (*QUANTIZE, *skip, "Sensitivity.mode=qat"))
+    quantize(recipe, small_dense, small_data, tmp_path / "q")
+    result = analyze(recipe, tmp_path / "q", small_data, tmp_path / "s")
+    assert "h.1.mlp.c_proj" in result.skip and len(result.linears) == 8
+
+
+@pytest.mark.parametrize("settings", ["mode=ptq", "mode=fisher", "metric=kl", "metric=accuracy"])
+def test_analysis_finds_the_linear_that_was_spoiled(
+    settings: str, spoiled: Path, small_data: Path, tmp_path: Path
+) -> None:
+    changes = (f"Sensitivity.{settings}", "Sensitivity.budget=5e-5")
+    recipe = load_recipe("tiny", (*QUANTIZE, *changes))
+    result = analyze(recipe, spoiled, small_data, tmp_path / "s")
+    assert result.linears[0].name == "h.1.mlp.c_fc" and "h.1.mlp.c_fc" in result.skip
+    assert len(result.linears) == 9
+    assert [x.score for x in result.linears] == sorted(x.score for x in result.linears)[::-1]
+    assert result.linears[0].weights.absmax == 400.0
+    written = json.loads((tmp_path / "s" / "sensitivity.json").read_text())
+    assert (
+        written["skip"] == result.skip and written["linears"][0]["score"] == result.linears[0].score
+    )
+    assert not list(tmp_path.glob("s.unfinished*"))
+
+
+def test_quantize_leaves_in_float_what_was_chosen(
+    spoiled: Path, small_data: Path, tmp_path: Path
+) -> None:
+    changes = ("Sensitivity.mode=fisher", "Sensitivity.budget=5e-5", "Engine.max_steps=1")
+    recipe = load_recipe("tiny", (*QUANTIZE, *changes))
+    result = analyze(recipe, spoiled, small_data, tmp_path / "s")
+    quantize(recipe, spoiled, small_data, tmp_path / "q", tmp_path / "s")
+    plan = load_checkpoint(tmp_path / "q").model.config.quantization
+    assert plan is not None and set(plan.activation_scales).isdisjoint(result.skip)
+    assert len(plan.activation_scales) == 9 - len(result.skip) < 9
+
+
+def test_the_estimate_ranks_as_the_divergence_does(
+    loud: Path, small_data: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe("tiny", (*QUANTIZE, "Sensitivity.metric=kl"))
+    result = analyze(recipe, loud, small_data, tmp_path / "s")
+    assert result.rank_correlation is not None and result.rank_correlation > 0.8
+    measured, estimated = (
+        sum(getattr(x, name) for x in result.linears) for name in ("score", "estimate")
+    )
+    assert 0.5 < estimated / measured < 2
+
+
+COMMAND = (sys.executable, "-m", "lathe", "analyze")
+
+
+def start(model: Path, data: Path, output: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    options = [part for value in (*QUANTIZE, *overrides) for part in ("-o", value)]
+    return subprocess.Popen(
+        [
+            *COMMAND,
+            str(model),
+            "-r",
+            "tiny",
+            "--data",
+            str(data),
+            "--output",
+            str(output),
+            *options,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+    return errors.decode()
+
+
+def kill_after(process: subprocess.Popen[bytes], journal: Path, lines: int) -> None:
+    """SIGKILL as soon as the journal holds so many lines."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+            break
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_a_killed_analysis_goes_on_to_the_same_bits(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    settings = ("Sensitivity.metric=kl", "Sensitivity.eval_batches=30")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(small_dense, small_data, whole, *settings, "Sensitivity.budget=1e-8"))
+    journal = tmp_path / "killed.unfinished.jsonl"
+    process = start(small_dense, small_data, killed, *settings)
+    kill_after(process, journal, 6)
+    assert process.returncode == -signal.SIGKILL and not killed.exists()
+    with journal.open("a") as file:
+        file.write('{"name": "lm_head", "fin')  # as a kill in the middle of a write leaves it
+    # The budget only chooses among what is found: it may change.
+    errors = finish(start(small_dense, small_data, killed, *settings, "Sensitivity.budget=1e-8"))
+    assert "findings are there already" in errors
+    results = [(folder / "sensitivity.json").read_bytes() for folder in (killed, whole)]
+    assert results[0] == results[1] and json.loads(results[0])["skip"]
+    assert (killed / "sensitivity.html").is_file() and not journal.exists()
+
+
+def test_an_unfinished_analysis_of_something_else_is_in_the_way(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    Journal(tmp_path / "s.unfinished.jsonl", dict.fromkeys(("settings", "model", "data"), "else"))
+    recipe = load_recipe("tiny", SMALL)
+    with pytest.raises(UserError, match="other settings and model and data"):
+        analyze(recipe, small_dense, small_data, tmp_path / "s")
+
+
+def test_a_mode_that_is_not_for_the_checkpoint_is_refused(
+    small_dense: Path, loud_int8: Path, small_data: Path, tmp_path: Path
+) -> None:
+    for mode, model in (("qat", small_dense), ("ptq", loud_int8), ("fisher", loud_int8)):
+        recipe = load_recipe("tiny", (*SMALL, f"Sensitivity.mode={mode}"))
+        with pytest.raises(UserError, match=f"mode is {mode}"):
+            analyze(recipe, model, small_data, tmp_path / "s")
+    with pytest.raises(UserError, match="set metric to kl"):
+        load_recipe("tiny", ("Sensitivity.mode=fisher", "Sensitivity.metric=accuracy"))
+    assert not list(tmp_path.iterdir())
+
+
+FLAT = Distribution(-1, -0.5, 0, 0.5, 1, 1, None, None)
+
+
+@given(
+    st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=1, max_size=8),
+    st.floats(0, 3),
+    st.integers(0, 8),
+)
+def test_no_smaller_choice_meets_the_budget(
+    scores: list[float], budget: float, max_skips: int
+) -> None:
+    ranked = [
+        LinearScore(str(i), s, 1, s, FLAT, FLAT) for i, s in enumerate(sorted(scores, reverse=True))
+    ]
+    settings = SensitivitySettings(budget=budget, max_skips=max_skips)
+    skip, predicted = choose_skips(ranked, settings)
+
+    def cost(left_in_float: tuple[int, ...]) -> float:
+        kept = [max(x.score, 0) for i, x in enumerate(ranked) if i not in left_in_float]
+        return sum(sorted(kept))
+
+    assert predicted == pytest.approx(cost(tuple(map(int, skip))), abs=1e-9)
+    sizes = range(len(ranked) + 1)
+    within = [
+        size
+        for size in sizes
+        if any(cost(s) <= budget + 1e-9 for s in combinations(range(len(ranked)), size))
+    ]
+    best = [min(cost(s) for s in combinations(range(len(ranked)), size)) for size in sizes]
+    assert len(skip) <= max_skips
+    assert predicted == pytest.approx(best[len(skip)], abs=1e-9)
+    if within[0] < max_skips:
+        # A sum within rounding of the budget may fall on either side.
+        close = any(abs(b - budget) < 1e-9 for b in best)
+        assert len(skip) == within[0] or close
+    elif predicted > budget:
+        assert len(skip) == min(max_skips, len(ranked))
+
+
+def test_skips_follow_the_stated_rule() -> None:
+    ranked = [
+        LinearScore(n, s, 1, s, FLAT, FLAT)
+        for n, s in (("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", -0.3))
+    ]
+    assert choose_skips(ranked, SensitivitySettings(budget=1.0)) == ([], pytest.approx(0.8))
+    assert choose_skips(ranked, SensitivitySettings(budget=0.35)) == (["a"], pytest.approx(0.3))
+    assert choose_skips(ranked, SensitivitySettings(budget=0.0)) == (["a", "b", "c"], 0.0)
+    both = choose_skips(ranked, SensitivitySettings(budget=0.0, max_skips=2))
+    assert both == (["a", "b"], pytest.approx(0.1))

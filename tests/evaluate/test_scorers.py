@@ -1,0 +1,92 @@
+"""One scoring code, wherever the model runs: torch, and onnxruntime on what was exported."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from lathe.evaluate import scorers
+from lathe.evaluate.lambada import ClozeExample, score_cloze
+from lathe.evaluate.scorers import OnnxScorer, TorchScorer
+from lathe.evaluate.wikitext import token_losses
+from lathe.model.checkpoint import load_checkpoint
+from lathe.serve.session import pad
+from tests.small_export import PRUNED, UNIFORM, make_model, write_unproven
+
+
+def ragged(n: int, longest: int, seed: int = 0) -> list[ClozeExample]:
+    rng = np.random.default_rng(seed)
+    return [
+        ClozeExample(
+            rng.integers(0, UNIFORM.vocab_size, rng.integers(1, longest)).tolist(),
+            rng.integers(0, UNIFORM.vocab_size, rng.integers(1, 5)).tolist(),
+        )
+        for _ in range(n)
+    ]
+
+
+@pytest.fixture(params=[UNIFORM, PRUNED], ids=["uniform", "pruned"])
+def exported(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
+    write_unproven(make_model(request.param), byte_tokenizer, tmp_path)
+    return tmp_path
+
+
+def test_torch_scores_are_the_log_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(UNIFORM)
+    tokens = np.arange(40).reshape(2, 20)
+    rows, columns = np.repeat(np.arange(2), 20), np.tile(np.arange(20), 2)
+    targets = np.arange(40) + 1
+    monkeypatch.setattr(scorers, "LOGIT_ROWS", 7)
+    scores, greedy = TorchScorer(model).score(tokens, rows, columns, targets)
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(tokens)).view(40, -1)
+    expected = torch.log_softmax(logits, -1)[torch.arange(40), targets]
+    np.testing.assert_allclose(scores, expected.numpy(), atol=1e-5)
+    np.testing.assert_array_equal(greedy, logits.argmax(-1).numpy() == targets)
+
+
+def test_a_float_file_scores_every_example_as_torch_does(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = TorchScorer(load_checkpoint(exported / "checkpoint").model)
+    file = OnnxScorer(exported)
+    examples = ragged(60, 60)
+    hits = checkpoint.model(torch.tensor([examples[0].context]))[0, -1].argmax()
+    examples[0] = ClozeExample(examples[0].context, [int(hits)])
+    expected = score_cloze(checkpoint, examples, 64, token_budget=300)
+    for at_a_time in (1024, 10):  # a whole batch, and a few rows of it
+        monkeypatch.setattr(scorers, "LOGIT_ROWS", at_a_time)
+        scores = score_cloze(file, examples, 64, token_budget=300)
+        for ours, theirs in zip(scores, expected, strict=True):
+            assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-4)
+            assert ours.correct == theirs.correct
+            assert ours.last_token_correct == theirs.last_token_correct
+    assert expected[0].correct
+
+
+@pytest.mark.parametrize("overlap", [16, 64])
+def test_a_float_file_scores_every_token_as_torch_does(exported: Path, overlap: int) -> None:
+    tokens = np.random.default_rng(1).integers(0, UNIFORM.vocab_size, 400).tolist()
+    checkpoint = TorchScorer(load_checkpoint(exported / "checkpoint").model)
+    expected = token_losses(checkpoint, tokens, 64, overlap, token_budget=200)
+    losses = token_losses(OnnxScorer(exported), tokens, 64, overlap, token_budget=200)
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+
+def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """An activation on the edge between two quanta may round either way, so that single scores
+    move; their mean moves by a small part of what quantization did to it."""
+    write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path)
+    fake = TorchScorer(load_checkpoint(tmp_path / "checkpoint").model)
+    tokens, _ = pad([e.context for e in ragged(60, 60)])
+    rows, columns = (x.ravel() for x in np.indices(tokens.shape))
+    targets = np.random.default_rng(2).integers(0, UNIFORM.vocab_size, len(rows))
+    expected, _ = fake.score(tokens, rows, columns, targets)
+    scores, _ = OnnxScorer(tmp_path).score(tokens, rows, columns, targets)
+    in_float, _ = TorchScorer(make_model(UNIFORM)).score(tokens, rows, columns, targets)
+    error, quantization = abs(scores - expected), abs(in_float - expected)
+    assert error.mean() < 0.1 * quantization.mean()

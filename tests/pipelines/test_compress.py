@@ -1,0 +1,40 @@
+"""The search as a pipeline: one branch a ratio, the best one deployed."""
+
+import json
+
+import pytest
+
+from lathe.data.prepare import prepare
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+from lathe.serve.environment import find_environment
+from lathe.train.pretrain import pretrain
+from tests.pipelines.test_run import start
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_least_pruned_model_that_is_small_enough_is_deployed(tmp_path, recipe, corpus):
+    try:
+        find_environment()
+    except UserError as error:
+        pytest.skip(str(error))
+    settings = load_recipe(str(recipe), [])
+    prepare(settings, tmp_path / "data", str(corpus))
+    pretrain(settings, tmp_path / "data", tmp_path / "dense")
+    recipes = ("--recipe", recipe, "--prune-recipe", recipe, "--qat-recipe", recipe)
+    goal = ("--target", "parameters=0.8", "--budget", "perplexity=0.9")
+    arguments = ("--model", tmp_path / "dense", "--corpus", corpus, *recipes, *goal)
+    run = start(tmp_path, "compress", *arguments, "--name", "search")
+    out, err = run.communicate(timeout=900)
+    assert run.returncode == 0, out + err
+
+    folder = tmp_path / "run" / "search"
+    (found,) = folder.glob("**/choose/trials/compress.json")
+    result = json.loads(found.read_text())
+    ratios = [trial["ratio"] for trial in result["trials"]]
+    assert ratios == [0.125, 0.25, 0.375, 0.5]
+    met = [t["ratio"] for t in result["trials"] if t["parameters"] <= 0.8]
+    assert result["best"]["ratio"] == min(met) > 0.125
+    assert result["best"]["name"] in (folder / "compress.html").read_text()
+    assert (tmp_path / "run" / "deployed" / "deploy.json").is_file()
