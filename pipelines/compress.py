@@ -12,7 +12,6 @@ def compress(
     prune_recipe: str = "tiny-prune",
     qat_recipe: str = "tiny-qat",
     corpus: str = "",
-    tokenizer: str = "",
     cloze: str = "",
     target: str = "latency=0.6",
     budget: str = "perplexity=0.1",
@@ -27,7 +26,6 @@ def compress(
         prune_recipe: Name or path of the pruning recipe.
         qat_recipe: Name or path of the quantization recipe.
         corpus: File, folder, address or data set name; the recipe's when empty.
-        tokenizer: Tokenizer file or folder; the model's when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         target: latency, prefill, bytes or parameters, and a share of the dense model's.
         budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
@@ -36,7 +34,7 @@ def compress(
     """
     steps = Steps(overrides)
     dense = imported(model)
-    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer, model=dense).outputs["data"]
+    data = steps.prepare(recipe, corpus=corpus, model=dense).outputs["data"]
     scored = steps.evaluate("dense", recipe, model=dense, data=data, cloze=cloze)
     exported = steps.export("dense", recipe, model=dense, data=data)
     with dsl.ParallelFor(ratios, name="trials") as ratio:

@@ -1,10 +1,8 @@
 """A small model's settings, and commands that train it in processes of their own."""
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -49,16 +47,13 @@ except StageError as error:
     os._exit(error.status)
 """
 
-# One process group after the other on ports of their own, since a port's store keeps old names.
 LAYOUTS = """
-import json, os, sys
+import json, sys
 from pathlib import Path
 from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
-os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 data, runs = json.loads(sys.argv[1])
-for output, port, recipe, overrides in runs:
-    os.environ["MASTER_PORT"] = str(port)
+for output, recipe, overrides in runs:
     pretrain(load_recipe(recipe, overrides), Path(data), Path(output))
 """
 
@@ -80,12 +75,9 @@ def start(
 
 def run_layouts(data: Path, runs: dict[Path, tuple[str, ...]], workers: int) -> None:
     """Pretrain with every output's recipe and overrides, in one group of `workers` processes."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in runs]
-        ports = [s.getsockname()[1] for s in sockets]
     script = next(iter(runs)).parent / "layouts.py"
     script.write_text(LAYOUTS)
-    plan = [[str(o), port, runs[o][0], runs[o][1:]] for o, port in zip(runs, ports, strict=True)]
+    plan = [[str(output), recipe, overrides] for output, (recipe, *overrides) in runs.items()]
     arguments = json.dumps([str(data), plan])
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     done = subprocess.run(

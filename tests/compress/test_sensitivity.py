@@ -164,7 +164,7 @@ def test_scores_are_those_of_a_transcription(
 def test_mode_qat_takes_one_linear_back_to_float(
     loud_int8: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    recipe = load_recipe("tiny", (*QUANTIZE, "Sensitivity.mode=qat"))
+    recipe = load_recipe("tiny", (*QUANTIZE, "Sensitivity.mode=qat", "Sensitivity.metric=loss"))
     result = analyze(recipe, loud_int8, small_data, tmp_path / "s")
     assert len(result.linears) == 9
     tokens = validation(recipe, small_data)

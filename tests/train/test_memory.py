@@ -58,8 +58,7 @@ TWO = {
     "mp2": (MP,),
     "mp2-sequence-parallel-full": (MP, SP, *recompute("full")),
 }
-PP2 = {"pp2": (PP,)}
-INTERLEAVED = {"pp2-interleaved": (PP, "Model.virtual_pp_degree=2")}
+PIPELINE = {"pp2": (PP,), "pp2-interleaved": (PP, "Model.virtual_pp_degree=2")}
 
 # Trains until the first state would be saved and prints the most bytes that were allocated at a
 # time. Collectives of the "fake" group send nothing, so that gloo's own copies, which NCCL does
@@ -115,7 +114,7 @@ def peaks(data: Path, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[s
     (folder / "memory.py").write_text(SCRIPT)
     runs = [[str(folder / name), [*BASE, *overrides]] for name, overrides in cases.items()]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *(launcher if PP in next(iter(cases.values())) else [])]
+    command = [sys.executable, *(launcher if cases is PIPELINE else [])]
     done = subprocess.run(
         [*command, str(folder / "memory.py"), json.dumps([cases is TWO, str(data), runs])],
         env={
@@ -139,7 +138,7 @@ def peaks(data: Path, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("cases", [ONE, TWO, PP2, INTERLEAVED], ids=lambda cases: next(iter(cases)))
+@pytest.mark.parametrize("cases", [ONE, TWO, PIPELINE], ids=lambda cases: next(iter(cases)))
 def test_estimate_is_what_torch_allocates(
     small_data: Path, tmp_path: Path, cases: dict[str, tuple[str, ...]]
 ) -> None:
