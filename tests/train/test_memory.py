@@ -70,6 +70,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from lathe.recipe import load_recipe
+from lathe.train import workers
 from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer
 
@@ -88,6 +89,7 @@ def marked_run(trainer):
 fake, data, runs = json.loads(sys.argv[1])
 Trainer._save, Trainer.run = end, marked_run
 if fake:
+    workers._store = FakeStore
     init, new_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda *_, **__: init("fake", store=FakeStore(), rank=0, world_size=2)
     dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})
