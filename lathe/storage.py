@@ -34,6 +34,11 @@ NETWORK_ERRORS = (
 )
 
 
+def digest(text: str) -> str:
+    """Hex SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as f:

@@ -64,8 +64,6 @@ def _one_round(
     settings = recipe.Compress.Prune
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
-    if teacher is not None:
-        inputs["teacher"] = checkpoint_digest(teacher)
 
     def make() -> Work:
         dense, left = load_checkpoint(model), load_checkpoint(start)
@@ -86,10 +84,9 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        guide = load_checkpoint(teacher).model if teacher is not None else None
-        return Work("prune", pruned, dense.tokenizer, dense.digest, teacher=guide)
+        return Work("prune", pruned, dense.tokenizer, dense.digest)
 
-    return run_training(_share(recipe, index), data, output, inputs, make)
+    return run_training(_share(recipe, index), data, output, inputs, make, teacher)
 
 
 def cut(

@@ -47,8 +47,6 @@ def quantize(
         inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)
-    if teacher is not None:
-        inputs["teacher"] = checkpoint_digest(teacher)
 
     def make() -> Work:
         start = load_checkpoint(model)
@@ -76,10 +74,9 @@ def quantize(
             start.digest,
             after_step=after_step,
             before_save=before_save,
-            teacher=load_checkpoint(teacher).model if teacher is not None else None,
         )
 
-    return run_training(recipe, data, output, inputs, make)
+    return run_training(recipe, data, output, inputs, make, teacher)
 
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:

@@ -21,8 +21,8 @@ from lathe.export.stage import export
 from lathe.model.checkpoint import checkpoint_digest
 from lathe.report.pareto import pareto_page
 from lathe.settings import Recipe
-from lathe.storage import atomic_file
-from lathe.train.stage import FREE, claim, digest
+from lathe.storage import atomic_file, digest
+from lathe.train.stage import FREE, claim
 
 log = logging.getLogger("lathe")
 
@@ -86,7 +86,7 @@ def compress(
         output,
         {
             "model": checkpoint_digest(model),
-            "data": digest(json.dumps(TokenDataset.open(data).card, sort_keys=True)),
+            "data": TokenDataset.open(data).digest,
             "settings": digest("".join(r.model_dump_json(exclude=FREE) for r in recipes)),
         },
     )

@@ -16,6 +16,7 @@ from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
 from lathe.data.tokenizer import eos_id, load_tokenizer, vocab_size
 from lathe.errors import UserError
+from lathe.storage import digest
 
 CARD = "data.json"
 COUNTS = ("documents", "tokens", "vocab_size", "eos_id")
@@ -60,6 +61,11 @@ class TokenDataset(ABC):
     @abstractmethod
     def parts(self) -> Sequence[tuple[float, "TokenSequences"]]:
         """What to draw samples from, and how often in proportion to each other."""
+
+    @property
+    def digest(self) -> str:
+        """Of the card, which tells one data set from another."""
+        return digest(json.dumps(self.card, sort_keys=True))
 
     @property
     def vocab_size(self) -> int:

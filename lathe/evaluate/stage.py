@@ -1,6 +1,5 @@
 """The evaluate stage: a checkpoint, or its ONNX file, measured on a cloze set and on a text."""
 
-import hashlib
 import json
 import logging
 import math
@@ -31,7 +30,7 @@ from lathe.evaluate.wikitext import (
     token_losses,
 )
 from lathe.settings import OfflineEvalSettings, Recipe
-from lathe.storage import atomic_folder, sha256
+from lathe.storage import atomic_folder, digest, sha256
 
 log = logging.getLogger("lathe")
 
@@ -122,7 +121,7 @@ def evaluate(
         "digests": {
             "cloze": cloze and sha256(cloze),
             "text": text and sha256(text),
-            "tokenizer": hashlib.sha256(subject.tokenizer.to_str().encode()).hexdigest(),
+            "tokenizer": digest(subject.tokenizer.to_str()),
             "model": subject.digest,
         },
         "seconds": round(time.perf_counter() - started, 3),

@@ -15,7 +15,7 @@ from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.settings import DistillSettings
-from lathe.train.loss import CHUNK_ELEMENTS
+from lathe.train.loss import CHUNK_ELEMENTS, compute_dtypes, keep_gradients, kept_gradients
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,7 @@ class _Distillation(torch.autograd.Function):
         alpha: float,
         temperature: float,
     ) -> Tensor:
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        dtype, wide = compute_dtypes(hidden)
         h, w = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
         h_teacher, w_teacher = teacher_hidden.flatten(0, 1).to(dtype), teacher_weight.to(dtype)
         N, V = len(h), len(w)
@@ -128,14 +125,10 @@ class _Distillation(torch.autograd.Function):
             narrow = slope.to(dtype)
             grad_hidden[chunk] = (narrow @ w).to(hidden.dtype)
             grad_weight += narrow.T @ x
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.shape, ctx.weight_dtype, ctx.tokens = hidden.shape, weight.dtype, N
+        keep_gradients(ctx, grad_hidden, grad_weight, hidden.shape, weight.dtype)
         return loss / N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad / ctx.tokens
-        grads = grad_hidden.mul_(scale).view(ctx.shape), grad_weight.mul_(scale)
-        return grads[0], grads[1].to(ctx.weight_dtype), *(None,) * 5
+        return *kept_gradients(ctx, grad), None, None, None, None, None

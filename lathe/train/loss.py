@@ -54,10 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         grad_enabled: bool,
     ) -> Tensor:
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        dtype, wide = compute_dtypes(hidden)
         h, w = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
         N, V = len(h), len(w)
         ids = targets.flatten()[:, None]
@@ -101,20 +98,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dist.all_reduce(loss, group=group)
             if grad_hidden is not None:
                 dist.all_reduce(grad_hidden, group=group)
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.shape, ctx.weight_dtype, ctx.tokens = hidden.shape, weight.dtype, N
+        keep_gradients(ctx, grad_hidden, grad_weight, hidden.shape, weight.dtype)
         return loss / N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        scale = grad / ctx.tokens
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.mul_(scale).view(ctx.shape)
-        if grad_weight is not None:
-            grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return *kept_gradients(ctx, grad), None, None, None
+
+
+def compute_dtypes(hidden: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Of matmuls: autocast's, if it is on; and of the rest: at least float32."""
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    return dtype, torch.promote_types(dtype, torch.float32)
+
+
+def keep_gradients(
+    ctx: Any,
+    grad_hidden: Tensor | None,
+    grad_weight: Tensor | None,
+    shape: torch.Size,
+    weight_dtype: torch.dtype,
+) -> None:
+    """Save what the forward pass of a mean over tokens found: gradients of the sum.
+
+    Args:
+        shape: of the hidden states (B, T, C); `grad_hidden` is (B * T, C).
+    """
+    ctx.save_for_backward(grad_hidden, grad_weight)
+    ctx.shape, ctx.weight_dtype, ctx.tokens = shape, weight_dtype, shape[:-1].numel()
+
+
+def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Of hidden states and weight, for the gradient `grad` of the mean; in place, so but once."""
+    grad_hidden, grad_weight = ctx.saved_tensors
+    scale = grad / ctx.tokens
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden.mul_(scale).view(ctx.shape)
+    if grad_weight is not None:
+        grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
+    return grad_hidden, grad_weight
 
 
 def _logsumexp(own: Tensor, group: dist.ProcessGroup) -> Tensor:

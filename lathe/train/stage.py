@@ -1,6 +1,5 @@
 """What every stage that trains has in common: claim the folder, train, write the checkpoint."""
 
-import hashlib
 import json
 import logging
 import math
@@ -16,10 +15,11 @@ from torch.distributed import ProcessGroup
 
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.model.checkpoint import MARKER, save_checkpoint
+from lathe.model.checkpoint import MARKER, checkpoint_digest, load_checkpoint, save_checkpoint
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
-from lathe.storage import atomic_file
+from lathe.storage import atomic_file, digest
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.distill import Teacher
@@ -79,7 +79,6 @@ class Work:
         after_step: called with a part of the model, as this process trains it, and the group of
             processes that hold the same part, after every update.
         before_save: last change to the whole trained model, e.g. writing ranges into its plan.
-        teacher: what `Compress.Distill` distils from, on the CPU.
     """
 
     stage: str
@@ -89,29 +88,36 @@ class Work:
     weights: Weights | None = None
     after_step: Callable[[GPT, ProcessGroup], None] | None = None
     before_save: Callable[[GPT], None] | None = None
-    teacher: GPT | None = None
 
 
 def run_training(
-    recipe: Recipe, data: Path, output: Path, inputs: dict[str, str], make: Callable[[], Work]
+    recipe: Recipe,
+    data: Path,
+    output: Path,
+    inputs: dict[str, str],
+    make: Callable[[], Work],
+    teacher: Path | None = None,
 ) -> TrainResult:
     """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
 
     Args:
         inputs: digests of what the run depends on beside the recipe and the data.
         make: builds model and hooks; not called when `output` is finished.
+        teacher: the checkpoint that `Compress.Distill` distils from.
 
     Raises:
         UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
         Preempted: SIGTERM came; the same call goes on.
     """
-    card = json.dumps(TokenDataset.open(data).card, sort_keys=True)
+    if teacher is not None:
+        inputs = {**inputs, "teacher": checkpoint_digest(teacher)}
+    data_digest = TokenDataset.open(data).digest
     with join_workers(recipe) as workers:
         identity = {
             "settings": digest(recipe.model_dump_json(exclude=FREE)),
             "global_batch_size": resolve_batch(recipe, workers.data_size).total,
             **inputs,
-            "data": digest(card),
+            "data": data_digest,
         }
         if workers.is_first:
             claim(output, identity)
@@ -129,8 +135,8 @@ def run_training(
             if work.after_step is not None:
                 work.after_step(stage.gpt, workers.replicas)
 
-        teacher = _teacher(recipe, work, workers)
-        at = Trainer(recipe, stages, tokens, output, workers, after_step, teacher).run()
+        guide = _load_teacher(recipe, teacher, config, workers) if teacher is not None else None
+        at = Trainer(recipe, stages, tokens, output, workers, after_step, guide).run()
         if workers.is_first:
             _write_checkpoint(recipe, output, work, at)
         workers.barrier()
@@ -142,9 +148,7 @@ def _own_weights(model: GPT) -> Weights:
     return lambda name, shape: tensors[name]
 
 
-def _teacher(recipe: Recipe, work: Work, workers: Workers) -> Teacher | None:
-    if work.teacher is None:
-        return None
+def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Workers) -> Teacher:
     if workers.mesh["mp"].size() > 1 or workers.mesh["pp"].size() > 1:
         raise UserError(
             "distillation cannot be divided by Distributed.mp_degree or pp_degree",
@@ -152,8 +156,9 @@ def _teacher(recipe: Recipe, work: Work, workers: Workers) -> Teacher | None:
         )
     precision = recipe.Engine.mix_precision
     dtype = getattr(torch, precision.dtype) if precision.is_pure else torch.float32
-    teacher = Teacher(work.teacher.to(workers.device, dtype), recipe.Compress.Distill)
-    teacher.check(work.model.config)
+    model = load_checkpoint(folder).model.to(workers.device, dtype)
+    teacher = Teacher(model, recipe.Compress.Distill)
+    teacher.check(student)
     return teacher
 
 
@@ -180,10 +185,6 @@ def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress) ->
 
 def _read_result(output: Path) -> TrainResult:
     return TrainResult(output, **json.loads((output / MARKER).read_text())["metrics"])
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def claim(output: Path, identity: dict[str, Any]) -> None:

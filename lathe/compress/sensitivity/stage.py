@@ -3,7 +3,6 @@
 After PaddleSlim's analysis of sensitivity, whose two modes these are; `fisher` is added.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -33,7 +32,7 @@ from lathe.model.gpt import GPT
 from lathe.progress import track
 from lathe.report.sensitivity import sensitivity_page
 from lathe.settings import Recipe, SensitivitySettings
-from lathe.storage import atomic_folder, require_replaceable
+from lathe.storage import atomic_folder, digest, require_replaceable
 from lathe.train.batches import EvalBatches, calibration_batches, open_data
 from lathe.train.workers import choose_device
 
@@ -109,9 +108,9 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
     journal = Journal(
         output.with_name(f"{output.name}.unfinished.jsonl"),
         {
-            "settings": _digest(_settings_that_matter(recipe)),
+            "settings": digest(_settings_that_matter(recipe)),
             "model": checkpoint.digest,
-            "data": _digest(json.dumps(tokens.card, sort_keys=True)),
+            "data": tokens.digest,
         },
     )
     result = rank(recipe, checkpoint, tokens, journal)
@@ -279,10 +278,6 @@ def _settings_that_matter(recipe: Recipe) -> str:
             "Sensitivity": {"mode", "metric", "calibration_batches", "eval_batches"},
         }
     )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _n_params(model: GPT, name: str) -> int:
