@@ -325,7 +325,7 @@ def compress(
     def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
         of_verb = 1 if verb == "prune" else 2
         options = ["--recipe", names[of_verb], *_as_options(override)]
-        start_workers([verb, *map(str, arguments), *options], settings[of_verb].Distributed)
+        start_workers([verb, *options, *map(str, arguments)], settings[of_verb].Distributed)
         stage()
 
     goal = parse_goal(target, budget)
