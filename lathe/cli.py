@@ -226,6 +226,13 @@ def evaluate(
     ] = None,
     cloze: Annotated[Path | None, typer.Option(help="LAMBADA-format JSONL.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, for the perplexity.")] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Measure the server of this gRPC address; MODEL is its export.",
+        ),
+    ] = None,
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: OutputBeside = None,
@@ -233,7 +240,8 @@ def evaluate(
     """Measure cloze accuracy (strict LAMBADA) and perplexity (as on WikiText).
 
     Writes MODEL-eval unless --output says otherwise. Without --data, --cloze and --text it
-    measures on run/data. The ONNX file of an export is measured just as its checkpoint is.
+    measures on run/data. The ONNX file of an export is measured just as its checkpoint is, and so
+    is the server that `make serve` started: --endpoint localhost:8001.
     """
     settings = _load(recipe, override)
     from lathe.evaluate.stage import evaluate
@@ -241,7 +249,7 @@ def evaluate(
     if data is None and cloze is None and text is None:
         data = RUN / "data"
     output = output or _beside(model, "eval")
-    result = evaluate(settings, model, output, data, cloze, text)
+    result = evaluate(settings, model, output, data, cloze, text, endpoint)
     show(
         evaluation=result.folder,
         parameters=result.n_params,

@@ -52,7 +52,8 @@ def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
 ) -> list[Kept]:
     """Drop the units that matter least for their cost, whichever layer they are in, until as much
-    cost is gone as `choose_uniform` would remove. One head and `multiple` channels a layer stay.
+    cost is gone as `choose_uniform` removes, so that the two compare at one size. One head and
+    `multiple` channels a layer stay.
 
     Args:
         multiple: channels go in steps that leave a multiple of it.
@@ -62,8 +63,17 @@ def choose_global(
     """
     heads = [_Group(s, 1, cost.head, comparable) for s in scores.heads]
     channels = [_Group(s, multiple, cost.channel, comparable) for s in scores.channels]
-    for together in [heads + channels] if comparable else [heads, channels]:
-        _remove(together, ratio)
+    uniform = choose_uniform(scores, ratio, multiple)
+    gone_heads = sum(len(s) - len(u.heads) for s, u in zip(scores.heads, uniform, strict=True))
+    gone_channels = sum(
+        len(s) - len(u.channels) for s, u in zip(scores.channels, uniform, strict=True)
+    )
+    budgets = gone_heads * cost.head, gone_channels * cost.channel
+    if comparable:
+        _remove(heads + channels, sum(budgets))
+    else:
+        _remove(heads, budgets[0])
+        _remove(channels, budgets[1])
     return [
         Kept(of_head.kept(), of_channel.kept())
         for of_head, of_channel in zip(heads, channels, strict=True)
@@ -146,10 +156,9 @@ class _Group:
         return self.order[self.gone :].sort().values
 
 
-def _remove(groups: list[_Group], ratio: float) -> None:
-    """Take steps, the cheapest score first, until `ratio` of the groups' cost is as near as can be;
-    a group's own steps stay in their order, since their mean scores ascend."""
-    budget = ratio * sum(len(group.scores) * group.cost for group in groups)
+def _remove(groups: list[_Group], budget: float) -> None:
+    """Take steps, the cheapest score first, until a cost as near to `budget` as can be is gone; a
+    group's own steps stay in their order, since their mean scores ascend."""
     queue = sorted(
         (score, end, index) for index, group in enumerate(groups) for score, end in group.steps()
     )

@@ -1,17 +1,23 @@
-"""The one scoring interface, and where a model may run behind it: torch or an ONNX file.
+"""The one scoring interface, and where a model may run behind it: torch, an ONNX file, a server.
 
 Shapes: B rows of T tokens, n targets, V vocabulary, k the most targets of a row.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.errors import UserError
 from lathe.model.gpt import GPT
+from lathe.serve.client import Client
+from lathe.serve.piece import TokenScores
+from lathe.serve.score import score_tokens
 from lathe.serve.session import OnnxModel
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
@@ -71,15 +77,15 @@ class TorchScorer:
         return _joined(scores)
 
 
-class OnnxScorer:
-    """A folder that the export stage wrote, on the CPU.
+class IndexedScorer:
+    """What takes a rectangle of targets a batch: an exported folder, or a server.
 
-    Raises:
-        UserError: the folder is no export, or its graph is damaged.
+    Args:
+        score_tokens: see `lathe.serve.score.score_tokens`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.model = OnnxModel(folder, threads=torch.get_num_threads())
+    def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:
+        self.score_tokens = score_tokens
 
     def score(
         self,
@@ -92,32 +98,44 @@ class OnnxScorer:
         counts = np.bincount(rows, minlength=len(tokens))
         places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         index = np.zeros((len(tokens), counts.max()), np.int64)  # (B, k)
-        index[rows, places] = columns
-        scores = []
+        wanted = np.zeros_like(index)
+        index[rows, places], wanted[rows, places] = columns, targets
         step = max(1, LOGIT_ROWS // index.shape[1])
-        for first in range(0, len(tokens), step):
-            part = slice(*np.searchsorted(rows, [first, first + step]))
-            logits = self._logits(tokens[first : first + step], index[first : first + step])
-            wanted = logits[rows[part] - first, places[part]]  # (n, V)
-            scores.append(_of_targets(torch.from_numpy(wanted), targets[part]))
-        return _joined(scores)
+        parts = [
+            self.score_tokens(tokens[part], index[part], wanted[part])
+            for part in (slice(i, i + step) for i in range(0, len(tokens), step))
+        ]
+        likelihoods, greedy = _joined(parts)
+        return likelihoods[rows, places], greedy[rows, places]
 
-    def _logits(self, tokens: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.float32]:
-        """(B, k, V) logits at the positions `index` (B, k)."""
-        batch, length = tokens.shape
-        feeds: dict[str, NDArray[Any]] = {
-            "input_ids": tokens,
-            "position_ids": np.tile(np.arange(length), (batch, 1)),
-            "seqlens_k": np.full(batch, length - 1, np.int32),
-            "total_sequence_length": np.array(length, np.int32),
-            "logits_index": index,
-        }
-        for i, n_head in enumerate(self.model.n_head):
-            empty = np.zeros((batch, n_head, 0, self.model.head_dim), np.float32)
-            feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
-        (logits,) = self.model.session.run(["logits"], feeds)
-        assert isinstance(logits, np.ndarray)
-        return logits
+
+def onnx_scorer(folder: Path) -> IndexedScorer:
+    """Of a folder that the export stage wrote, on the CPU.
+
+    Raises:
+        UserError: the folder is no export, or its graph is damaged.
+    """
+    return IndexedScorer(partial(score_tokens, OnnxModel(folder, torch.get_num_threads())))
+
+
+def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
+    """Of a live Triton endpoint.
+
+    Args:
+        url: its gRPC address, `host:port`.
+        digest: SHA-256 of the `model.onnx` that it is meant to serve.
+
+    Raises:
+        UserError: none answers, or it serves another model.
+    """
+    client = Client(url, model_name)
+    served = client.served_digest()
+    if served != digest:
+        raise UserError(
+            f"{url} serves a {model_name} of SHA-256 {served[:12]}, not {digest[:12]}",
+            "deploy this export, or give the folder of the one that is served",
+        )
+    return IndexedScorer(client.score)
 
 
 def _of_targets(logits: Tensor, targets: NDArray[np.int64]) -> Scores:

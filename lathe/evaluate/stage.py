@@ -57,12 +57,15 @@ def evaluate(
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
+    endpoint: str | None = None,
 ) -> EvalResult:
     """Measure `model`; write `metrics.json`, `examples.jsonl` (a cloze example a line),
     `blocks.jsonl` (a stretch of the text a line) and `samples.json` (continuations of prompts
     from the text, by a checkpoint only). By the lines `lathe.evaluate.gate` compares models.
 
-    `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.subject`.
+    `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.subject`. With
+    `endpoint`, a gRPC address, the server's `Serving.model_name` is measured, which must be this
+    export.
 
     What is measured: `cloze` (LAMBADA-format JSONL) and `text` (UTF-8) where given, then
     `Offline_Eval.eval_path` (a cloze set if its name ends in .jsonl), then the held-out files of
@@ -73,7 +76,8 @@ def evaluate(
             the model's, or a model whose loss is not finite.
     """
     settings = recipe.Offline_Eval
-    subject = open_subject(model, settings, recipe.Global.device)
+    served = (endpoint, recipe.Serving.model_name) if endpoint else None
+    subject = open_subject(model, settings, recipe.Global.device, served)
     if data is not None:
         _require_same_vocabulary(subject, data)
     cloze, text = _find_inputs(settings, data, cloze, text)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.scorers import OnnxScorer, Scorer, TorchScorer
+from lathe.evaluate.scorers import Scorer, TorchScorer, onnx_scorer, served_scorer
 from lathe.model.checkpoint import WEIGHTS, Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.serve.session import MODEL
@@ -19,6 +19,8 @@ from lathe.train.workers import choose_device
 
 # Activations of more tokens fall out of a CPU's caches: a quarter slower for GPT-2 124M.
 CPU_BATCH_TOKENS = 2048
+
+Endpoint = tuple[str, str]  # gRPC address and model name
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,14 @@ class Subject:
         }
 
 
-def open_subject(model: Path | str, settings: OfflineEvalSettings, device: str) -> Subject:
+def open_subject(
+    model: Path | str, settings: OfflineEvalSettings, device: str, endpoint: Endpoint | None = None
+) -> Subject:
     """Open a folder of `lathe export` with onnxruntime, any other with torch.
 
     Args:
         device: `auto`, `cpu` or `gpu`; an ONNX file runs on the CPU.
+        endpoint: of a server; `model` is then the export that it is meant to serve.
 
     Raises:
         UserError: neither a checkpoint nor an export, no such device, or a precision that would
@@ -67,18 +72,21 @@ def open_subject(model: Path | str, settings: OfflineEvalSettings, device: str) 
     """
     onnx = Path(model) / MODEL
     if not onnx.is_file():
+        if endpoint is not None:
+            raise UserError(f"{onnx}: no such file", "give the export folder that is served")
         return _open_checkpoint(load_checkpoint(model), settings, choose_device(device))
     folder = onnx.parent
     _require_float32(settings, f"{folder} is an ONNX file, with a precision of its own")
+    digest = sha256(onnx)
     return Subject(
         folder=folder,
-        scorer=OnnxScorer(folder),
+        scorer=served_scorer(*endpoint, digest) if endpoint else onnx_scorer(folder),
         device=torch.device("cpu"),
         config=read_config(folder),
         tokenizer=load_tokenizer(folder),
         stage="export",
         n_bytes=onnx.stat().st_size,
-        digest=sha256(onnx),
+        digest=digest,
     )
 
 

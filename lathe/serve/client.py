@@ -8,11 +8,14 @@
 Parameters are those of `lathe.serve.params`; what is left out, or None, is the server's default.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
+import numpy as np
+from numpy.typing import NDArray
 from tritonclient.grpc import (  # type: ignore[import-untyped]
     InferResult,
     service_pb2,
@@ -21,7 +24,7 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
 from lathe.serve import state as serve_state
-from lathe.serve.piece import Piece
+from lathe.serve.piece import Piece, TokenScores, score_name
 
 Parameter = int | float | str | bool | None
 PARAMETER_FIELD = {
@@ -75,6 +78,48 @@ class Client:
             UserError: as `generate`, at the first piece.
         """
         return self._pieces(prompt, {**parameters, "stream": True})
+
+    def score(
+        self, tokens: NDArray[np.int64], index: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> TokenScores:
+        """Log-likelihoods of given tokens; see `lathe.serve.score.score_tokens`.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses the request.
+        """
+        arrays = {"tokens": tokens, "index": index, "targets": targets}
+        request = service_pb2.ModelInferRequest(
+            model_name=score_name(self.model_name),
+            inputs=[
+                {"name": name, "datatype": "INT64", "shape": array.shape}
+                for name, array in arrays.items()
+            ],
+            raw_input_contents=[array.astype(np.int64).tobytes() for array in arrays.values()],
+        )
+        try:
+            reply = self._stub.ModelInfer(request, timeout=self.timeout_seconds)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                raise _refusal(error.details()) from None
+            raise self._lost(error) from None
+        result = InferResult(reply)
+        return result.as_numpy("log_likelihood"), result.as_numpy("is_greedy")
+
+    def served_digest(self) -> str:
+        """SHA-256 of the `model.onnx` that is served.
+
+        Raises:
+            UserError: the server cannot be reached, or has no such model.
+        """
+        request = service_pb2.ModelConfigRequest(name=self.model_name)
+        try:
+            reply = self._stub.ModelConfig(request, timeout=self.timeout_seconds)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                what = f"{self.url} serves no model {self.model_name}"
+                raise UserError(what, "name its model: -o Serving.model_name=NAME") from None
+            raise self._lost(error) from None
+        return str(json.loads(reply.config.parameters["sha256"].string_value))
 
     def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Iterator[Piece]:
         call = self._stub.ModelStreamInfer(

@@ -1,9 +1,13 @@
-"""What a generation yields, on the server's side and on the client's."""
+"""What the server's side and the client's have in common: names, and what answers hold."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 FinishReason = Literal["", "stop", "length", "cancelled"]
+TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, is it the argmax
 
 
 @dataclass(frozen=True)
@@ -17,3 +21,8 @@ class Piece:
     text: str
     tokens: list[int]
     finish_reason: FinishReason
+
+
+def score_name(model_name: str) -> str:
+    """The Triton model that scores by `model_name`."""
+    return f"{model_name}-score"

@@ -3,6 +3,7 @@
 REPOSITORY/NAME/config.pbtxt      inputs, outputs, decoupled responses, default parameters
 REPOSITORY/NAME/1/model.py        loads lathe.serve.backend
 REPOSITORY/NAME/1/...             the export folder: model.onnx, tokenizer.json, export.json ...
+REPOSITORY/NAME-score/...         loads lathe.serve.score_backend, on the same export folder
 """
 
 import json
@@ -16,10 +17,13 @@ from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
 from lathe.serve.params import FIELDS, STRATEGIES
+from lathe.serve.piece import score_name
 from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import atomic_folder
 
-MODEL_PY = Path(__file__).with_name("triton_model.py")  # only Triton itself can import it
+# Only Triton itself can import them.
+MODEL_PY = Path(__file__).with_name("triton_model.py")
+SCORE_PY = Path(__file__).with_name("triton_score.py")
 NEEDED = ("model.onnx", "export.json", "tokenizer.json")
 TRITON_TYPE = {int: "TYPE_INT64", float: "TYPE_FP32", str: "TYPE_STRING", bool: "TYPE_BOOL"}
 
@@ -27,7 +31,7 @@ TRITON_TYPE = {int: "TYPE_INT64", float: "TYPE_FP32", str: "TYPE_STRING", bool: 
 def write_repository(
     exported: Path, output: Path, serving: ServingSettings, generation: GenerationSettings
 ) -> Path:
-    """Write a repository with one model and return it.
+    """Write a repository of a model that generates, and one that scores by it, and return it.
 
     Args:
         exported: an export folder.
@@ -56,12 +60,18 @@ def write_repository(
         model = work / serving.model_name
         shutil.copytree(exported, model / "1")
         shutil.copyfile(MODEL_PY, model / "1" / "model.py")
-        (model / "config.pbtxt").write_text(_config(serving, generation))
+        digest = json.loads((exported / "export.json").read_text())["sha256"]
+        (model / "config.pbtxt").write_text(_config(serving, generation, digest))
+        scores = work / score_name(serving.model_name)
+        (scores / "1").mkdir(parents=True)
+        shutil.copyfile(SCORE_PY, scores / "1" / "model.py")
+        (scores / "config.pbtxt").write_text(_score_config(serving, digest))
     return output
 
 
-def _config(serving: ServingSettings, generation: GenerationSettings) -> str:
+def _config(serving: ServingSettings, generation: GenerationSettings, digest: str) -> str:
     settings: dict[str, Any] = {
+        "sha256": digest,
         "max_tokens": generation.max_dec_len,
         "max_running": serving.max_running,
         "max_queue": serving.max_queue,
@@ -94,5 +104,29 @@ def _config(serving: ServingSettings, generation: GenerationSettings) -> str:
         instance_group=[{"count": 1, "kind": "KIND_CPU"}],
         parameters={key: {"string_value": json.dumps(value)} for key, value in settings.items()},
     )
-    text: str = text_format.MessageToString(config)
-    return text
+    return str(text_format.MessageToString(config))
+
+
+def _score_config(serving: ServingSettings, digest: str) -> str:
+    settings = {
+        "sha256": digest,
+        "exported": f"{serving.model_name}/1",
+        "threads": serving.threads,
+    }
+    table = [-1, -1]
+    config = model_config_pb2.ModelConfig(
+        name=score_name(serving.model_name),
+        backend="python",
+        max_batch_size=0,
+        input=[
+            {"name": name, "data_type": "TYPE_INT64", "dims": table}
+            for name in ("tokens", "index", "targets")
+        ],
+        output=[
+            {"name": "log_likelihood", "data_type": "TYPE_FP64", "dims": table},
+            {"name": "is_greedy", "data_type": "TYPE_BOOL", "dims": table},
+        ],
+        instance_group=[{"count": 1, "kind": "KIND_CPU"}],
+        parameters={key: {"string_value": json.dumps(value)} for key, value in settings.items()},
+    )
+    return str(text_format.MessageToString(config))

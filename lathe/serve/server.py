@@ -184,9 +184,8 @@ def _wait_ready(
 
 
 def _is_ready(state: ServerState) -> bool:
-    url = f"http://{state.http}/v2/models/{state.model_name}/ready"
     try:
-        with LOOPBACK.open(url, timeout=1) as reply:
+        with LOOPBACK.open(f"http://{state.http}/v2/health/ready", timeout=1) as reply:
             return bool(reply.status == 200)
     except OSError:
         return False

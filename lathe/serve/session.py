@@ -109,23 +109,28 @@ class OnnxModel:
         return logits[:, 0]
 
     def logits(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
+        self,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64] | None = None,
+        index: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
-        """Logits at every position, no cache.
+        """Logits at every position, or at those asked for; no cache.
 
         Args:
             tokens: int64 (B, T), rows right-padded.
             lengths: int64 (B,); default T.
+            index: int64 (B, k) positions; default all T.
 
         Returns:
-            float32 (B, T, V); meaningless at padding.
+            float32 (B, k, V); meaningless at padding.
         """
         batch, length = tokens.shape
         lengths = np.full(batch, length) if lengths is None else np.asarray(lengths)
         _check_lengths(lengths, batch, length)
         if length > self.n_positions:
             raise ValueError(f"{length} tokens exceed n_positions {self.n_positions}")
-        index = np.tile(np.arange(length), (batch, 1))
+        if index is None:
+            index = np.tile(np.arange(length), (batch, 1))
         feeds = _inputs(tokens, np.zeros(batch, np.int64), lengths, index)
         for i, n_head in enumerate(self.n_head):
             empty = np.zeros((batch, n_head, 0, self.head_dim), np.float32)

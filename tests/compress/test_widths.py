@@ -87,7 +87,11 @@ def test_global_removes_the_budget_and_nothing_better(
 ) -> None:
     given_scores, cost = scores(seed), Cost(head=50.0, channel=2.0)
     kept = choose_global(given_scores, cost, ratio, multiple, comparable)
-    total = removed = 0.0
+    uniform = choose_uniform(given_scores, ratio, multiple)
+    wanted = removed = 0.0
+    for by_uniform in uniform:
+        wanted += (4 - len(by_uniform.heads)) * cost.head
+        wanted += (96 - len(by_uniform.channels)) * cost.channel
     for heads, channels, layer in zip(given_scores.heads, given_scores.channels, kept, strict=True):
         assert len(layer.heads) >= 1 and len(layer.channels) >= multiple
         assert len(layer.channels) % multiple == 0
@@ -95,11 +99,10 @@ def test_global_removes_the_budget_and_nothing_better(
             gone = [i for i in range(len(values)) if i not in set(stay.tolist())]
             if gone:  # within a layer no kept unit scores below a removed one
                 assert float(values[stay].min()) >= float(values[gone].max())
-        total += len(heads) * cost.head + len(channels) * cost.channel
         removed += (len(heads) - len(layer.heads)) * cost.head
         removed += (len(channels) - len(layer.channels)) * cost.channel
     largest = 3 * cost.head + max(cost.head, multiple * cost.channel)  # a layer's last head stays
-    assert abs(removed - ratio * total) <= largest + 3 * multiple * cost.channel
+    assert abs(removed - wanted) <= largest + 3 * multiple * cost.channel
 
 
 def test_global_takes_from_the_layer_that_matters_least() -> None:

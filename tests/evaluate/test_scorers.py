@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from lathe.evaluate import scorers
 from lathe.evaluate.lambada import ClozeExample, score_cloze
-from lathe.evaluate.scorers import OnnxScorer, TorchScorer
+from lathe.evaluate.scorers import TorchScorer, onnx_scorer
 from lathe.evaluate.wikitext import token_losses
 from lathe.model.checkpoint import load_checkpoint
 from lathe.serve.session import pad
@@ -51,7 +51,7 @@ def test_a_float_file_scores_every_example_as_torch_does(
     exported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = TorchScorer(load_checkpoint(exported / "checkpoint").model)
-    file = OnnxScorer(exported)
+    file = onnx_scorer(exported)
     examples = ragged(60, 60)
     hits = checkpoint.model(torch.tensor([examples[0].context]))[0, -1].argmax()
     examples[0] = ClozeExample(examples[0].context, [int(hits)])
@@ -71,7 +71,7 @@ def test_a_float_file_scores_every_token_as_torch_does(exported: Path, overlap: 
     tokens = np.random.default_rng(1).integers(0, UNIFORM.vocab_size, 400).tolist()
     checkpoint = TorchScorer(load_checkpoint(exported / "checkpoint").model)
     expected = token_losses(checkpoint, tokens, 64, overlap, token_budget=200)
-    losses = token_losses(OnnxScorer(exported), tokens, 64, overlap, token_budget=200)
+    losses = token_losses(onnx_scorer(exported), tokens, 64, overlap, token_budget=200)
     np.testing.assert_allclose(losses, expected, atol=1e-4)
 
 
@@ -86,7 +86,7 @@ def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
     rows, columns = (x.ravel() for x in np.indices(tokens.shape))
     targets = np.random.default_rng(2).integers(0, UNIFORM.vocab_size, len(rows))
     expected, _ = fake.score(tokens, rows, columns, targets)
-    scores, _ = OnnxScorer(tmp_path).score(tokens, rows, columns, targets)
+    scores, _ = onnx_scorer(tmp_path).score(tokens, rows, columns, targets)
     in_float, _ = TorchScorer(make_model(UNIFORM)).score(tokens, rows, columns, targets)
     error, quantization = abs(scores - expected), abs(in_float - expected)
     assert error.mean() < 0.1 * quantization.mean()

@@ -62,7 +62,7 @@ def test_killed_and_started_again_and_stopped(
 
     with start(repository, serving, folder) as second:
         assert serve_state.find(folder) == second.state
-        assert len(processes(second.state.shared_memory)) == 3
+        assert len(processes(second.state.shared_memory)) == 4
         with Client(second.state.grpc, "gpt") as client:
             assert client.generate("x", max_tokens=3, min_tokens=3).finish_reason == "length"
     assert serve_state.find(folder) is None

@@ -1,0 +1,166 @@
+"""One table of what pruning, distillation and INT8 cost a trained model.
+
+    lathe prepare -r small --source novels.jsonl.xz --output run/novels
+    lathe pretrain -r small --data run/novels --output run/dense
+    python benchmarks/compress.py run/dense --data run/novels --output run/table \\
+        --cloze lambada_test.jsonl --text wiki.test.raw
+
+Every row but the first trains for the same number of tokens, from the same weights, and is measured
+on the same text; latencies are taken in turns in one run, at the end. A row that is finished is not
+made again: the same command goes on after a kill, or prints the table. With --rows only those whose
+names begin so are made.
+"""
+
+import argparse
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.stage import analyze
+from lathe.evaluate.latency import measure
+from lathe.evaluate.results import read_metrics
+from lathe.evaluate.stage import evaluate
+from lathe.export.stage import export
+from lathe.recipe import load_recipe
+from lathe.settings import Recipe
+
+CRITERIA = ("l1_norm", "l2_norm", "fpgm", "activation", "taylor")
+DISTILL = "Compress.Distill.teacher=parent"
+PRUNE_RATE = ("Optimizer.lr.max_lr=6e-4", "Optimizer.lr.min_lr=6e-5")
+INT8_RATE = ("Optimizer.lr.max_lr=2e-4", "Optimizer.lr.min_lr=2e-5")
+EVERYTHING = ("Compress.Quantization.quantize_embedding=True", "Sensitivity.budget=0")
+FEW = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a model is made: pruned, then quantized, where these settings are not None.
+
+    `skips`: so many of the most sensitive linears stay float.
+    """
+
+    name: str
+    pruning: tuple[str, ...] | None = None
+    int8: tuple[str, ...] | None = None
+    skips: int = 0
+
+
+def pruned(ratio: float, criterion: str, scope: str, distill: bool) -> Row:
+    name = f"{ratio:.0%} {criterion} {scope}" + (" distilled" if distill else "")
+    of = "Compress.Prune"
+    settings = (f"{of}.ratio={ratio}", f"{of}.criterion={criterion}", f"{of}.scope={scope}")
+    return Row(name, (*settings, *([DISTILL] if distill else [])))
+
+
+def rows(linears: int) -> Iterator[Row]:
+    """The claims first, then the rest of the grid."""
+    yield Row("dense")
+    yield Row("dense, trained on", ("Compress.Prune.ratio=0",))
+    ratios = (0.25, 0.5)
+    for ratio in ratios:
+        yield pruned(ratio, "l1_norm", "uniform", False)
+        yield pruned(ratio, "taylor", "global", True)
+        yield pruned(ratio, "activation", "global", True)
+    yield Row("int8, no skips", int8=())
+    yield Row(f"int8, {FEW} skips", int8=(), skips=FEW)
+    yield Row(f"int8, all but {FEW} skipped", int8=(), skips=linears - FEW)
+    yield Row("int8 distilled, no skips", int8=(DISTILL,))
+    for ratio in ratios:
+        best = pruned(ratio, "taylor", "global", True)
+        yield Row(f"{best.name}, int8", best.pruning, (DISTILL,))
+    for distill, scope, criterion, ratio in product(
+        (False, True), ("uniform", "global"), CRITERIA[::-1], ratios
+    ):
+        yield pruned(ratio, criterion, scope, distill)
+
+
+def make(row: Row, dense: Path, settings: argparse.Namespace) -> None:
+    """Train, export and evaluate what is not there yet."""
+    model, folder, data = dense, settings.output / row.name.replace(" ", "_"), settings.data
+    if row.pruning is not None:
+        recipe = tuned(settings, *PRUNE_RATE, *row.pruning)
+        model = prune(recipe, model, data, folder / "pruned").folder
+    if row.int8 is not None:
+        recipe = tuned(settings, *INT8_RATE, *EVERYTHING, *row.int8)
+        ranked = None
+        if row.skips:
+            ranked = folder / "sensitivity"
+            if not (ranked / "sensitivity.json").is_file():
+                capped = recipe.Sensitivity.model_copy(update={"max_skips": row.skips})
+                analyze(recipe.model_copy(update={"Sensitivity": capped}), model, data, ranked)
+        model = quantize(recipe, model, data, folder / "int8", ranked).folder
+    recipe = tuned(settings)
+    if not (folder / "onnx" / "export.json").is_file():
+        export(recipe, model, data, folder / "onnx")
+    if not (folder / "novels" / "metrics.json").is_file():
+        evaluate(recipe, model, folder / "novels", data, settings.cloze)
+    if not (folder / "text" / "metrics.json").is_file():
+        text_alone = tuned(settings, "Offline_Eval.cloze_eval=False")
+        evaluate(text_alone, model, folder / "text", text=settings.text)
+
+
+def tuned(settings: argparse.Namespace, *overrides: str) -> Recipe:
+    steps = f"Engine.max_steps={settings.steps}", f"Engine.eval_freq={settings.steps}"
+    unseen = f"Global.seed={settings.seed}"
+    return load_recipe(settings.recipe, [*steps, unseen, "Export.prompts=4", *overrides])
+
+
+def table(folders: dict[str, Path], threads: int) -> Table:
+    """A line a finished row; latencies measured now."""
+    speeds = measure(
+        {n: f / "onnx" for n, f in folders.items()}, prompt_tokens=128, threads=threads
+    )
+    out = Table("", "parameters", "bytes", "novels", "text", "cloze", "prefill", "decode")
+    first = None
+    for name, folder in folders.items():
+        novels, text = read_metrics(folder / "novels"), read_metrics(folder / "text")
+        first = first or novels["model"]["n_params"]
+        speed, cloze = speeds[name], novels["cloze"]
+        out.add_row(
+            name,
+            f"{novels['model']['n_params'] / first:.3f}",
+            f"{speed['bytes_ratio']:.3f}",
+            f"{novels['text']['perplexity']:.2f}",
+            f"{text['text']['perplexity']:.1f}",
+            f"{cloze['accuracy']:.2%} ± {1.96 * cloze['accuracy_stderr']:.2%}",
+            f"{speed['prefill_ms']:.2f} ms",
+            f"{speed['decode_ms']:.3f} ms",
+        )
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="checkpoint of --recipe")
+    parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the rows")
+    parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
+    parser.add_argument("--text", type=Path, required=True, help="of another kind, e.g. WikiText")
+    parser.add_argument("--recipe", "-r", default="small")
+    parser.add_argument("--steps", type=int, default=200, help="of training, of every row")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the training text")
+    parser.add_argument("--rows", default="", help="make only those whose names begin so")
+    parser.add_argument("--threads", type=int, default=1, help="of onnxruntime")
+    settings = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    blocks = load_recipe(settings.recipe).Model.num_layers
+    folders: dict[str, Path] = {}
+    for row in rows(linears=4 * blocks + 1):
+        folder = settings.output / row.name.replace(" ", "_")
+        if row.name.startswith(settings.rows) and row.name not in folders:
+            logging.info("--- %s", row.name)
+            make(row, settings.model, settings)
+        if (folder / "text" / "metrics.json").is_file():
+            folders[row.name] = folder
+    Console(width=140).print(table(folders, settings.threads))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Triton's Python backend that scores given tokens by the model that is served beside it.
+
+The weights are loaded by the first request: a second copy in memory is for those who score.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+
+from lathe.errors import UserError
+from lathe.serve.score import score_tokens
+from lathe.serve.session import OnnxModel
+
+INPUTS = ("tokens", "index", "targets")
+
+
+class TritonPythonModel:
+    """What Triton calls; see https://github.com/triton-inference-server/python_backend."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Settings: `parameters` of config.pbtxt, JSON each."""
+        given = json.loads(args["model_config"])["parameters"]
+        settings = {name: json.loads(value["string_value"]) for name, value in given.items()}
+        self.folder = Path(args["model_repository"]).parent / settings["exported"]
+        self.threads: int = settings["threads"]
+
+    @cached_property
+    def model(self) -> OnnxModel:
+        return OnnxModel(self.folder, self.threads)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer each request; what fails fails alone."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        tensors = [pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in INPUTS]
+        try:
+            log_likelihood, is_greedy = score_tokens(self.model, *tensors)
+        except UserError as error:
+            refused = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+            return pb_utils.InferenceResponse(error=refused)
+        outputs = {"log_likelihood": log_likelihood, "is_greedy": is_greedy}
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in outputs.items()])

@@ -1,0 +1,116 @@
+"""A live endpoint scores as the file does that it serves, and says clearly what it cannot."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+from numpy.typing import NDArray
+from typer.testing import CliRunner
+
+from lathe.cli import app
+from lathe.errors import UserError
+from lathe.evaluate.results import read_evaluation
+from lathe.evaluate.stage import evaluate
+from lathe.serve.client import Client
+from lathe.serve.server import TritonServer
+from lathe.settings import OfflineEvalSettings, Recipe
+
+SENTENCE = "All that glitters is not gold; often have you heard {}"
+RECIPE = Recipe(Offline_Eval=OfflineEvalSettings(overlapping_eval=64, max_seq_len=128))
+
+
+@pytest.fixture(scope="module")
+def cloze(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cloze") / "cloze.jsonl"
+    lines = [{"text": SENTENCE.format("that " * i + "told")} for i in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
+    server: TritonServer, exported: Path, checkpoint: object, cloze: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCE * 20)
+    folders = {name: tmp_path / name for name in ("served", "file", "checkpoint")}
+    evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc)
+    evaluate(RECIPE, exported, folders["file"], None, cloze, text)
+    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text)  # type: ignore[attr-defined]
+    served = read_evaluation(folders["served"])
+    for name, rtol in (("file", 1e-6), ("checkpoint", 1e-5)):
+        other = read_evaluation(folders[name])
+        np.testing.assert_allclose(served.losses, other.losses, rtol=rtol)
+        np.testing.assert_array_equal(served.correct, other.correct)
+
+
+def test_the_command_scores_a_server(
+    server: TritonServer, exported: Path, cloze: Path, tmp_path: Path
+) -> None:
+    endpoint = ["--endpoint", server.state.grpc, "--cloze", str(cloze)]
+    output = tmp_path / "eval"
+    arguments = ["evaluate", str(exported), *endpoint, "--output", str(output)]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code == 0, run.output
+    assert read_evaluation(output).metrics["cloze"]["examples"] == 12
+
+
+def test_another_model_than_the_served_one_is_refused(
+    server: TritonServer, exported: Path, cloze: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in exported.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    with (other / "model.onnx").open("ab") as file:
+        file.write(b"\x72\x00")  # an empty doc string: the same model, another file
+    with pytest.raises(UserError, match="serves a gpt of SHA-256"):
+        evaluate(RECIPE, other, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
+    unknown = RECIPE.model_copy(
+        update={"Serving": RECIPE.Serving.model_copy(update={"model_name": "x"})}
+    )
+    with pytest.raises(UserError, match="serves no model x"):
+        evaluate(unknown, exported, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
+    with pytest.raises(UserError, match="no server answers"):
+        evaluate(RECIPE, exported, tmp_path / "out", cloze=cloze, endpoint="127.0.0.1:1")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "index", "targets", "complaint"),
+    [
+        ([[1, 2]], [[1, 0]], [[3]], "have the shapes"),
+        ([[1, -2]], [[1]], [[3]], "token -2 is out of range"),
+        ([[1, 2]], [[2]], [[3]], "index 2 is out of range"),
+        ([[1, 2]], [[1]], [[384]], "target 384 is out of range"),
+        ([[]], [[0]], [[1]], "nothing to score"),
+        ([[1] * 1025], [[0]], [[1]], "length 1025 is out of range"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    client: Client, tokens: object, index: object, targets: object, complaint: str
+) -> None:
+    def array(values: object) -> NDArray[np.int64]:
+        return np.array(values, np.int64)
+
+    with pytest.raises(UserError, match=complaint):
+        client.score(array(tokens), array(index), array(targets))
+    likelihood, _ = client.score(array([[1, 2]]), array([[0, 1]]), array([[2, 3]]))
+    assert likelihood.shape == (1, 2) and (likelihood < 0).all()
+
+
+def test_over_http(server: TritonServer, client: Client) -> None:
+    values = {"tokens": [1, 2, 3], "index": [0, 1], "targets": [2, 3]}
+    body = {
+        "inputs": [
+            {"name": name, "datatype": "INT64", "shape": [1, len(data)], "data": data}
+            for name, data in values.items()
+        ]
+    }
+    url = f"http://{server.state.http}/v2/models/gpt-score/infer"
+    outputs = {
+        o["name"]: o["data"] for o in requests.post(url, json=body, timeout=30).json()["outputs"]
+    }
+    expected, _ = client.score(*(np.array([data]) for data in values.values()))
+    np.testing.assert_allclose(outputs["log_likelihood"], expected[0])
