@@ -12,6 +12,7 @@ from lathe.errors import UserError
 from lathe.evaluate.results import read_metrics
 from lathe.model.checkpoint import WEIGHTS
 from lathe.model.config import read_config
+from lathe.train.flops import flops_per_token
 
 ONNX = "model.onnx"
 
@@ -36,11 +37,13 @@ class Candidate:
 class Row:
     """Figures of one candidate; None where they were not measured.
 
+    `flops` are multiplications and additions of a forward pass, a token of the longest sequence;
     `n_bytes` is the ONNX file's, or the checkpoint's weights' where nothing was exported.
     """
 
     name: str
     n_params: int
+    flops: float
     n_bytes: int
     perplexity: float | None = None
     perplexity_stderr: float | None = None
@@ -84,6 +87,7 @@ class Column:
 
 COLUMNS = (
     Column("Parameters", lambda x: _scaled(x, ("", " k", " M", " B")), lambda r: r.n_params),
+    Column("FLOPs, a token", lambda x: _scaled(x, ("", " k", " M", " G")), lambda r: r.flops),
     Column("File", lambda x: _scaled(x, (" B", " kB", " MB", " GB")), lambda r: r.n_bytes),
     Column(
         "Perplexity", lambda x: f"{x:.2f}", lambda r: r.perplexity, lambda r: r.perplexity_stderr
@@ -154,9 +158,11 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     file = candidate.exported / ONNX if candidate.exported else candidate.model / WEIGHTS
     if not file.is_file():
         raise UserError(f"{file}: no such file", "give the folder that the stage wrote")
+    config = read_config(candidate.model)
     return Row(
         name=candidate.name,
-        n_params=read_config(candidate.model).n_params(),
+        n_params=config.n_params(),
+        flops=flops_per_token(config, config.n_positions) / 3,
         n_bytes=file.stat().st_size,
         perplexity=text.get("perplexity"),
         perplexity_stderr=text.get("perplexity_stderr"),

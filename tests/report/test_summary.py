@@ -15,6 +15,13 @@ def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
     dense, int8 = make_candidate("dense", mb=4), make_candidate("INT8", 42.0, 0.29, mb=1)
     rows = summarize([dense, int8], {"INT8": {"prefill_ms": 2.0, "decode_ms": 0.5}})
     assert rows[0].n_params == load_checkpoint(dense.model).model.config.n_params()
+    config = load_checkpoint(dense.model).model.config
+    linears = 2 * sum(
+        p.numel() for p in load_checkpoint(dense.model).model.parameters() if p.ndim == 2
+    )
+    linears -= 2 * config.n_positions * config.n_embd  # positions are looked up
+    attention = 4 * config.n_positions * config.head_dim * sum(config.n_head)
+    assert rows[0].flops == linears + attention
     assert (rows[0].n_bytes, rows[1].n_bytes) == (4_000_000, 1_000_000)
     assert (rows[1].perplexity, rows[1].perplexity_stderr) == (42.0, 0.5)
     assert (rows[1].accuracy, rows[1].accuracy_stderr) == (0.29, 0.01)
@@ -24,10 +31,10 @@ def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
 def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> None:
     rows = summarize([make_candidate("dense", mb=4), make_candidate("INT8", 42.0, mb=1)])
     titles = [column.title for column in columns(rows)]
-    assert titles == ["Parameters", "File", "Perplexity", "Cloze accuracy"]
+    assert titles == ["Parameters", "FLOPs, a token", "File", "Perplexity", "Cloze accuracy"]
     dense, int8 = ([str(cell) for cell in row] for row in cells(rows))
-    assert dense[1:] == ["4.00 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
-    assert int8[1:] == ["1.00 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
+    assert dense[2:] == ["4.00 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
+    assert int8[2:] == ["1.00 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
 
 
 def test_a_model_alone_is_a_row(make_candidate: Make) -> None:
