@@ -81,9 +81,9 @@ def rows(linears: int) -> Iterator[Row]:
         yield pruned(ratio, criterion, scope, distill)
 
 
-def make(row: Row, dense: Path, settings: argparse.Namespace) -> None:
+def make(row: Row, settings: argparse.Namespace) -> None:
     """Train, export and evaluate what is not there yet."""
-    model, folder, data = dense, settings.output / row.name.replace(" ", "_"), settings.data
+    model, folder, data = settings.model, settings.output / row.name, settings.data
     if row.pruning is not None:
         recipe = tuned(settings, *PRUNE_RATE, *row.pruning)
         model = prune(recipe, model, data, folder / "pruned").folder
@@ -96,11 +96,15 @@ def make(row: Row, dense: Path, settings: argparse.Namespace) -> None:
                 capped = recipe.Sensitivity.model_copy(update={"max_skips": row.skips})
                 analyze(recipe.model_copy(update={"Sensitivity": capped}), model, data, ranked)
         model = quantize(recipe, model, data, folder / "int8", ranked).folder
-    recipe = tuned(settings)
     if not (folder / "onnx" / "export.json").is_file():
-        export(recipe, model, data, folder / "onnx")
+        export(tuned(settings), model, data, folder / "onnx")
+    measure_up(model, folder, settings)
+
+
+def measure_up(model: Path, folder: Path, settings: argparse.Namespace) -> None:
+    """Evaluate a checkpoint or an export, where that is not done yet."""
     if not (folder / "novels" / "metrics.json").is_file():
-        evaluate(recipe, model, folder / "novels", data, settings.cloze)
+        evaluate(tuned(settings), model, folder / "novels", settings.data, settings.cloze)
     if not (folder / "text" / "metrics.json").is_file():
         text_alone = tuned(settings, "Offline_Eval.cloze_eval=False")
         evaluate(text_alone, model, folder / "text", text=settings.text)
@@ -109,14 +113,16 @@ def make(row: Row, dense: Path, settings: argparse.Namespace) -> None:
 def tuned(settings: argparse.Namespace, *overrides: str) -> Recipe:
     steps = f"Engine.max_steps={settings.steps}", f"Engine.eval_freq={settings.steps}"
     unseen = f"Global.seed={settings.seed}"
-    return load_recipe(settings.recipe, [*steps, unseen, "Export.prompts=4", *overrides])
+    quick = "Export.prompts=4", "Offline_Eval.overlapping_eval=128"
+    return load_recipe(settings.recipe, [*steps, unseen, *quick, *overrides])
 
 
-def table(folders: dict[str, Path], threads: int) -> Table:
-    """A line a finished row; latencies measured now."""
-    speeds = measure(
-        {n: f / "onnx" for n, f in folders.items()}, prompt_tokens=128, threads=threads
-    )
+def table(output: Path, threads: int) -> Table:
+    """A line a finished row, in the order of their making; latencies measured now."""
+    finished = sorted(output.glob("*/text/metrics.json"), key=lambda path: path.stat().st_mtime)
+    folders = {path.parents[1].name: path.parents[1] for path in finished}
+    exported = {name: folder / "onnx" for name, folder in folders.items()}
+    speeds = measure(exported, prompt_tokens=128, threads=threads)
     out = Table("", "parameters", "bytes", "novels", "text", "cloze", "prefill", "decode")
     first = None
     for name, folder in folders.items():
@@ -136,8 +142,9 @@ def table(folders: dict[str, Path], threads: int) -> Table:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What this and `compress_peers.py` are told."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="checkpoint of --recipe")
     parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
     parser.add_argument("--output", type=Path, required=True, help="folder of the rows")
@@ -146,20 +153,21 @@ def main() -> None:
     parser.add_argument("--recipe", "-r", default="small")
     parser.add_argument("--steps", type=int, default=200, help="of training, of every row")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the training text")
+    parser.add_argument("--threads", type=int, default=1, help="of onnxruntime, for latencies")
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="make only those whose names begin so")
-    parser.add_argument("--threads", type=int, default=1, help="of onnxruntime")
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     blocks = load_recipe(settings.recipe).Model.num_layers
-    folders: dict[str, Path] = {}
     for row in rows(linears=4 * blocks + 1):
-        folder = settings.output / row.name.replace(" ", "_")
-        if row.name.startswith(settings.rows) and row.name not in folders:
+        if row.name.startswith(settings.rows):
             logging.info("--- %s", row.name)
-            make(row, settings.model, settings)
-        if (folder / "text" / "metrics.json").is_file():
-            folders[row.name] = folder
-    Console(width=140).print(table(folders, settings.threads))
+            make(row, settings)
+    Console(width=140).print(table(settings.output, settings.threads))
 
 
 if __name__ == "__main__":

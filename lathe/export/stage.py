@@ -39,6 +39,7 @@ class ExportResult:
         n_bytes: size of `model.onnx`.
         integer_kernels: matrix products that onnxruntime runs in integers.
         max_error, mean_error: of the logits, against torch.
+        argmax_agreement: share of positions where the likeliest token is torch's.
         ties: greedy texts that part from torch's, at two tokens it rates nearly the same.
     """
 
@@ -48,6 +49,7 @@ class ExportResult:
     integer_kernels: int
     max_error: float
     mean_error: float
+    argmax_agreement: float
     ties: int
 
 
@@ -86,16 +88,18 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         integer_kernels=proof.integer_kernels,
         max_error=proof.max_error,
         mean_error=proof.mean_error,
+        argmax_agreement=proof.argmax_agreement,
         ties=len({tie.prompt for tie in proof.ties}),
     )
     log.info(
-        "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g); "
-        "%d of %d greedy texts the same",
+        "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g), "
+        "argmax the same at %.1f %%; %d of %d greedy texts the same",
         result.flavour,
         result.n_bytes / 1e6,
         result.integer_kernels,
         result.max_error,
         result.mean_error,
+        100 * result.argmax_agreement,
         proof.prompts - result.ties,
         proof.prompts,
     )

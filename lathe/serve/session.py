@@ -131,13 +131,20 @@ class OnnxModel:
             raise ValueError(f"{length} tokens exceed n_positions {self.n_positions}")
         if index is None:
             index = np.tile(np.arange(length), (batch, 1))
+        (logits,) = self.session.run(["logits"], self.feeds(tokens, lengths, index))
+        assert isinstance(logits, np.ndarray)
+        return logits
+
+    def feeds(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """All inputs of the graph for tokens (B, T) without a past, and logits at `index`."""
+        batch = len(tokens)
         feeds = _inputs(tokens, np.zeros(batch, np.int64), lengths, index)
         for i, n_head in enumerate(self.n_head):
             empty = np.zeros((batch, n_head, 0, self.head_dim), np.float32)
             feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
-        (logits,) = self.session.run(["logits"], feeds)
-        assert isinstance(logits, np.ndarray)
-        return logits
+        return feeds
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, stop_at_eos: bool = True
@@ -170,9 +177,10 @@ class OnnxModel:
 
 
 def open_session(
-    model: Path, threads: int = 0, optimized: Path | None = None
+    model: Path | bytes, threads: int = 0, optimized: Path | None = None
 ) -> ort.InferenceSession:
-    """Load a graph on the CPU; `optimized`, if given, receives the graph that is really run.
+    """Load a graph on the CPU, from a file or as it is serialized; `optimized`, if given, receives
+    the graph that is really run.
 
     Raises:
         UserError: the file is missing or damaged.
@@ -188,10 +196,12 @@ def open_session(
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     try:
-        return ort.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        source = model if isinstance(model, bytes) else str(model)
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{model}: onnxruntime cannot load it: {first}", "export again") from error
+        what = "graph" if isinstance(model, bytes) else model
+        raise UserError(f"{what}: onnxruntime cannot load it: {first}", "export again") from error
 
 
 def saturates(cpuinfo: str) -> bool:

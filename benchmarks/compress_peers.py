@@ -1,0 +1,249 @@
+"""The same table's rows, made by what a user would take instead.
+
+    pip install torch-pruning     # not among Lathe's own requirements
+    python benchmarks/compress_peers.py run/dense --data run/novels --output run/table \\
+        --cloze lambada_test.jsonl --text wiki.test.raw
+
+Run `compress.py` on the same folder first. torch-pruning chooses and removes heads and channels by
+its dependency graph, on a GPT-2 written in plain linears with the same weights; what is left is
+finetuned by Lathe for as many tokens as every other row. onnxruntime's static quantization takes
+the dense export and ranges of 64 sequences; it cannot train.
+"""
+
+import argparse
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from compress import PRUNE_RATE, arguments, measure_up, table, tuned
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_static,
+)
+from onnxruntime.quantization.shape_inference import (
+    quant_pre_process,
+)
+from rich.console import Console
+from torch import Tensor, nn
+
+from lathe.compress.prune import prune
+from lathe.export.stage import export
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.serve.session import CARD, MODEL, OnnxModel
+from lathe.storage import sha256
+from lathe.train.batches import first_batches, open_data
+
+CALIBRATION = 8  # batches
+
+
+class PlainBlock(nn.Module):
+    """A block with q, k and v apart, as dependency graphs read them best."""
+
+    def __init__(self, block: Any, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.ln_1, self.ln_2 = block.ln_1, block.ln_2
+        weight, bias = block.attn.c_attn.weight.detach(), block.attn.c_attn.bias.detach()
+        parts = weight.view(-1, 3, head_dim, weight.shape[1]), bias.view(-1, 3, head_dim)
+        self.q, self.k, self.v = (
+            _linear(parts[0][:, i].flatten(0, 1), parts[1][:, i].flatten()) for i in range(3)
+        )
+        self.out, self.fc, self.proj = block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        h = self.ln_1(x)
+        q, k, v = (
+            f(h).view(B, T, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(B, T, -1))
+        return x + self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.wte = nn.Embedding.from_pretrained(model.wte.weight.detach(), freeze=False)
+        self.wpe = nn.Embedding.from_pretrained(model.wpe.weight.detach(), freeze=False)
+        self.h = nn.ModuleList(PlainBlock(block, model.config.head_dim) for block in model.h)
+        self.ln_f = model.ln_f
+        self.head = _linear(model.wte.weight.detach())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits: Tensor = self.head(self.ln_f(x))
+        return logits
+
+
+def by_torch_pruning(
+    model: GPT, ratio: float, importance: str, is_global: bool, batches: list[Tensor]
+) -> GPT:
+    """What torch-pruning leaves of `model`."""
+    import torch_pruning as tp
+
+    plain = PlainGPT(model).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(batches[0][:2, :-1]), model.eval()(batches[0][:2, :-1]))
+    scores = {
+        "taylor": tp.importance.GroupTaylorImportance,
+        "l1": tp.importance.MagnitudeImportance,
+    }
+    options = {"p": 1} if importance == "l1" else {}
+    n_head = model.config.n_head[0]
+    hidden = [plain.wte, plain.wpe, plain.head, plain.ln_f]
+    hidden += [layer for block in plain.h for layer in (block.out, block.proj)]
+    heads = {
+        layer: n
+        for block, n in zip(plain.h, model.config.n_head, strict=True)
+        for layer in (block.q, block.k, block.v)
+    }
+    pruner = tp.pruner.BasePruner(
+        plain,
+        batches[0][:1, :-1],
+        importance=scores[importance](**options),
+        global_pruning=is_global,
+        pruning_ratio=ratio,
+        head_pruning_ratio=round(n_head * ratio) / n_head,
+        prune_num_heads=True,
+        prune_head_dims=False,
+        num_heads=heads,
+        ignored_layers=hidden,
+        max_pruning_ratio=0.95,
+    )
+    for tokens in batches if importance == "taylor" else []:
+        loss = F.cross_entropy(plain(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+    pruner.step()
+    return fused(plain, model)
+
+
+def fused(plain: PlainGPT, model: GPT) -> GPT:
+    """The plain model as Lathe's."""
+    D = model.config.head_dim
+    state = {n: t for n, t in model.state_dict().items() if not n.startswith("h.")}
+    for i, block in enumerate(plain.h):
+        qkv = [block.q, block.k, block.v]
+        weights = [layer.weight.detach().view(-1, D, layer.in_features) for layer in qkv]
+        state[f"h.{i}.attn.c_attn.weight"] = torch.stack(weights, 1).flatten(0, 2)
+        biases = [layer.bias.detach().view(-1, D) for layer in qkv]
+        state[f"h.{i}.attn.c_attn.bias"] = torch.stack(biases, 1).flatten()
+        parts = {"ln_1": block.ln_1, "ln_2": block.ln_2, "attn.c_proj": block.out}
+        for name, part in (parts | {"mlp.c_fc": block.fc, "mlp.c_proj": block.proj}).items():
+            state |= {f"h.{i}.{name}.{key}": tensor for key, tensor in part.state_dict().items()}
+    config = replace(
+        model.config,
+        n_head=tuple(block.q.out_features // D for block in plain.h),
+        n_inner=tuple(block.fc.out_features for block in plain.h),
+    )
+    small = GPT(config)
+    small.load_state_dict(state)
+    return small
+
+
+class Sequences(CalibrationDataReader):
+    def __init__(self, model: OnnxModel, batches: list[Tensor]) -> None:
+        self.feeds = self._all(model, batches)
+
+    def _all(self, model: OnnxModel, batches: list[Tensor]) -> Iterator[dict[str, Any]]:
+        for tokens in batches:
+            batch, length = tokens.shape
+            places = np.tile(np.arange(length), (batch, 1))
+            feeds: dict[str, Any] = {
+                "input_ids": tokens.numpy(),
+                "position_ids": places,
+                "seqlens_k": np.full(batch, length - 1, np.int32),
+                "total_sequence_length": np.array(length, np.int32),
+                "logits_index": places,
+            }
+            for i, n_head in enumerate(model.n_head):
+                empty = np.zeros((batch, n_head, 0, model.head_dim), np.float32)
+                feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
+            yield feeds
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.feeds, None)
+
+
+def by_onnxruntime(dense: Path, folder: Path, batches: list[Tensor]) -> None:
+    """Write an export folder whose graph onnxruntime's own tool made INT8."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copyfile(dense / name, folder / name)
+    folded = folder / "folded.onnx"
+    quant_pre_process(dense / MODEL, folded, skip_symbolic_shape=True)
+    quantize_static(
+        folded,
+        folder / MODEL,
+        Sequences(OnnxModel(dense), [tokens[:, :-1] for tokens in batches]),
+        quant_format=QuantFormat.QDQ,
+        op_types_to_quantize=["MatMul"],
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+    )
+    folded.unlink()
+    card = json.loads((dense / CARD).read_text())
+    card |= {"bytes": (folder / MODEL).stat().st_size, "sha256": sha256(folder / MODEL)}
+    (folder / CARD).write_text(json.dumps(card))
+
+
+def make_all(settings: argparse.Namespace) -> None:
+    recipe = tuned(settings, *PRUNE_RATE, "Compress.Prune.ratio=0")
+    checkpoint = load_checkpoint(settings.model)
+    config = checkpoint.model.config
+    data = open_data(settings.data, recipe, config.vocab_size, config.n_positions)
+    batches = list(first_batches(recipe, data, CALIBRATION))
+
+    folder = settings.output / "int8 by onnxruntime"
+    if not (folder / "onnx" / CARD).is_file():
+        by_onnxruntime(settings.output / "dense" / "onnx", folder / "onnx", batches)
+    measure_up(folder / "onnx", folder, settings)
+
+    for ratio in (0.25, 0.5):
+        for importance, is_global in (("l1", False), ("taylor", False), ("taylor", True)):
+            scope = "global" if is_global else "uniform"
+            folder = settings.output / f"{ratio:.0%} {importance} {scope} by torch-pruning"
+            start = folder / "start"
+            if not start.is_dir():
+                logging.info("--- %s", folder.name)
+                model = load_checkpoint(settings.model).model
+                small = by_torch_pruning(model, ratio, importance, is_global, batches)
+                logging.info("heads %s, widths %s", small.config.n_head, small.config.n_inner)
+                save_checkpoint(start, small, checkpoint.tokenizer, "prune", recipe)
+            prune(recipe, start, settings.data, folder / "pruned")
+            if not (folder / "onnx" / CARD).is_file():
+                export(recipe, folder / "pruned", settings.data, folder / "onnx")
+            measure_up(folder / "pruned", folder, settings)
+
+
+def main() -> None:
+    settings = arguments(__doc__.splitlines()[0]).parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    make_all(settings)
+    Console(width=140).print(table(settings.output, settings.threads))
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """With a copy of these values."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    layer.weight = nn.Parameter(weight.clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone())
+    return layer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Every integer linear of the graph that runs, beside torch's on the very same input."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lathe.model.checkpoint import by_projection
+from lathe.model.fake_quant import HEAD, FakeQuantLinear, Observer
+from lathe.model.gpt import GPT
+from lathe.serve.session import OnnxModel, open_session
+
+# Of the largest output: the last bits of a float32 sum. Seen: 6e-7.
+ROUNDING = 1e-5
+# Quanta from the middle between two: so near, the quotient's last bit decides which it rounds to.
+EDGE = 1e-4
+
+
+def linear_errors(
+    model: GPT, onnx_model: OnnxModel, path: Path, prompts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """How far each integer linear parts from torch's: 1 is as far as rounding can explain.
+
+    That is the last bits of a float32 sum, and one quantum for every input that lies on the edge
+    between two of them.
+
+    Args:
+        model: fake-quantized, in evaluation mode.
+        onnx_model: the export of it.
+        path: its graph, to which the inputs and outputs of the linears are added as outputs.
+    """
+    plan = model.config.quantization
+    names = list(plan.activation_scales) if plan else []
+    graph = onnx.load(path)
+    places = {name: _input_and_output(graph, name) for name in names}
+    watched = sorted({tensor for pair in places.values() for tensor in pair} - {"logits"})
+    graph.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched
+    )
+    session = open_session(graph.SerializeToString(), torch.get_num_threads())
+    errors = dict.fromkeys(names, 0.0)
+    for prompt in prompts:
+        tokens, length = np.array([list(prompt)]), len(prompt)
+        feeds = onnx_model.feeds(tokens, np.array([length]), np.arange(length)[None])
+        tensors = [*watched, "logits"]
+        seen = dict(zip(tensors, session.run(tensors, feeds), strict=True))
+        for name, (source, result) in places.items():
+            error = _error(model, name, seen[source], seen[result])
+            errors[name] = max(errors[name], error)
+    return errors
+
+
+def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    inputs = torch.from_numpy(x)
+    if name == HEAD:
+        assert isinstance(model.head_input, Observer)
+        observer, weight = model.head_input, model.wte.table()
+        expected = model.head(inputs)
+    else:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, FakeQuantLinear)
+        observer, weight = linear.observer, linear.quantized(linear.weight)
+        expected = linear(inputs)
+        if name.endswith("c_attn"):
+            expected = by_projection(expected.movedim(-1, 0), model.config.head_dim).movedim(0, -1)
+    allowed = ROUNDING * expected.abs().max() + _on_the_edge(inputs, observer.scale, weight)
+    return float(((torch.from_numpy(found) - expected).abs() / allowed).max())
+
+
+def _on_the_edge(x: Tensor, quantum: float, weight: Tensor) -> Tensor:
+    """(..., 1): the most that outputs move if every input on an edge rounds the other way."""
+    quanta = x / quantum
+    edges = ((quanta - quanta.floor() - 0.5).abs() < EDGE).to(x.dtype)
+    return (edges @ weight.abs().amax(0))[..., None] * quantum
+
+
+def _input_and_output(graph: onnx.ModelProto, linear: str) -> tuple[str, str]:
+    """The tensors that go into a linear, before they are rounded, and that come out of it."""
+    made_by = {output: node for node in graph.graph.node for output in node.output}
+    result = "logits" if linear == HEAD else linear
+    product = made_by[result] if linear == HEAD else made_by[f"{linear}.matmul"]
+    rounded = made_by[product.input[0]]
+    return made_by[rounded.input[0]].input[0], result
