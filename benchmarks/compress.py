@@ -12,6 +12,7 @@ names begin so are made.
 """
 
 import argparse
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.stage import analyze
+from lathe.compress.sensitivity.stage import RESULT, analyze
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import read_metrics
 from lathe.evaluate.stage import evaluate
@@ -35,7 +36,7 @@ CRITERIA = ("l1_norm", "l2_norm", "fpgm", "activation", "taylor")
 DISTILL = "Compress.Distill.teacher=parent"
 PRUNE_RATE = ("Optimizer.lr.max_lr=6e-4", "Optimizer.lr.min_lr=6e-5")
 INT8_RATE = ("Optimizer.lr.max_lr=2e-4", "Optimizer.lr.min_lr=2e-5")
-EVERYTHING = ("Compress.Quantization.quantize_embedding=True", "Sensitivity.budget=0")
+EVERYTHING = ("Compress.Quantization.quantize_embedding=True",)
 FEW = 3
 
 
@@ -89,16 +90,24 @@ def make(row: Row, settings: argparse.Namespace) -> None:
         model = prune(recipe, model, data, folder / "pruned").folder
     if row.int8 is not None:
         recipe = tuned(settings, *INT8_RATE, *EVERYTHING, *row.int8)
-        ranked = None
-        if row.skips:
-            ranked = folder / "sensitivity"
-            if not (ranked / "sensitivity.json").is_file():
-                capped = recipe.Sensitivity.model_copy(update={"max_skips": row.skips})
-                analyze(recipe.model_copy(update={"Sensitivity": capped}), model, data, ranked)
+        ranked = ranking(recipe, row.skips, settings, folder) if row.skips else None
         model = quantize(recipe, model, data, folder / "int8", ranked).folder
     if not (folder / "onnx" / "export.json").is_file():
         export(tuned(settings), model, data, folder / "onnx")
     measure_up(model, folder, settings)
+
+
+def ranking(recipe: Recipe, skips: int, settings: argparse.Namespace, folder: Path) -> Path:
+    """A folder for `quantize` that skips the worst linears of the dense model."""
+    analysis = settings.output / "ranking" / RESULT
+    if not analysis.is_file():
+        analyze(recipe, settings.model, settings.data, analysis.parent)
+    values = json.loads(analysis.read_text())
+    values["skip"] = [linear["name"] for linear in values["linears"][:skips]]
+    own = folder / "sensitivity"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / RESULT).write_text(json.dumps(values))
+    return own
 
 
 def measure_up(model: Path, folder: Path, settings: argparse.Namespace) -> None:

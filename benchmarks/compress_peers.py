@@ -159,19 +159,8 @@ class Sequences(CalibrationDataReader):
 
     def _all(self, model: OnnxModel, batches: list[Tensor]) -> Iterator[dict[str, Any]]:
         for tokens in batches:
-            batch, length = tokens.shape
-            places = np.tile(np.arange(length), (batch, 1))
-            feeds: dict[str, Any] = {
-                "input_ids": tokens.numpy(),
-                "position_ids": places,
-                "seqlens_k": np.full(batch, length - 1, np.int32),
-                "total_sequence_length": np.array(length, np.int32),
-                "logits_index": places,
-            }
-            for i, n_head in enumerate(model.n_head):
-                empty = np.zeros((batch, n_head, 0, model.head_dim), np.float32)
-                feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
-            yield feeds
+            places = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1))
+            yield model.feeds(tokens.numpy(), np.full(len(tokens), tokens.shape[1]), places)
 
     def get_next(self) -> dict[str, Any] | None:
         return next(self.feeds, None)

@@ -114,7 +114,7 @@ def skip_names(
         names |= {f"h.{int(index)}.{SEED_NAMES[linear]}" for linear in linears}
     if sensitivity is not None:
         chosen = json.loads((sensitivity / "sensitivity.json").read_text())["skip"]
-        unknown = set(chosen) - set(quantizable(config, settings))
+        unknown = set(chosen) - {*quantizable(config, settings), fake_quant.HEAD}
         if unknown:
             raise UserError(
                 f"{sensitivity}: skips {sorted(unknown)}, which this model does not have",

@@ -15,13 +15,13 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError, UserError
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
-from lathe.evaluate.results import read_metrics
+from lathe.evaluate.results import METRICS, read_metrics
 from lathe.evaluate.stage import evaluate
 from lathe.export.stage import export
 from lathe.model.checkpoint import checkpoint_digest
 from lathe.report.pareto import pareto_page
 from lathe.settings import Recipe
-from lathe.storage import atomic_file, digest
+from lathe.storage import atomic_file, digest, sha256
 from lathe.train.stage import FREE, claim
 
 log = logging.getLogger("lathe")
@@ -82,12 +82,15 @@ def compress(
     """
     base, pruning, quantization = recipes
     perform = run or (lambda name, stage, arguments: stage())
+    judged = ("Sensitivity", "Offline_Eval", "Export")
+    free = {group: what for group, what in FREE.items() if group not in judged}
     claim(
         output,
         {
             "model": checkpoint_digest(model),
             "data": TokenDataset.open(data).digest,
-            "settings": digest("".join(r.model_dump_json(exclude=FREE) for r in recipes)),
+            "settings": digest("".join(r.model_dump_json(exclude=free) for r in recipes)),
+            "cloze": sha256(cloze) if cloze else "",
         },
     )
     dense = output / "dense"
@@ -240,7 +243,8 @@ def _ratios(goal: Goal, done: Sequence[Trial]) -> Iterator[float]:
 def _measure_up(recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None) -> None:
     if not (folder / EXPORT / "export.json").is_file():
         export(recipe, model, data, folder / EXPORT)
-    evaluate(recipe, model, folder / EVALUATION, data, cloze)
+    if not (folder / EVALUATION / METRICS).is_file():
+        evaluate(recipe, model, folder / EVALUATION, data, cloze)
 
 
 def _verdict(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:

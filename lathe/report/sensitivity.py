@@ -109,7 +109,8 @@ def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme
     """Ranked bars of what INT8 in one linear costs; those left in float stand out.
 
     Args:
-        linears: `{"name", "score"}`, worst first; the first 24 are drawn.
+        linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their
+            95 % intervals.
         skip: names of those left in float.
     """
     shown = linears[:MAX_LINEARS]
@@ -118,6 +119,7 @@ def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme
     factor, fraction = next(
         (f for f in FRACTIONS if f[0] * np.abs(scores).max() >= 1), FRACTIONS[-1]
     )
+    errors = np.array([linear["stderr"] or 0.0 for linear in shown])
     rows = np.arange(len(shown))
 
     def paint(axes: Axes, theme: Theme) -> None:
@@ -130,6 +132,11 @@ def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme
                     rows[mask], factor * scores[mask], 0.68, color=color, hatch=hatch, label=label,
                     edgecolor=theme.grid, linewidth=0,
                 )  # fmt: skip
+        if errors.any():
+            axes.errorbar(
+                factor * scores, rows, xerr=1.96 * factor * errors,
+                fmt="none", ecolor=theme.ink, elinewidth=0.9,
+            )  # fmt: skip
         axes.axvline(0, color=theme.muted, linewidth=0.8)
         _label_rows(axes, shown, theme)
         axes.set_xlabel(f"cost ({fraction}{unit})")

@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -136,6 +137,7 @@ def test_scores_are_those_of_a_transcription(
     recipe = load_recipe("tiny", (*SMALL, f"Sensitivity.metric={metric}"))
     result = analyze(recipe, checkpoint, small_data, tmp_path / "s")
     scores = {linear.name: linear.score for linear in result.linears}
+    errors = {linear.name: linear.stderr for linear in result.linears}
 
     model = load_checkpoint(checkpoint).model
     names = fake_quant.linear_names(model.config)
@@ -145,7 +147,7 @@ def test_scores_are_those_of_a_transcription(
         ranges[name] = max(ranges[name], float(x.abs().max()))
         return F.linear(x, int8_weight(linear), linear.bias)
 
-    tokens = validation(recipe, small_data)
+    tokens, n = validation(recipe, small_data), recipe.Global.micro_batch_size
     error = 2 / tokens[:, 1:].numel() if metric == "accuracy" else 1e-5
     with torch.no_grad():
         data = open_data(small_data, recipe, 384, 32)
@@ -158,6 +160,12 @@ def test_scores_are_those_of_a_transcription(
                 after = model(tokens[:, :-1])
             expected = transcribed_score(metric, before, after, tokens[:, 1:])
             assert scores[name] == pytest.approx(expected, rel=1e-2, abs=error), name
+            batches = [
+                transcribed_score(metric, *parts)
+                for parts in zip(*(x.split(n) for x in (before, after, tokens[:, 1:])), strict=True)
+            ]
+            stderr = scipy.stats.sem(batches)
+            assert errors[name] == pytest.approx(stderr, rel=1e-2, abs=error), name
     assert max(scores.values()) > 1e-3
 
 

@@ -29,6 +29,7 @@ def sensitivity_analysis(n_linears: int = 2, **changes: Any) -> dict[str, Any]:
             "score": 0.01 / (i + 1) - 0.006,
             "n_params": 9,
             "estimate": 0.02 / (i + 1),
+            "stderr": 0.001 if i else None,
             "weights": spread,
             "inputs": spread,
         }

@@ -19,7 +19,9 @@ THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme
 
 @THEMES
 def test_ranking_marks_the_skips(theme: Theme) -> None:
-    linears = [{"name": f"h.{i}.mlp.c_proj", "score": 0.1 / (i + 1)} for i in range(40)]
+    linears = [
+        {"name": f"h.{i}.mlp.c_proj", "score": 0.1 / (i + 1), "stderr": None} for i in range(40)
+    ]
     svg = ranking_chart(linears, ["h.0.mlp.c_proj"], "nats per token", theme)
     found = words(svg)
     assert {"left in float", "INT8", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
@@ -32,7 +34,7 @@ def test_ranking_marks_the_skips(theme: Theme) -> None:
     [(2.0, ""), (0.02, "thousandths of "), (2e-5, "millionths of "), (0.0, "millionths of ")],
 )
 def test_the_axis_of_costs_has_figures_that_can_be_read(worst: float, fraction: str) -> None:
-    linears = [{"name": "h.0.mlp.c_fc", "score": worst}]
+    linears = [{"name": "h.0.mlp.c_fc", "score": worst, "stderr": worst / 9}]
     found = words(ranking_chart(linears, [], "nats per token", LIGHT))
     assert f"cost ({fraction}nats per token)" in found
 

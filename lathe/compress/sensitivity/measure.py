@@ -30,7 +30,8 @@ WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for t
 
 
 class Measure:
-    """`measure(model)` is the metric, a mean over all tokens of `batches`.
+    """`measure(model)` is the metric of every one of `batches`, a mean over its tokens; all have
+    as many, so that the mean of means is that over all tokens.
 
     `kl` is the mean KL(float || model) of the next-token distributions, nats a token. For it the
     final hidden states of the float model are kept: C floats a token.
@@ -47,23 +48,23 @@ class Measure:
                 ]
 
     @torch.no_grad()
-    def __call__(self, model: GPT) -> float:
-        """Raises UserError where it is not finite."""
-        total, count = 0.0, 0
+    def __call__(self, model: GPT) -> list[float]:
+        """Raises UserError where one is not finite."""
+        values = []
         for i, tokens in enumerate(self._tokens()):
             n = tokens[:, 1:].numel()
             if self.metric == "loss":
-                total += float(next_token_loss(model, tokens)) * n
+                value = float(next_token_loss(model, tokens))
             elif self.metric == "accuracy":
-                total += _hits(model, tokens)
+                value = _hits(model, tokens) / n
             else:
                 hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
-                total += _divergence(model, hidden, self.table, self.reference[i])
-            count += n
-        value = total / count
-        if not math.isfinite(value):
-            raise UserError(f"the model's {self.metric} is {value}", "use an earlier checkpoint")
-        return value
+                value = _divergence(model, hidden, self.table, self.reference[i]) / n
+            if not math.isfinite(value):
+                what = f"the model's {self.metric} is {value}"
+                raise UserError(what, "use an earlier checkpoint")
+            values.append(value)
+        return values
 
     def _tokens(self) -> Iterator[Tensor]:
         """(B, T + 1) each."""

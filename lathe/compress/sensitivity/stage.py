@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import torch
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from torch import Tensor
@@ -25,6 +27,7 @@ from lathe.compress.sensitivity.statistics import (
 )
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
+from lathe.evaluate.score import mean_stderr
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import QuantizationPlan
@@ -54,6 +57,7 @@ class LinearScore:
     Attributes:
         score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
         estimate: KL added, nats a token, as the gradients foretell it.
+        stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
 
     name: str
@@ -62,6 +66,7 @@ class LinearScore:
     estimate: float
     weights: Distribution
     inputs: Distribution
+    stderr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,9 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
         (work / PAGE).write_text(sensitivity_page(values), encoding="utf-8")
     journal.close()
     worst = result.linears[0]
-    log.info("most sensitive: %s costs %.2g; float: %s", worst.name, worst.score, result.skip)
+    error = f" ± {worst.stderr:.1g}" if worst.stderr is not None else ""
+    cost = f"{worst.score:.2g}{error}"
+    log.info("most sensitive: %s costs %s; float: %s", worst.name, cost, result.skip)
     return result
 
 
@@ -145,13 +152,16 @@ def rank(
     measure = Measure(settings.metric, validation, model)
     estimates = journal.recall("estimates", lambda: estimate_costs(model, plan, names, calibration))
     if settings.mode == "fisher":
-        baseline, scores = journal.recall("baseline", lambda: measure(model)), estimates
+        baseline = fmean(journal.recall("baseline", lambda: measure(model)))
+        scores, errors = estimates, dict.fromkeys(names)
     else:
-        baseline, scores = _one_at_a_time(measure, model, plan, settings.mode, journal)
+        baseline, scores, errors = _one_at_a_time(measure, model, plan, settings.mode, journal)
     weights = weight_distributions(model, plan, names)
     inputs = input_distributions(model, plan, names, calibration)
     linears = [
-        LinearScore(n, scores[n], _n_params(model, n), estimates[n], weights[n], inputs[n])
+        LinearScore(
+            n, scores[n], _n_params(model, n), estimates[n], weights[n], inputs[n], errors[n]
+        )
         for n in sorted(names, key=lambda name: -scores[name])
     ]
     chosen, predicted = choose_skips(linears, settings)
@@ -182,24 +192,28 @@ def rank(
 
 def _one_at_a_time(
     measure: Measure, model: GPT, plan: QuantizationPlan, mode: str, journal: Journal
-) -> tuple[float, dict[str, float]]:
-    """The metric of `model` in float (mode ptq) or in INT8 (qat), and how much worse INT8 in one
-    linear makes it: from float, or to all of INT8."""
+) -> tuple[float, dict[str, float], dict[str, float | None]]:
+    """The metric of `model` in float (mode ptq) or in INT8 (qat), how much worse INT8 in one linear
+    makes it, from float or to all of INT8, and the standard error of that."""
     everything, worse = frozenset(plan.activation_scales), WORSE[measure.metric]
 
-    def measured(names: Iterable[str]) -> float:
+    def measured(names: Iterable[str]) -> list[float]:
         with fake_quant.inserted(model, _part(plan, names)):
             return measure(model)
 
     start: frozenset[str] = everything if mode == "qat" else frozenset()
     baseline = journal.recall("baseline", lambda: measured(start))
-    scores = {}
+    scores: dict[str, float] = {}
+    errors: dict[str, float | None] = {}
     for name in track(plan.activation_scales, "sensitivity", len(everything)):
         changed = start ^ {name}
-        value = journal.recall(name, lambda changed=changed: measured(changed))  # type: ignore[misc]
-        cost = worse * (baseline - value if mode == "qat" else value - baseline)
-        scores[name] = cost + 0.0  # no -0.0
-    return baseline, scores
+        values = journal.recall(name, lambda changed=changed: measured(changed))  # type: ignore[misc]
+        sign = -worse if mode == "qat" else worse
+        costs = sign * (np.array(values) - np.array(baseline))
+        mean, error = mean_stderr(costs)
+        scores[name] = mean + 0.0  # no -0.0
+        errors[name] = None if math.isnan(error) else error
+    return fmean(baseline), scores, errors
 
 
 def choose_skips(
