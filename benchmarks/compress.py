@@ -34,9 +34,10 @@ from lathe.settings import Recipe
 
 CRITERIA = ("l1_norm", "l2_norm", "fpgm", "activation", "taylor")
 DISTILL = "Compress.Distill.teacher=parent"
-PRUNE_RATE = ("Optimizer.lr.max_lr=6e-4", "Optimizer.lr.min_lr=6e-5")
-INT8_RATE = ("Optimizer.lr.max_lr=2e-4", "Optimizer.lr.min_lr=2e-5")
+PRUNE_RATE = ("Optimizer.lr.max_lr=2e-4", "Optimizer.lr.min_lr=1e-5")
+INT8_RATE = ("Optimizer.lr.max_lr=1e-4", "Optimizer.lr.min_lr=1e-5")
 EVERYTHING = ("Compress.Quantization.quantize_embedding=True",)
+INT8 = ", int8"
 FEW = 3
 
 
@@ -75,7 +76,7 @@ def rows(linears: int) -> Iterator[Row]:
     yield Row("int8 distilled, no skips", int8=(DISTILL,))
     for ratio in ratios:
         best = pruned(ratio, "taylor", "global", True)
-        yield Row(f"{best.name}, int8", best.pruning, (DISTILL,))
+        yield Row(best.name + INT8, best.pruning, (DISTILL,))
     for distill, scope, criterion, ratio in product(
         (False, True), ("uniform", "global"), CRITERIA[::-1], ratios
     ):
@@ -87,7 +88,8 @@ def make(row: Row, settings: argparse.Namespace) -> None:
     model, folder, data = settings.model, settings.output / row.name, settings.data
     if row.pruning is not None:
         recipe = tuned(settings, *PRUNE_RATE, *row.pruning)
-        model = prune(recipe, model, data, folder / "pruned").folder
+        float_row = settings.output / row.name.removesuffix(INT8)
+        model = prune(recipe, model, data, float_row / "pruned").folder
     if row.int8 is not None:
         recipe = tuned(settings, *INT8_RATE, *EVERYTHING, *row.int8)
         ranked = ranking(recipe, row.skips, settings, folder) if row.skips else None
@@ -132,7 +134,8 @@ def table(output: Path, threads: int) -> Table:
     folders = {path.parents[1].name: path.parents[1] for path in finished}
     exported = {name: folder / "onnx" for name, folder in folders.items()}
     speeds = measure(exported, prompt_tokens=128, threads=threads)
-    out = Table("", "parameters", "bytes", "novels", "text", "cloze", "prefill", "decode")
+    titles = "parameters", "bytes", "novels", "text", "cloze", "last token", "prefill", "decode"
+    out = Table("", *titles)
     first = None
     for name, folder in folders.items():
         novels, text = read_metrics(folder / "novels"), read_metrics(folder / "text")
@@ -144,11 +147,17 @@ def table(output: Path, threads: int) -> Table:
             f"{speed['bytes_ratio']:.3f}",
             f"{novels['text']['perplexity']:.2f}",
             f"{text['text']['perplexity']:.1f}",
-            f"{cloze['accuracy']:.2%} ± {1.96 * cloze['accuracy_stderr']:.2%}",
+            share(cloze, "accuracy"),
+            share(cloze, "last_token_accuracy"),
             f"{speed['prefill_ms']:.2f} ms",
             f"{speed['decode_ms']:.3f} ms",
         )
     return out
+
+
+def share(metrics: dict[str, float], name: str) -> str:
+    """With its 95 % interval."""
+    return f"{metrics[name]:.2%} ± {1.96 * metrics[f'{name}_stderr']:.2%}"
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
