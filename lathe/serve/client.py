@@ -68,8 +68,11 @@ class Client:
         Raises:
             UserError: the server cannot be reached, is busy, or refuses the request.
         """
-        (piece,) = self._pieces(prompt, parameters)
-        return piece
+        return self.generate_all(prompt, **parameters)[0]
+
+    def generate_all(self, prompt: str, **parameters: Parameter) -> list[Piece]:
+        """The `num_return_sequences` continuations at once; raises as `generate` does."""
+        return list(self._pieces(prompt, parameters))
 
     def stream(self, prompt: str, **parameters: Parameter) -> Iterator[Piece]:
         """Pieces of the continuation as they are made; closing the iterator cancels the rest.
@@ -129,7 +132,7 @@ class Client:
             for response in call:
                 if response.error_message:
                     raise _refusal(response.error_message)
-                yield _piece(InferResult(response.infer_response))
+                yield from _pieces(InferResult(response.infer_response))
         except grpc.RpcError as error:
             raise self._lost(error) from None
         finally:
@@ -190,10 +193,22 @@ def _request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> 
     return request
 
 
-def _piece(result: Any) -> Piece:
-    (text,) = result.as_numpy("text_output")
-    (reason,) = result.as_numpy("finish_reason")
-    return Piece(text.decode(), result.as_numpy("tokens").tolist(), reason.decode())
+def _pieces(result: Any) -> list[Piece]:
+    """One a sequence of the response."""
+    ends = np.cumsum(result.as_numpy("token_count"))[:-1]
+    chances = result.as_numpy("log_probabilities")
+    parts = zip(
+        result.as_numpy("text_output"),
+        np.split(result.as_numpy("tokens"), ends),
+        result.as_numpy("finish_reason"),
+        result.as_numpy("sequence").tolist(),
+        np.split(chances, ends) if len(chances) else [chances] * (len(ends) + 1),
+        strict=True,
+    )
+    return [
+        Piece(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
+        for text, tokens, reason, sequence, chance in parts
+    ]
 
 
 def _refusal(message: str) -> Exception:
