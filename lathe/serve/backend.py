@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from lathe.errors import UserError
 from lathe.serve.engine import Engine
 from lathe.serve.group import Receiver
+from lathe.serve.metrics import Metrics
 from lathe.serve.params import FIELDS, Params, parse
 from lathe.serve.piece import Piece
 
@@ -33,7 +34,8 @@ class TritonPythonModel:
         folder = Path(args["model_repository"]) / args["model_version"]
         self.max_queue: int = settings["max_queue"]
         limits = settings["threads"], settings["max_running"], self.max_queue
-        self.engine = Engine(folder, settings["max_tokens"], *limits)
+        metrics = Metrics(args["model_name"])
+        self.engine = Engine(folder, settings["max_tokens"], *limits, metrics)
 
     def execute(self, requests: list[Any]) -> None:
         """Read each request and queue it; the answers come from the batch's thread."""

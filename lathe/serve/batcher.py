@@ -10,6 +10,7 @@ Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill
 """
 
 import threading
+import time
 from collections import deque
 
 import numpy as np
@@ -21,6 +22,23 @@ STRETCH = 128  # tokens of a prompt that are read between two steps
 ENDED = Step([], [])
 
 
+class Watcher:
+    """Told by a batcher what happens, on its thread; here it takes no notice. Seconds count from a
+    request's arrival."""
+
+    def admitted(self, waited: float) -> None:
+        """A request has a row."""
+
+    def begun(self, prompt_tokens: int, seconds: float) -> None:
+        """A prompt is read, and its first token chosen."""
+
+    def stepped(self, tokens: int) -> None:
+        """So many branches got a token."""
+
+    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
+        """What there is between two steps: branches, requests, and tokens of the branches."""
+
+
 class Batcher:
     """Runs at most `max_running` branches at a time; `max_queue` requests may wait for room, first
     come first served.
@@ -29,8 +47,11 @@ class Batcher:
     the system as they are first used.
     """
 
-    def __init__(self, model: OnnxModel, max_running: int, max_queue: int) -> None:
+    def __init__(
+        self, model: OnnxModel, max_running: int, max_queue: int, watcher: Watcher | None = None
+    ) -> None:
         self.model, self.max_running, self._max_queue = model, max_running, max_queue
+        self._watcher = watcher or Watcher()
         self._cache = model.start(max_running)
         self._parts: dict[tuple[int, int], KVCache] = {}
         self._waiting: deque[Group] = deque()
@@ -72,6 +93,9 @@ class Batcher:
                 self._admit()
             self._read()
             self._step()
+            rows = len(self._owners)
+            kv_tokens = int(self._cache.lengths[: rows + (self._reading is not None)].sum())
+            self._watcher.holds(rows, len(self._waiting), kv_tokens)
         for group in (*self._rows, *filter(None, [self._reading]), *self._waiting):
             group.cancel()
 
@@ -83,6 +107,7 @@ class Batcher:
                 if len(self._owners) + group.width > self.max_running:
                     return
                 self._reading = group
+                self._watcher.admitted(time.monotonic() - group.arrived)
                 self._cache.lengths[len(self._owners)] = 0
             self._waiting.popleft()
 
@@ -108,6 +133,8 @@ class Batcher:
         self._reading = None
         branches = range(row, row + len(step.tokens))
         self._cache.permute(branches, [row] * len(branches))
+        self._watcher.begun(len(group.prompt), time.monotonic() - group.arrived)
+        self._watcher.stepped(group.width)
         self._owners += [group] * len(branches)
         self._tokens += step.tokens
         if branches:
@@ -128,6 +155,7 @@ class Batcher:
                 group.deliver(error)
                 self._go_on(group, ENDED)
             return
+        self._watcher.stepped(len(tokens))
         own = {group: logits[rows] for group, rows in self._rows.items()}  # rows move meanwhile
         for group in own:
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.serve.batcher import Batcher
+from lathe.serve.batcher import Batcher, Watcher
 from lathe.serve.beams import Beams
 from lathe.serve.group import Receiver, Samples, Vocabulary
 from lathe.serve.params import Params
@@ -22,7 +22,7 @@ class Engine:
     Args:
         folder: an export.
         threads: onnxruntime's threads within a step, 0: every core.
-        max_running, max_queue: see `Batcher`.
+        max_running, max_queue, watcher: see `Batcher`.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Engine:
         threads: int = 0,
         max_running: int = 8,
         max_queue: int = 64,
+        watcher: Watcher | None = None,
     ) -> None:
         self.default_max_tokens = default_max_tokens
         self.model = OnnxModel(folder, threads)
@@ -39,7 +40,7 @@ class Engine:
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
-        self._batcher = Batcher(self.model, max_running, max_queue)
+        self._batcher = Batcher(self.model, max_running, max_queue, watcher)
 
     def submit(self, prompt: str, params: Params, receiver: Receiver) -> bool:
         """Begin to generate; answers come to the receiver from another thread.

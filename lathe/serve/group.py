@@ -1,6 +1,7 @@
 """One request in the running batch: its branches, and how their next tokens are chosen."""
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Group(ABC):
 
     def __init__(self, prompt: Sequence[int], width: int, receiver: Receiver) -> None:
         self.prompt, self.width = np.array(prompt, np.int64), width
+        self.arrived = time.monotonic()
         self._receiver = receiver
 
     @abstractmethod

@@ -104,6 +104,27 @@ def test_several_sequences_beams_and_log_probabilities(
     assert is_greedy.all()
 
 
+def test_metrics_are_tritons_prometheus_endpoints(server: TritonServer, client: Client) -> None:
+    def read() -> dict[str, float]:
+        page = requests.get(f"http://127.0.0.1:{server.state.metrics_port}/metrics", timeout=30)
+        lines = [line for line in page.text.splitlines() if line.startswith("lathe_")]
+        values = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
+        assert all('model="gpt"' in line for line in lines)
+        return values
+
+    client.generate("x", max_tokens=1)
+    before = read()
+    client.generate("hello", max_tokens=7, min_tokens=7)
+    client.generate("hi", max_tokens=3, min_tokens=3, num_return_sequences=2)
+    after = read()
+    change = {name: after[name] - before[name] for name in after}
+    assert change["lathe_generated_tokens_total"] == 7 + 6
+    assert change["lathe_prompt_tokens_total"] == len("hello") + len("hi")
+    assert change["lathe_first_token_seconds_count"] == change["lathe_queue_seconds_count"] == 2
+    assert change["lathe_first_token_seconds_sum"] >= change["lathe_queue_seconds_sum"] >= 0
+    assert (after["lathe_running"], after["lathe_waiting"], after["lathe_kv_tokens"]) == (0, 0, 0)
+
+
 def test_parameters_as_input_tensors(server: TritonServer, client: Client) -> None:
     body = {"text_input": "hello", "max_tokens": 9, "min_tokens": 9, "temperature": 0.7}
     reply = post(server, "generate", body | {"top_p": 0.9, "seed": 4, "top_k": 20}).json()
