@@ -27,7 +27,13 @@ def browse(address: str) -> str:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=10000",
+        "--dump-dom",
+    ]
     run = subprocess.run([browser, *flags, address], capture_output=True, text=True, timeout=60)
     return run.stdout
 
