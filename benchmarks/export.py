@@ -51,6 +51,7 @@ def main() -> None:
 
 
 def write(folder: Path) -> dict[str, Path]:
+    """Exports of random weights, float32 and INT8."""
     model = GPT(SHAPE)
     model.initialize(0.02, seed=0)
     weights = {name: tensor.numpy() for name, tensor in hf_tensors(model).items()}

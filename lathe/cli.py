@@ -453,6 +453,78 @@ def client(
         print()
 
 
+@app.command(epilog="Example: lathe playground, then open the address that it prints")
+def playground(
+    port: Annotated[int, typer.Option(min=0, help="Of the page; 0: any free one.")] = 8080,
+) -> None:
+    """A web page to try the running server with, until Ctrl-C; ?prompt=... in its address asks."""
+    import signal
+
+    from lathe.serve import state
+    from lathe.serve.playground import playground
+
+    server = state.find()
+    if server is None:
+        raise UserError("no server is running", "start one with `make serve`")
+    with playground(server.http, server.model_name, port) as address:
+        show(playground=address, model=server.model_name)
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            print()
+
+
+@app.command(
+    "bench-serve", epilog="Example: lathe bench-serve --clients 16 --requests 200 --output run/load"
+)
+def bench_serve(
+    clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second, at random times, whoever has been answered."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100,
+    tokens: Annotated[
+        str, typer.Option(metavar="MIN:MAX", help="New tokens of a request, drawn evenly.")
+    ] = "16:64",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, a prompt a line; default: a few openings.")
+    ] = None,
+    first_token: Annotated[
+        float, typer.Option(help="Objective: seconds to the first token.")
+    ] = 1.0,
+    between_tokens: Annotated[
+        float, typer.Option(help="Objective: mean seconds from a token to the next.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and samples.")] = 0,
+    url: Annotated[
+        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
+    output: Annotated[Path, typer.Option(help="Folder to write.")] = RUN / "load",
+) -> None:
+    """Put load on a running server: how long do its users wait?
+
+    A closed loop of --clients, each asking again when it is answered; with --rate an open loop, in
+    which requests come whether or not the server keeps up. Writes load.json and load.html.
+    """
+    from lathe.serve.bench import bench
+
+    low, high = _span("--tokens", tokens)
+    shape = {"clients": clients, "rate": rate, "requests": requests, "seed": seed}
+    objective = first_token, between_tokens
+    summary = bench((low, high), shape, objective, prompts, url, model_name, output)
+    show(
+        page=output / "load.html",
+        tokens_per_second=f"{summary.tokens_per_second:.1f}",
+        requests_per_second=f"{summary.requests_per_second:.2f}",
+        goodput=f"{summary.goodput:.2f}",
+        first_token=_milliseconds(summary.first_token),
+        between_tokens=_milliseconds(summary.between_tokens),
+        failed=f"{summary.failed} of {summary.requests}",
+    )
+
+
 @app.command(
     epilog='Example: lathe generate run/dense "The day" -o Generation.decode_strategy=beam_search'
 )
@@ -565,6 +637,21 @@ def _load(name: str, overrides: list[str] | None) -> "Recipe":
 
 def _as_options(overrides: list[str] | None) -> list[str]:
     return [part for value in overrides or [] for part in ("-o", value)]
+
+
+def _span(option: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        span = int(low), int(high or low)
+    except ValueError:
+        span = 0, 0
+    if not 0 < span[0] <= span[1]:
+        raise UserError(f"{option} {text}: not understood", "write MIN:MAX, as 16:64")
+    return span
+
+
+def _milliseconds(percentiles: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in percentiles.items())
 
 
 def _beside(model: Path, suffix: str) -> Path:

@@ -27,6 +27,7 @@ from lathe.serve import state as serve_state
 from lathe.serve.piece import Piece, TokenScores, score_name
 
 Parameter = int | float | str | bool | None
+CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 PARAMETER_FIELD = {
     bool: "bool_param",
     int: "int64_param",
@@ -49,7 +50,7 @@ class Client:
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
-        self._channel = grpc.insecure_channel(url, [("grpc.enable_http_proxy", 0)])
+        self._channel = grpc.insecure_channel(url, CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -68,8 +69,11 @@ class Client:
         Raises:
             UserError: the server cannot be reached, is busy, or refuses the request.
         """
-        (piece,) = self._pieces(prompt, parameters)
-        return piece
+        return self.generate_all(prompt, **parameters)[0]
+
+    def generate_all(self, prompt: str, **parameters: Parameter) -> list[Piece]:
+        """The `num_return_sequences` continuations at once; raises as `generate` does."""
+        return list(self._pieces(prompt, parameters))
 
     def stream(self, prompt: str, **parameters: Parameter) -> Iterator[Piece]:
         """Pieces of the continuation as they are made; closing the iterator cancels the rest.
@@ -100,8 +104,8 @@ class Client:
             reply = self._stub.ModelInfer(request, timeout=self.timeout_seconds)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
-                raise _refusal(error.details()) from None
-            raise self._lost(error) from None
+                raise refusal(error.details()) from None
+            raise lost(error, self.url, self.timeout_seconds) from None
         result = InferResult(reply)
         return result.as_numpy("log_likelihood"), result.as_numpy("is_greedy")
 
@@ -118,32 +122,22 @@ class Client:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 what = f"{self.url} serves no model {self.model_name}"
                 raise UserError(what, "name its model: -o Serving.model_name=NAME") from None
-            raise self._lost(error) from None
+            raise lost(error, self.url, self.timeout_seconds) from None
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
     def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Iterator[Piece]:
         call = self._stub.ModelStreamInfer(
-            iter([_request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
+            iter([request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
         )
         try:
             for response in call:
                 if response.error_message:
-                    raise _refusal(response.error_message)
-                yield _piece(InferResult(response.infer_response))
+                    raise refusal(response.error_message)
+                yield from pieces_of(InferResult(response.infer_response))
         except grpc.RpcError as error:
-            raise self._lost(error) from None
+            raise lost(error, self.url, self.timeout_seconds) from None
         finally:
             call.cancel()
-
-    def _lost(self, error: Any) -> Exception:
-        if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return UserError(
-                f"no answer within {self.timeout_seconds:g} s from {self.url}",
-                "ask for fewer tokens, or wait longer",
-            )
-        if error.code() == grpc.StatusCode.UNAVAILABLE:
-            return UserError(f"no server answers on {self.url}", "start one with `make serve`")
-        return RuntimeError(f"{self.url}: {error.code().name}: {error.details()}")
 
 
 def connect(folder: Path | None = None) -> Client:
@@ -177,26 +171,51 @@ def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
             yield piece.text
 
 
-def _request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
+def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
+    """The message that asks for a generation."""
     text = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
-    request = service_pb2.ModelInferRequest(
+    message = service_pb2.ModelInferRequest(
         model_name=model_name,
         inputs=[text | {"contents": {"bytes_contents": [prompt.encode()]}}],
     )
     for name, value in parameters.items():
         if value is None:
             continue
-        setattr(request.parameters[name], PARAMETER_FIELD[type(value)], value)
-    return request
+        setattr(message.parameters[name], PARAMETER_FIELD[type(value)], value)
+    return message
 
 
-def _piece(result: Any) -> Piece:
-    (text,) = result.as_numpy("text_output")
-    (reason,) = result.as_numpy("finish_reason")
-    return Piece(text.decode(), result.as_numpy("tokens").tolist(), reason.decode())
+def pieces_of(result: Any) -> list[Piece]:
+    """One a sequence of the response."""
+    ends = np.cumsum(result.as_numpy("token_count"))[:-1]
+    chances = result.as_numpy("log_probabilities")
+    parts = zip(
+        result.as_numpy("text_output"),
+        np.split(result.as_numpy("tokens"), ends),
+        result.as_numpy("finish_reason"),
+        result.as_numpy("sequence").tolist(),
+        np.split(chances, ends) if len(chances) else [chances] * (len(ends) + 1),
+        strict=True,
+    )
+    return [
+        Piece(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
+        for text, tokens, reason, sequence, chance in parts
+    ]
 
 
-def _refusal(message: str) -> Exception:
+def refusal(message: str) -> Exception:
     """The server's own words, which carry their cure where the request is at fault."""
     what, _, cure = message.partition("\n  cure: ")
     return UserError(what, cure) if cure else RuntimeError(message)
+
+
+def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
+    """What a call that gRPC ended means to the caller."""
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UserError(
+            f"no answer within {timeout_seconds:g} s from {url}",
+            "ask for fewer tokens, or wait longer",
+        )
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return UserError(f"no server answers on {url}", "start one with `make serve`")
+    return RuntimeError(f"{url}: {error.code().name}: {error.details()}")

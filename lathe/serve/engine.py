@@ -1,61 +1,72 @@
-"""Generates text from an exported model: tokenizer, KV cache and sampling, no server.
+"""Text in, text out of an exported model: tokenizer, limits and the running batch, no server.
 
 Runs where only numpy, onnxruntime and tokenizers are installed.
 """
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.serve.batcher import Batcher, Watcher
+from lathe.serve.beams import Beams
+from lathe.serve.group import Receiver, Samples, Vocabulary
 from lathe.serve.params import Params
-from lathe.serve.piece import Piece
-from lathe.serve.sampling import next_token
 from lathe.serve.session import OnnxModel
-from lathe.serve.text import TextStream, TokenBytes
+from lathe.serve.text import TokenBytes
 
 
 class Engine:
-    """One loaded model; `generate` may be called from many threads at once."""
+    """One loaded model, which generates for many at once.
 
-    def __init__(self, folder: Path, default_max_tokens: int, threads: int = 0) -> None:
-        """Load an export folder. `threads`: onnxruntime's threads within a step, 0: every core."""
+    Args:
+        folder: an export.
+        threads: onnxruntime's threads within a step, 0: every core.
+        max_running, max_queue, watcher: see `Batcher`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        default_max_tokens: int,
+        threads: int = 0,
+        max_running: int = 8,
+        max_queue: int = 64,
+        watcher: Watcher | None = None,
+    ) -> None:
         self.default_max_tokens = default_max_tokens
         self.model = OnnxModel(folder, threads)
         self.n_positions = self.model.n_positions
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
+        self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
+        self._batcher = Batcher(self.model, max_running, max_queue, watcher)
 
-    def generate(
-        self, prompt: str, params: Params, cancelled: Callable[[], bool] = lambda: False
-    ) -> Iterator[Piece]:
-        """Yield a piece a token. `cancelled` is asked before every step.
+    def submit(self, prompt: str, params: Params, receiver: Receiver) -> bool:
+        """Begin to generate; answers come to the receiver from another thread.
+
+        Returns:
+            False where the queue is full.
 
         Raises:
-            UserError: the prompt is empty or too long, or `max_tokens` has no room in the context.
+            UserError: the prompt is empty or too long, `max_tokens` has no room in the context, or
+                more branches are asked for than run at a time.
         """
-        prompt_ids = self._encode(prompt)
-        max_tokens = self._max_tokens(len(prompt_ids), params.max_tokens)
-        rng = np.random.default_rng(params.seed)
-        text = TextStream(self.token_bytes)
-        seen = np.zeros(self.model.vocab_size, bool)
-        seen[prompt_ids] = True
-        cache = self.model.start(1, capacity=len(prompt_ids) + max_tokens)
-        ids = np.array([prompt_ids], np.int64)
-        for n in range(max_tokens):
-            if cancelled():
-                yield Piece("", [], "cancelled")
-                return
-            logits = self.model.step(cache, ids)[0]
-            token = next_token(logits, seen, n, params, self.model.eos_id, rng)
-            if token == self.model.eos_id:
-                yield Piece("", [], "stop")
-                return
-            yield Piece(text.add(token), [token], "length" if n + 1 == max_tokens else "")
-            seen[token] = True
-            ids = np.array([[token]], np.int64)
+        ids = self._encode(prompt)
+        max_tokens = self._max_tokens(len(ids), params.max_tokens)
+        kind = Beams if params.decode_strategy == "beam_search" else Samples
+        group = kind(ids, max_tokens, params, self._vocabulary, receiver)
+        if group.width > self._batcher.max_running:
+            name = "num_beams" if kind is Beams else "num_return_sequences"
+            raise UserError(
+                f"{name} {group.width} is above what runs at a time, {self._batcher.max_running}",
+                f"lower {name}, or raise Serving.max_running",
+            )
+        return self._batcher.submit(group)
+
+    def close(self) -> None:
+        """Cancel what is under way."""
+        self._batcher.close()
 
     def _encode(self, prompt: str) -> list[int]:
         if not prompt:

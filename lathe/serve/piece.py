@@ -1,6 +1,6 @@
 """What the server's side and the client's have in common: names, and what answers hold."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -14,13 +14,20 @@ TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, i
 class Piece:
     """A part of a continuation, or all of it; `finish_reason` is empty until the last piece.
 
-    stop: the model ended its text (EOS is in neither `text` nor `tokens`); length: `max_tokens` or
-    the context was reached; cancelled: nobody waits for it any more.
+    stop: the model ended its text (EOS is in neither `text` nor `tokens`), or a stop string came,
+    which `text` leaves out; length: `max_tokens` or the context was reached; cancelled: nobody
+    waits for it any more.
+
+    Attributes:
+        sequence: which of `num_return_sequences` this is of, from 0.
+        log_probabilities: the model's own, of each token, where they were asked for.
     """
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason
+    sequence: int = 0
+    log_probabilities: list[float] = field(default_factory=list)
 
 
 def score_name(model_name: str) -> str:

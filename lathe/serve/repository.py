@@ -16,7 +16,7 @@ from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
-from lathe.serve.params import FIELDS, STRATEGIES
+from lathe.serve.params import FIELDS
 from lathe.serve.piece import score_name
 from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import atomic_folder
@@ -39,8 +39,7 @@ def write_repository(
         generation: the defaults of requests that do not say otherwise.
 
     Raises:
-        UserError: `exported` lacks a file, the model's name cannot be a folder's, or the server
-            lacks the decode strategy.
+        UserError: `exported` lacks a file, or the model's name cannot be a folder's.
     """
     for name in NEEDED:
         if not (exported / name).is_file():
@@ -49,12 +48,6 @@ def write_repository(
         raise UserError(
             f"Serving.model_name {serving.model_name!r} is not a plain name",
             "use letters, digits, dots, dashes and underscores",
-        )
-    if generation.decode_strategy not in STRATEGIES:
-        raise UserError(
-            f"Generation.decode_strategy {generation.decode_strategy}: the server has "
-            f"{' and '.join(STRATEGIES)} only",
-            f"-o Generation.decode_strategy={STRATEGIES[0]} to deploy; `lathe generate` has it",
         )
     with atomic_folder(output, "*/config.pbtxt") as work:
         model = work / serving.model_name
@@ -82,10 +75,13 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
             "top_k": generation.top_k,
             "top_p": generation.top_p,
             "repetition_penalty": generation.repetition_penalty,
+            "num_return_sequences": generation.num_return_sequences,
+            "num_beams": generation.num_beams,
+            "length_penalty": generation.length_penalty,
             "min_tokens": generation.min_dec_len,
         },
     }
-    one, many = [1], [-1]
+    one, many = [1], [-1]  # outputs but the last two: an element a sequence
     optional = [
         {"name": name, "data_type": TRITON_TYPE[field.kind], "dims": one, "optional": True}
         for name, field in FIELDS.items()
@@ -97,9 +93,12 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         model_transaction_policy={"decoupled": True},
         input=[{"name": "text_input", "data_type": "TYPE_STRING", "dims": one}, *optional],
         output=[
-            {"name": "text_output", "data_type": "TYPE_STRING", "dims": one},
+            {"name": "text_output", "data_type": "TYPE_STRING", "dims": many},
+            {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": many},
+            {"name": "sequence", "data_type": "TYPE_INT64", "dims": many},
+            {"name": "token_count", "data_type": "TYPE_INT64", "dims": many},
             {"name": "tokens", "data_type": "TYPE_INT64", "dims": many},
-            {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": one},
+            {"name": "log_probabilities", "data_type": "TYPE_FP32", "dims": many},
         ],
         instance_group=[{"count": 1, "kind": "KIND_CPU"}],
         parameters={key: {"string_value": json.dumps(value)} for key, value in settings.items()},

@@ -38,6 +38,14 @@ def next_token(
     return int(rng.choice(ids, p=probabilities))
 
 
+def log_softmax(logits: Logits) -> Logits:
+    """(..., V) log-probabilities."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    total = np.exp(shifted).sum(-1, dtype=np.float64, keepdims=True)
+    out: Logits = shifted - np.log(total).astype(np.float32)
+    return out
+
+
 def penalize(logits: Logits, seen: NDArray[np.bool_], penalty: float) -> Logits:
     """Divide positive logits of seen ids by `penalty`, multiply negative ones (Keskar et al.,
     CTRL, 2019)."""
@@ -53,13 +61,13 @@ def distribution(
     Ties at the k-th place all survive. Top-p keeps the smallest set of most probable ids whose
     probability reaches `top_p`, at least one (Holtzman et al., 2020).
     """
-    scores = logits.astype(np.float64) / temperature
-    ids = np.arange(scores.size)
-    if 0 < top_k < scores.size:
-        kth = np.partition(scores, -top_k)[-top_k]
-        ids = np.flatnonzero(scores >= kth)
-    scores = scores[ids]
-    weights = np.exp(scores - scores.max())
+    ids = np.arange(logits.size)
+    if 0 < top_k < logits.size:
+        kth = np.partition(logits, -top_k)[-top_k]
+        ids = np.flatnonzero(logits >= kth)
+    with np.errstate(over="ignore"):
+        scores = (logits[ids] - logits.max()).astype(np.float64) / temperature
+    weights = np.exp(scores)
     probabilities = weights / weights.sum()
     if top_p < 1.0:
         order = np.argsort(-probabilities, kind="stable")

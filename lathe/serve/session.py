@@ -36,6 +36,17 @@ class KVCache:
     capacity: int
     binding: Any = field(repr=False)
 
+    def permute(self, rows: Sequence[int], sources: Sequence[int]) -> None:
+        """Give `rows[i]` the tokens that `sources[i]` has now."""
+        moves = [(row, source) for row, source in zip(rows, sources, strict=True) if row != source]
+        if not moves:
+            return
+        to, of = (list(part) for part in zip(*moves, strict=True))
+        longest = int(self.lengths[of].max())
+        for buffer in (*self.keys, *self.values):
+            buffer[to, :, :longest] = buffer[of, :, :longest]
+        self.lengths[to] = self.lengths[of]
+
 
 class OnnxModel:
     """An exported folder (`model.onnx`, `export.json`) opened for inference on the CPU.
@@ -68,6 +79,21 @@ class OnnxModel:
         shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_head]
         keys = [np.zeros(shape, np.float32) for shape in shapes]
         values = [np.zeros(shape, np.float32) for shape in shapes]
+        return self._bound(keys, values, np.zeros(batch, np.int64), capacity)
+
+    def rows(self, cache: KVCache, first: int, last: int) -> KVCache:
+        """Rows `first` to `last` of a cache, as one that shares their memory."""
+        part = slice(first, last)
+        keys, values = [key[part] for key in cache.keys], [value[part] for value in cache.values]
+        return self._bound(keys, values, cache.lengths[part], cache.capacity)
+
+    def _bound(
+        self,
+        keys: list[NDArray[np.float32]],
+        values: list[NDArray[np.float32]],
+        lengths: NDArray[np.int64],
+        capacity: int,
+    ) -> KVCache:
         binding = self.session.io_binding()
         for part, buffers in (("key", keys), ("value", values)):
             for i, buffer in enumerate(buffers):
@@ -75,7 +101,7 @@ class OnnxModel:
                 # One buffer for past and present: attention appends to it in place.
                 binding.bind_input(f"past_{part}_{i}", *place)
                 binding.bind_output(f"present_{part}_{i}", *place)
-        return KVCache(keys, values, np.zeros(batch, np.int64), capacity, binding)
+        return KVCache(keys, values, lengths, capacity, binding)
 
     def step(
         self, cache: KVCache, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
@@ -105,7 +131,7 @@ class OnnxModel:
         logits = np.empty((batch, 1, self.vocab_size), np.float32)
         cache.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self.session.run_with_iobinding(cache.binding)
-        cache.lengths = totals
+        cache.lengths[:] = totals
         return logits[:, 0]
 
     def logits(

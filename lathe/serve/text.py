@@ -1,6 +1,7 @@
 """Text from byte-level BPE tokens as they come, never half a character."""
 
 import codecs
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -44,11 +45,35 @@ class TextStream:
 
     Bytes that can never become UTF-8 turn to U+FFFD, as in `Tokenizer.decode`; a character that is
     unfinished when generation ends is left out.
+
+    Args:
+        stop: strings that end the text. They do not appear, nor does what may yet become one.
+
+    Attributes:
+        stopped: whether one came.
     """
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
+        self._token_bytes, self._stop = token_bytes, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False
 
     def add(self, token: int) -> str:
-        return self._decoder.decode(self._token_bytes[token])
+        text = self._held + self._decoder.decode(self._token_bytes[token])
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        ends = range(max((len(stop) for stop in self._stop), default=1) - 1, 0, -1)
+        held = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """What was held back, once no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_become_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)

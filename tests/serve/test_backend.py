@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 from tritonclient.grpc import service_pb2
 
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
+from lathe.model.generate import generate
 from lathe.serve.agreement import greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.rehearsal import ask, ask_http, ask_together
@@ -73,6 +75,54 @@ def test_the_recipes_defaults_and_the_seeds_names(client: Client) -> None:
     assert len(client.generate("hello", max_dec_len=5, min_dec_len=5).tokens) == 5
     one = client.generate("hello", top_k=1, max_tokens=8, temperature=3.0).tokens
     assert one == client.generate("hello", max_tokens=8, decode_strategy="greedy_search").tokens
+
+
+def test_several_sequences_beams_and_log_probabilities(
+    client: Client, checkpoint: Checkpoint
+) -> None:
+    drawn = client.generate_all("hello", num_return_sequences=3, seed=3, max_tokens=9, min_tokens=9)
+    assert [piece.sequence for piece in drawn] == [0, 1, 2]
+    assert [len(piece.tokens) for piece in drawn] == [9] * 3
+    streamed: dict[int, list[int]] = {}
+    options = {"num_return_sequences": 3, "seed": 3, "max_tokens": 9, "min_tokens": 9}
+    for piece in client.stream("hello", **options):
+        streamed.setdefault(piece.sequence, []).extend(piece.tokens)
+    assert [streamed[i] for i in range(3)] == [piece.tokens for piece in drawn]
+
+    beams = {"decode_strategy": "beam_search", "num_return_sequences": 2}
+    settings = GenerationSettings(max_dec_len=8, min_dec_len=0, **beams)  # type: ignore[arg-type]
+    ids = checkpoint.tokenizer.encode("hello").ids
+    expected = generate(checkpoint.model, [ids], settings, checkpoint.eos_id)
+    found = client.generate_all("hello", max_tokens=8, min_tokens=0, **beams)
+    assert [piece.tokens for piece in found] == expected
+
+    piece = client.generate("hello", max_tokens=4, logprobs=True, **GREEDY)
+    index = np.arange(len(piece.tokens)) + len(ids) - 1
+    row = np.array([ids + piece.tokens])
+    scores, is_greedy = client.score(row, index[None], np.array([piece.tokens]))
+    np.testing.assert_allclose(piece.log_probabilities, scores[0], atol=1e-4)
+    assert is_greedy.all()
+
+
+def test_metrics_are_tritons_prometheus_endpoints(server: TritonServer, client: Client) -> None:
+    def read() -> dict[str, float]:
+        page = requests.get(f"http://127.0.0.1:{server.state.metrics_port}/metrics", timeout=30)
+        lines = [line for line in page.text.splitlines() if line.startswith("lathe_")]
+        values = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
+        assert all('model="gpt"' in line for line in lines)
+        return values
+
+    client.generate("x", max_tokens=1)
+    before = read()
+    client.generate("hello", max_tokens=7, min_tokens=7)
+    client.generate("hi", max_tokens=3, min_tokens=3, num_return_sequences=2)
+    after = read()
+    change = {name: after[name] - before[name] for name in after}
+    assert change["lathe_generated_tokens_total"] == 7 + 6
+    assert change["lathe_prompt_tokens_total"] == len("hello") + len("hi")
+    assert change["lathe_first_token_seconds_count"] == change["lathe_queue_seconds_count"] == 2
+    assert change["lathe_first_token_seconds_sum"] >= change["lathe_queue_seconds_sum"] >= 0
+    assert (after["lathe_running"], after["lathe_waiting"], after["lathe_kv_tokens"]) == (0, 0, 0)
 
 
 def test_parameters_as_input_tensors(server: TritonServer, client: Client) -> None:

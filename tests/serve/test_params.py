@@ -26,7 +26,19 @@ def test_the_seeds_names_are_taken() -> None:
         ({"max_tokens": 0}, "max_tokens 0 .* at least 1"),
         ({"max_dec_len": -3}, "max_dec_len -3 .* at least 1"),
         ({"top_k": True}, "top_k True is not of type int"),
-        ({"decode_strategy": "beam_search"}, "beam_search .* sampling or greedy_search"),
+        ({"decode_strategy": "random"}, "random .* sampling, greedy_search, beam_search"),
+        (
+            {"decode_strategy": "greedy_search", "num_return_sequences": 2},
+            "num_return_sequences 2: greedy_search finds one",
+        ),
+        (
+            {"decode_strategy": "beam_search", "num_return_sequences": 5},
+            "num_return_sequences 5 is above num_beams 4",
+        ),
+        ({"decode_strategy": "beam_search", "logprobs": True}, "logprobs with beam_search"),
+        ({"num_beams": 1}, "num_beams 1 .* at least 2"),
+        ({"stop": ""}, "stop  is out of range.*none empty"),
+        ({"stop": '["a", 1]'}, "not all of it are strings"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
         ({"max_tokens": 5, "max_dec_len": 5}, "max_tokens is given twice"),
         ({"tempreature": 1.0}, "unknown parameter tempreature.*did you mean temperature"),
@@ -37,3 +49,11 @@ def test_the_seeds_names_are_taken() -> None:
 def test_what_is_wrong_is_named_with_its_limit(given: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
         parse(given, Params())
+
+
+@pytest.mark.parametrize(
+    ("given", "strings"),
+    [("end", ("end",)), ("[", ("[",)), ('["a", "\\n"]', ("a", "\n")), ("[x]", ("[x]",))],
+)
+def test_stop_is_a_string_or_a_list_of_them(given: str, strings: tuple[str, ...]) -> None:
+    assert parse({"stop": given}, Params()).stop == strings

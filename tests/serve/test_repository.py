@@ -30,8 +30,5 @@ def test_nothing_is_left_of_a_failure(exported: Path, tmp_path: Path) -> None:
         write_repository(tmp_path, output, ServingSettings(), GenerationSettings())
     with pytest.raises(UserError, match=r"'\.\./x' is not a plain name"):
         write_repository(exported, output, ServingSettings(model_name="../x"), GenerationSettings())
-    beams = GenerationSettings(decode_strategy="beam_search")
-    with pytest.raises(UserError, match="beam_search: the server has sampling and greedy_search"):
-        write_repository(exported, output, ServingSettings(), beams)
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
     assert (output / "gpt" / "1" / "model.onnx").is_file()

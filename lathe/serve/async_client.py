@@ -1,0 +1,71 @@
+"""The client for programs that wait with asyncio; parameters and errors are `lathe.serve.client`'s.
+
+async with AsyncClient("localhost:8001", "gpt") as client:
+    async for piece in client.stream("Once upon a time"):
+        print(piece.text, end="", flush=True)
+"""
+
+from collections.abc import AsyncIterator
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import InferResult, service_pb2_grpc  # type: ignore[import-untyped]
+
+from lathe.serve.client import CHANNEL_OPTIONS, Parameter, lost, pieces_of, refusal, request
+from lathe.serve.piece import Piece
+
+
+class AsyncClient:
+    """One model of one server, for any number of tasks of one event loop.
+
+    Args:
+        url: gRPC address, `host:port`.
+        model_name: the model's folder in the server's repository.
+        timeout_seconds: of a whole generation; None waits for ever.
+    """
+
+    def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
+        self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
+        self._channel = grpc.aio.insecure_channel(url, CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def generate(self, prompt: str, **parameters: Parameter) -> Piece:
+        """The whole continuation at once.
+
+        Raises:
+            UserError: the server cannot be reached, is busy, or refuses the request.
+        """
+        return (await self.generate_all(prompt, **parameters))[0]
+
+    async def generate_all(self, prompt: str, **parameters: Parameter) -> list[Piece]:
+        """The `num_return_sequences` continuations at once; raises as `generate` does."""
+        return [piece async for piece in self._pieces(prompt, parameters)]
+
+    async def stream(self, prompt: str, **parameters: Parameter) -> AsyncIterator[Piece]:
+        """Pieces as they are made; leaving the loop, or a cancelled task, cancels the rest.
+
+        Raises:
+            UserError: as `generate`, at the first piece.
+        """
+        async for piece in self._pieces(prompt, {**parameters, "stream": True}):
+            yield piece
+
+    async def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> AsyncIterator[Piece]:
+        call = self._stub.ModelStreamInfer(
+            iter([request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
+        )
+        try:
+            async for response in call:
+                if response.error_message:
+                    raise refusal(response.error_message)
+                for piece in pieces_of(InferResult(response.infer_response)):
+                    yield piece
+        except grpc.RpcError as error:
+            raise lost(error, self.url, self.timeout_seconds) from None
+        finally:
+            call.cancel()

@@ -1,0 +1,171 @@
+"""Load on a live endpoint, and what its clients felt.
+
+Closed: so many clients, each asking again as soon as it is answered. Open: requests arrive at a
+rate of their own (Poisson), whether or not the server keeps up, as users' do.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+from lathe.progress import bar
+from lathe.serve.client import Client
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to ask.
+
+    Attributes:
+        prompts: taken in turn.
+        lengths: new tokens of each request, taken in turn.
+        requests: in all.
+        clients: of a closed loop.
+        rate: requests a second of an open loop; None: a closed one.
+    """
+
+    prompts: Sequence[str]
+    lengths: Sequence[int]
+    requests: int
+    clients: int = 8
+    rate: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a user is content with, in seconds: the first token, and the mean time to the next."""
+
+    first_token: float
+    between_tokens: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as its client saw it: seconds since the load began; `error` in its own words."""
+
+    sent: float
+    tokens: tuple[float, ...]
+    error: str | None = None
+
+    @property
+    def first_token(self) -> float:
+        return self.tokens[0] - self.sent
+
+    @property
+    def between_tokens(self) -> NDArray[np.float64]:
+        return np.diff(np.array(self.tokens))
+
+    def meets(self, objective: Objective) -> bool:
+        if self.error or not self.tokens:
+            return False
+        gaps = self.between_tokens
+        slow = len(gaps) > 0 and gaps.mean() > objective.between_tokens
+        return self.first_token <= objective.first_token and not slow
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a load; seconds. `goodput` counts the requests a second that met the objective."""
+
+    seconds: float
+    requests: int
+    failed: int
+    tokens_per_second: float
+    requests_per_second: float
+    goodput: float
+    first_token: dict[str, float]
+    between_tokens: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_load(client: Client, load: Load) -> list[Request]:
+    """Put the load on the server and wait for the last answer.
+
+    Raises:
+        UserError: the server cannot be reached.
+    """
+    client.generate(load.prompts[0], max_tokens=1)  # also pays for onnxruntime's start
+    started = time.perf_counter()
+    done: list[Request] = []
+    lock = threading.Lock()
+    with bar("requests", load.requests) as progress:
+
+        def ask(number: int) -> None:
+            request = _ask(client, load, number, started)
+            with lock:
+                done.append(request)
+                progress.advance()
+
+        drive = _closed if load.rate is None else _open
+        drive(ask, load)
+    return sorted(done, key=lambda request: request.sent)
+
+
+def summarize(requests: Sequence[Request], objective: Objective) -> Summary:
+    """Raises UserError where no request was answered."""
+    answered = [request for request in requests if request.tokens and not request.error]
+    if not answered:
+        first = next((request.error for request in requests if request.error), "no tokens")
+        raise UserError(f"none of {len(requests)} requests was answered: {first}", "see its log")
+    ends = max(request.tokens[-1] for request in answered)
+    seconds = ends - min(request.sent for request in requests)
+    good = sum(request.meets(objective) for request in requests)
+    return Summary(
+        seconds=seconds,
+        requests=len(requests),
+        failed=len(requests) - len(answered),
+        tokens_per_second=sum(len(request.tokens) for request in answered) / seconds,
+        requests_per_second=len(answered) / seconds,
+        goodput=good / seconds,
+        first_token=percentiles([request.first_token for request in answered]),
+        between_tokens=percentiles(np.concatenate([r.between_tokens for r in answered])),
+    )
+
+
+def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    """`p50`, `p90`, `p99`; nothing of nothing."""
+    if not len(values):
+        return {}
+    found = np.percentile(np.asarray(values), PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+
+
+def _ask(client: Client, load: Load, number: int, started: float) -> Request:
+    prompt = load.prompts[number % len(load.prompts)]
+    length = load.lengths[number % len(load.lengths)]
+    sent, times = time.perf_counter() - started, []
+    try:
+        for piece in client.stream(
+            prompt, max_tokens=length, min_tokens=length, seed=load.seed + number
+        ):
+            times += [time.perf_counter() - started] * len(piece.tokens)
+    except Exception as error:
+        return Request(sent, tuple(times), str(error).splitlines()[0])
+    return Request(sent, tuple(times))
+
+
+def _closed(ask: Callable[[int], None], load: Load) -> None:
+    with ThreadPoolExecutor(load.clients) as pool:
+        list(pool.map(ask, range(load.requests)))
+
+
+def _open(ask: Callable[[int], None], load: Load) -> None:
+    assert load.rate is not None
+    pauses = np.random.default_rng(load.seed).exponential(1 / load.rate, load.requests)
+    started = time.perf_counter()
+    with ThreadPoolExecutor(load.requests) as pool:
+        for number, arrival in enumerate(np.cumsum(pauses)):
+            time.sleep(max(0.0, started + arrival - time.perf_counter()))
+            pool.submit(ask, number)

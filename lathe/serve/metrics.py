@@ -1,0 +1,53 @@
+"""What a server says of itself on Triton's Prometheus endpoint, beside Triton's own metrics."""
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+
+from lathe.serve.batcher import Watcher
+
+SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
+
+
+class Metrics(Watcher):
+    """`lathe_*`, labelled with the model's name."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model = model_name
+        self._families: list[Any] = []  # Triton drops a metric whose family is gone
+        self._tokens = self._make("generated_tokens_total", "Tokens generated", "COUNTER")
+        self._prompt = self._make("prompt_tokens_total", "Prompt tokens read", "COUNTER")
+        self._queue = self._make("queue_seconds", "From arrival to a row in the batch", "HISTOGRAM")
+        self._first = self._make(
+            "first_token_seconds", "From arrival to the first token", "HISTOGRAM"
+        )
+        self._running = self._make("running", "Branches in the batch", "GAUGE")
+        self._waiting = self._make("waiting", "Requests that wait for a row", "GAUGE")
+        self._kv = self._make("kv_tokens", "Tokens whose keys and values are held", "GAUGE")
+
+    def admitted(self, waited: float) -> None:
+        self._queue.observe(waited)
+
+    def begun(self, prompt_tokens: int, seconds: float) -> None:
+        self._prompt.increment(prompt_tokens)
+        self._first.observe(seconds)
+
+    def stepped(self, tokens: int) -> None:
+        self._tokens.increment(tokens)
+
+    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv.set(kv_tokens)
+
+    def _make(self, name: str, description: str, kind: str) -> Any:
+        family = pb_utils.MetricFamily(
+            name=f"lathe_{name}",
+            description=description,
+            kind=getattr(pb_utils.MetricFamily, kind),  # not there before a model is initialized
+        )
+        self._families.append(family)
+        labels = {"model": self._model}
+        if kind == "HISTOGRAM":
+            return family.Metric(labels=labels, buckets=SECONDS)
+        return family.Metric(labels=labels)

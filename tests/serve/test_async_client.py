@@ -1,0 +1,61 @@
+"""The asyncio client against a real server: the same answers, errors and cancellation."""
+
+import asyncio
+import time
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.serve.async_client import AsyncClient
+from lathe.serve.client import Client
+from lathe.serve.server import TritonServer
+
+
+def test_many_tasks_get_what_a_client_gets(server: TritonServer, client: Client) -> None:
+    options = {"decode_strategy": "greedy_search", "max_tokens": 10}
+    prompts = [f"task {i}" for i in range(6)]
+
+    async def ask() -> list[list[int]]:
+        async with AsyncClient(server.state.grpc, "gpt", timeout_seconds=30) as asynchronous:
+            whole = [asynchronous.generate(prompt, **options) for prompt in prompts[:3]]
+
+            async def streamed(prompt: str) -> list[int]:
+                stream = asynchronous.stream(prompt, **options)
+                return [token async for piece in stream for token in piece.tokens]
+
+            answers = await asyncio.gather(*whole)
+            rest = await asyncio.gather(*(streamed(prompt) for prompt in prompts[3:]))
+            return [answer.tokens for answer in answers] + rest
+
+    assert asyncio.run(ask()) == [client.generate(prompt, **options).tokens for prompt in prompts]
+
+
+def test_errors_are_the_clients(server: TritonServer) -> None:
+    async def ask(url: str, **parameters: float) -> None:
+        async with AsyncClient(url, "gpt", timeout_seconds=0.2) as asynchronous:
+            await asynchronous.generate("x", **parameters)
+
+    with pytest.raises(UserError, match=r"top_p 1\.5 is out of range"):
+        asyncio.run(ask(server.state.grpc, top_p=1.5))
+    with pytest.raises(UserError, match="no server answers"):
+        asyncio.run(ask("127.0.0.1:1"))
+    with pytest.raises(UserError, match=r"no answer within 0\.2 s"):
+        asyncio.run(ask(server.state.grpc, max_tokens=1000, min_tokens=1000))
+
+
+def test_a_cancelled_task_frees_its_row(server: TritonServer, client: Client) -> None:
+    async def leave() -> None:
+        async with AsyncClient(server.state.grpc, "gpt") as asynchronous:
+            tasks = [
+                asyncio.create_task(asynchronous.generate("x", max_tokens=1000, min_tokens=1000))
+                for _ in range(4)  # every row there is
+            ]
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(leave())
+    started = time.perf_counter()
+    client.generate("b", max_tokens=1)
+    assert time.perf_counter() - started < 1

@@ -1,0 +1,70 @@
+"""Load on a live server, and arithmetic on what its clients saw."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lathe.cli import app
+from lathe.errors import UserError
+from lathe.serve.client import Client
+from lathe.serve.load import Load, Objective, Request, run_load, summarize
+from lathe.serve.server import TritonServer
+
+EASY = Objective(1e3, 1e3)
+
+
+def test_figures_of_known_requests() -> None:
+    requests = [
+        Request(0.0, (1.0, 1.5, 2.0)),
+        Request(1.0, (1.5, 3.5)),
+        Request(2.0, (), "the server is busy"),
+    ]
+    summary = summarize(requests, Objective(1.0, 0.5))
+    assert (summary.seconds, summary.requests, summary.failed) == (3.5, 3, 1)
+    assert summary.tokens_per_second == pytest.approx(5 / 3.5)
+    assert summary.goodput == pytest.approx(1 / 3.5)  # the second takes 2 s for its next token
+    assert summary.first_token["p50"] == pytest.approx(0.75)
+    assert summary.between_tokens["p50"] == pytest.approx(0.5)
+    with pytest.raises(UserError, match=r"none of 1 requests .* busy"):
+        summarize(requests[2:], EASY)
+
+
+@pytest.mark.parametrize("rate", [None, 40.0])
+def test_every_request_gets_its_tokens(client: Client, rate: float | None) -> None:
+    load = Load(["a", "hello"], [3, 9, 5], requests=12, clients=4, rate=rate)
+    requests = run_load(client, load)
+    assert sorted(len(request.tokens) for request in requests) == [3] * 4 + [5] * 4 + [9] * 4
+    assert all(list(r.tokens) == sorted(r.tokens) and r.tokens[0] >= r.sent for r in requests)
+    summary = summarize(requests, EASY)
+    assert summary.failed == 0
+    assert summary.goodput == pytest.approx(summary.requests_per_second)
+
+
+def test_the_command(server: TritonServer, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "load"
+    prompts.write_text("one\n\ntwo\n")
+    options = ["--url", server.state.grpc, "--prompts", str(prompts), "--output", str(output)]
+    arguments = ["bench-serve", "--requests", "6", "--clients", "2", "--tokens", "2:4", *options]
+    run = CliRunner().invoke(app, arguments)
+    assert run.exit_code == 0, run.output
+    figures = json.loads((output / "load.json").read_text())
+    assert figures["summary"]["failed"] == 0 and len(figures["requests"]) == 6
+    page = (output / "load.html").read_text()
+    assert "2 clients, 6 requests of 2 to 4 new tokens" in page and "data:image/svg+xml" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "5:2"], "write MIN:MAX"),
+        (["--prompts", "absent.txt"], "absent.txt: No such file"),
+        (["--url", "127.0.0.1:1"], "no server answers on 127.0.0.1:1"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, tmp_path: Path) -> None:
+    arguments = ["bench-serve", "--url", "127.0.0.1:1", *options, "--output", str(tmp_path / "o")]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, UserError) and message in str(error)
+    assert not (tmp_path / "o").exists()
