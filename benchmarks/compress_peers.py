@@ -202,7 +202,7 @@ def make_all(settings: argparse.Namespace) -> None:
     measure_up(folder / "onnx", folder, settings)
 
     for ratio in (0.25, 0.5):
-        for importance, is_global in (("l1", False), ("taylor", False), ("taylor", True)):
+        for importance, is_global in (("l1", False), ("taylor", True)):
             scope = "global" if is_global else "uniform"
             folder = settings.output / f"{ratio:.0%} {importance} {scope} by torch-pruning"
             start = folder / "start"
