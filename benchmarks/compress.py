@@ -74,7 +74,7 @@ def rows(linears: int) -> Iterator[Row]:
     yield Row(f"int8, {FEW} skips", int8=(), skips=FEW)
     yield Row(f"int8, all but {FEW} skipped", int8=(), skips=linears - FEW)
     yield Row("int8 distilled, no skips", int8=(DISTILL,))
-    for ratio in ratios:
+    for ratio in (0.25, 0.375, 0.5):
         best = pruned(ratio, "taylor", "global", True)
         yield Row(best.name + INT8, best.pruning, (DISTILL,))
     for distill, scope, criterion, ratio in product(

@@ -101,17 +101,19 @@ def test_reading_splits_at_the_last_word(tmp_path: Path, tokenizer: Tokenizer, p
     texts = [
         "the light, and every night the light",  # the last occurrence is taken out
         'he counted\n\n"the steps  again"\n',
+        "he counted the \n\nsteps",
         prose,
     ]
     path = tmp_path / "cloze.jsonl"
     path.write_text("\n".join(json.dumps({"text": t}) for t in texts) + "\n\n")
     expected = [
         ("the light, and every night the", " light"),
-        ('he counted\n\n"the steps', ' again"'),
+        ('he counted\n\n"the steps', '  again"'),
+        ("he counted the", " \n\nsteps"),
         (prose.rsplit(" ", 1)[0], " " + prose.rsplit(" ", 1)[1]),
     ]
     examples = read_cloze(path, tokenizer)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for example, (context, label) in zip(examples, expected, strict=True):
         assert example.context == tokenizer.encode(context).ids
         assert example.label == tokenizer.encode(label).ids
@@ -124,7 +126,7 @@ def test_reading_splits_at_the_last_word(tmp_path: Path, tokenizer: Tokenizer, p
         ('{"passage": "two words"}', "cloze.jsonl:2: broken line"),
         ('{"text": 7}', "cloze.jsonl:2: broken line"),
         ("[1, 2]", "cloze.jsonl:2: broken line"),
-        ('{"text": " alone "}', "cloze.jsonl:2: text ' alone ' has 1 words"),
+        ('{"text": " alone "}', "cloze.jsonl:2: text 'alone' has no space before its last word"),
     ],
 )
 def test_broken_lines_are_named(
@@ -145,8 +147,12 @@ def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path, tokenizer: Toke
 
 
 @pytest.mark.shared
-def test_lambada_label_lengths_are_the_published_ones(shared: Path) -> None:
-    examples = read_cloze(shared / "lambada_test.jsonl", load_tokenizer(shared / "gpt2"))
-    lengths = [len(e.label) for e in examples]
+def test_lambada_labels_are_the_published_ones_but_for_line_breaks(shared: Path) -> None:
+    path, tokenizer = shared / "lambada_test.jsonl", load_tokenizer(shared / "gpt2")
+    words = [json.loads(line)["text"].split()[-1] for line in path.read_text().splitlines()]
+    published = [tokenizer.encode(f" {word}").ids for word in words]
+    lengths = [len(label) for label in published]
     assert [lengths.count(n) for n in range(1, 6)] == [4013, 913, 208, 16, 3]
+    labels = [example.label for example in read_cloze(path, tokenizer)]
+    assert sum(ours != theirs for ours, theirs in zip(labels, published, strict=True)) == 7
     assert max(len(e.context) + len(e.label) for e in examples) == 224

@@ -49,9 +49,10 @@ def test_lambada_is_read_and_split_alike(shared: Path, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", model, tokenizer, "pretrain", Recipe())
     lines = (shared / "lambada_test.jsonl").read_text().splitlines(keepends=True)
     cloze = tmp_path / "cloze.jsonl"
-    cloze.write_text("".join(lines[::50]))
+    breaks = [line for line in lines if "\n" in json.loads(line)["text"].rsplit(" ", 1)[1]]
+    cloze.write_text("".join(lines[::50] + breaks))
     ours = by_lathe(tmp_path / "model", cloze, OfflineEvalSettings())
     theirs = by_lm_eval(tmp_path / "model", cloze, 16)
-    assert len(ours.correct) == 104
+    assert len(ours.correct) == 104 + 7
     assert ours.correct.tolist() == theirs.correct.tolist()
     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-3)
