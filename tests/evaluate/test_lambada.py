@@ -153,6 +153,7 @@ def test_lambada_labels_are_the_published_ones_but_for_line_breaks(shared: Path)
     published = [tokenizer.encode(f" {word}").ids for word in words]
     lengths = [len(label) for label in published]
     assert [lengths.count(n) for n in range(1, 6)] == [4013, 913, 208, 16, 3]
-    labels = [example.label for example in read_cloze(path, tokenizer)]
-    assert sum(ours != theirs for ours, theirs in zip(labels, published, strict=True)) == 7
+    examples = read_cloze(path, tokenizer)
+    differ = [e.label != label for e, label in zip(examples, published, strict=True)]
+    assert sum(differ) == 7
     assert max(len(e.context) + len(e.label) for e in examples) == 224
