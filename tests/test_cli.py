@@ -17,7 +17,11 @@ from lathe.recipe import load_recipe, shipped_recipes
 from lathe.settings import Recipe
 
 LATHE = [sys.executable, "-m", "lathe"]
-VERBS = [command.callback.__name__ for command in app.registered_commands if command.callback]
+VERBS = [
+    (command.name or command.callback.__name__)
+    for command in app.registered_commands
+    if command.callback
+]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 SMALL = [
     *(

@@ -35,7 +35,9 @@ def test_the_table_of_verbs_is_the_command_line() -> None:
     named = set()
     for cell in re.findall(r"^\| (`lathe .*?) \|", README, re.MULTILINE):
         named |= {verb.removeprefix("lathe ") for verb in re.findall(r"`(.*?)`", cell)}
-    assert named == {command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+    assert named == {
+        (command.name or command.callback.__name__) for command in app.registered_commands
+    }  # type: ignore[union-attr]
 
 
 def test_the_folders_are_there() -> None:
