@@ -139,7 +139,13 @@ def test_interrupt_is_status_130(prepared: Path) -> None:
     steps = ["-o", "Engine.max_steps=100000"]
     arguments = ["pretrain", "--output", "long", *steps, *SMALL]
     with subprocess.Popen(
-        [*LATHE, *arguments], cwd=prepared, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        [*LATHE, *arguments],
+        cwd=prepared,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A background job of a shell, as the tests may be, ignores SIGINT, and its children do.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as run:
         assert run.stderr is not None
         for line in run.stderr:
