@@ -19,7 +19,7 @@ def load_page(
     Args:
         what: the load, in words.
     """
-    answered = [request for request in requests if request.tokens and not request.error]
+    answered = [request for request in requests if request.answered]
     first = np.array([request.first_token for request in answered])
     between = np.concatenate([request.between_tokens for request in answered])
     pictures = [

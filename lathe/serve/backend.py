@@ -18,7 +18,7 @@ from lathe.serve.engine import Engine
 from lathe.serve.group import Receiver
 from lathe.serve.metrics import Metrics
 from lathe.serve.params import FIELDS, Params, parse
-from lathe.serve.piece import Piece
+from lathe.serve.piece import Piece, model_settings
 
 log = logging.getLogger("lathe")
 
@@ -28,8 +28,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model beside `model.py`. Settings: `parameters` of config.pbtxt, JSON each."""
-        given = json.loads(args["model_config"])["parameters"]
-        settings = {name: json.loads(value["string_value"]) for name, value in given.items()}
+        settings = model_settings(args)
         self.defaults = parse(settings["generation"], Params())
         folder = Path(args["model_repository"]) / args["model_version"]
         self.max_queue: int = settings["max_queue"]

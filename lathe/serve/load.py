@@ -58,6 +58,10 @@ class Request:
     error: str | None = None
 
     @property
+    def answered(self) -> bool:
+        return bool(self.tokens) and not self.error
+
+    @property
     def first_token(self) -> float:
         return self.tokens[0] - self.sent
 
@@ -66,7 +70,7 @@ class Request:
         return np.diff(np.array(self.tokens))
 
     def meets(self, objective: Objective) -> bool:
-        if self.error or not self.tokens:
+        if not self.answered:
             return False
         gaps = self.between_tokens
         slow = len(gaps) > 0 and gaps.mean() > objective.between_tokens
@@ -115,7 +119,7 @@ def run_load(client: Client, load: Load) -> list[Request]:
 
 def summarize(requests: Sequence[Request], objective: Objective) -> Summary:
     """Raises UserError where no request was answered."""
-    answered = [request for request in requests if request.tokens and not request.error]
+    answered = [request for request in requests if request.answered]
     if not answered:
         first = next((request.error for request in requests if request.error), "no tokens")
         raise UserError(f"none of {len(requests)} requests was answered: {first}", "see its log")

@@ -1,7 +1,9 @@
 """What the server's side and the client's have in common: names, and what answers hold."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,3 +35,9 @@ class Piece:
 def score_name(model_name: str) -> str:
     """The Triton model that scores by `model_name`."""
     return f"{model_name}-score"
+
+
+def model_settings(args: Mapping[str, str]) -> dict[str, Any]:
+    """What `parameters` of config.pbtxt hold, JSON each, of what Triton gives to `initialize`."""
+    given = json.loads(args["model_config"])["parameters"]
+    return {name: json.loads(value["string_value"]) for name, value in given.items()}

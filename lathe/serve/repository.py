@@ -82,28 +82,20 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         },
     }
     one, many = [1], [-1]  # outputs but the last two: an element a sequence
-    optional = [
+    optional: list[dict[str, Any]] = [
         {"name": name, "data_type": TRITON_TYPE[field.kind], "dims": one, "optional": True}
         for name, field in FIELDS.items()
     ]
-    config = model_config_pb2.ModelConfig(
-        name=serving.model_name,
-        backend="python",
-        max_batch_size=0,
-        model_transaction_policy={"decoupled": True},
-        input=[{"name": "text_input", "data_type": "TYPE_STRING", "dims": one}, *optional],
-        output=[
-            {"name": "text_output", "data_type": "TYPE_STRING", "dims": many},
-            {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": many},
-            {"name": "sequence", "data_type": "TYPE_INT64", "dims": many},
-            {"name": "token_count", "data_type": "TYPE_INT64", "dims": many},
-            {"name": "tokens", "data_type": "TYPE_INT64", "dims": many},
-            {"name": "log_probabilities", "data_type": "TYPE_FP32", "dims": many},
-        ],
-        instance_group=[{"count": 1, "kind": "KIND_CPU"}],
-        parameters={key: {"string_value": json.dumps(value)} for key, value in settings.items()},
-    )
-    return str(text_format.MessageToString(config))
+    inputs = [{"name": "text_input", "data_type": "TYPE_STRING", "dims": one}, *optional]
+    outputs = [
+        {"name": "text_output", "data_type": "TYPE_STRING", "dims": many},
+        {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": many},
+        {"name": "sequence", "data_type": "TYPE_INT64", "dims": many},
+        {"name": "token_count", "data_type": "TYPE_INT64", "dims": many},
+        {"name": "tokens", "data_type": "TYPE_INT64", "dims": many},
+        {"name": "log_probabilities", "data_type": "TYPE_FP32", "dims": many},
+    ]
+    return _pbtxt(serving.model_name, settings, inputs, outputs, is_decoupled=True)
 
 
 def _score_config(serving: ServingSettings, digest: str) -> str:
@@ -113,18 +105,32 @@ def _score_config(serving: ServingSettings, digest: str) -> str:
         "threads": serving.threads,
     }
     table = [-1, -1]
+    inputs = [
+        {"name": name, "data_type": "TYPE_INT64", "dims": table}
+        for name in ("tokens", "index", "targets")
+    ]
+    outputs = [
+        {"name": "log_likelihood", "data_type": "TYPE_FP64", "dims": table},
+        {"name": "is_greedy", "data_type": "TYPE_BOOL", "dims": table},
+    ]
+    return _pbtxt(score_name(serving.model_name), settings, inputs, outputs, is_decoupled=False)
+
+
+def _pbtxt(
+    name: str,
+    settings: dict[str, Any],
+    inputs: list[dict[str, Any]],
+    outputs: list[dict[str, Any]],
+    is_decoupled: bool,
+) -> str:
+    """The config.pbtxt of a Python model; `lathe.serve.piece.model_settings` reads `settings`."""
     config = model_config_pb2.ModelConfig(
-        name=score_name(serving.model_name),
+        name=name,
         backend="python",
         max_batch_size=0,
-        input=[
-            {"name": name, "data_type": "TYPE_INT64", "dims": table}
-            for name in ("tokens", "index", "targets")
-        ],
-        output=[
-            {"name": "log_likelihood", "data_type": "TYPE_FP64", "dims": table},
-            {"name": "is_greedy", "data_type": "TYPE_BOOL", "dims": table},
-        ],
+        model_transaction_policy={"decoupled": is_decoupled},
+        input=inputs,
+        output=outputs,
         instance_group=[{"count": 1, "kind": "KIND_CPU"}],
         parameters={key: {"string_value": json.dumps(value)} for key, value in settings.items()},
     )

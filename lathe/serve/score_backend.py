@@ -3,7 +3,6 @@
 The weights are loaded by the first request: a second copy in memory is for those who score.
 """
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
+from lathe.serve.piece import model_settings
 from lathe.serve.score import score_tokens
 from lathe.serve.session import OnnxModel
 
@@ -22,8 +22,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Settings: `parameters` of config.pbtxt, JSON each."""
-        given = json.loads(args["model_config"])["parameters"]
-        settings = {name: json.loads(value["string_value"]) for name, value in given.items()}
+        settings = model_settings(args)
         self.folder = Path(args["model_repository"]).parent / settings["exported"]
         self.threads: int = settings["threads"]
 
