@@ -1,15 +1,14 @@
 """Generation beside what a user would take instead: CTranslate2 and transformers, same weights.
 
     pip install ctranslate2     # not among Lathe's own requirements
-    python benchmarks/serve.py [--threads 1] [--rounds 5]
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/serve.py [--threads 1] [--rounds 5]
 
-GPT-2 124M shape, random weights. All take turns in one process; tokens/s and milliseconds are
-medians, and the ratios are what counts. `streams` are requests of mixed lengths in one running
-batch, without a server; `lathe bench-serve` measures one with it.
+GPT-2 124M shape, random weights. All take turns in one process, with the huge pages that Lathe's
+server runs with; tokens/s and milliseconds are medians, and the ratios are what counts. Prompts are
+read as the server reads them. `benchmarks/streams.py` has the server itself.
 """
 
 import argparse
-import queue
 import shutil
 import time
 from collections.abc import Callable
@@ -24,16 +23,13 @@ from transformers import GPT2LMHeadModel
 
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.batcher import Batcher
-from lathe.serve.group import Receiver, Samples, Vocabulary
-from lathe.serve.params import Params
+from lathe.serve.batcher import STRETCH
 from lathe.serve.session import OnnxModel
 from lathe.settings import Recipe
 
 NEW = 48
 PROMPTS = (128, 512)
 BATCHES = (1, 8)
-STREAMS = (1, 16)
 
 
 def prompt(batch: int, length: int) -> np.ndarray:
@@ -47,42 +43,14 @@ class Lathe:
     def prefill(self, length: int) -> float:
         tokens = prompt(1, length)
         cache = self.model.start(1, length)
-        return timed(lambda: self.model.step(cache, tokens))
+        parts = np.split(tokens, range(STRETCH, length, STRETCH), axis=1)
+        return timed(lambda: [self.model.step(cache, part) for part in parts])
 
     def decode(self, batch: int) -> float:
         cache = self.model.start(batch, 32 + NEW)
         self.model.step(cache, prompt(batch, 32))
         tokens = prompt(batch, 1)
         return NEW * batch / timed(lambda: [self.model.step(cache, tokens) for _ in range(NEW)])
-
-    def streams(self, count: int) -> float:
-        """Tokens/s of `count` requests at a time, of 16 to 80 new tokens, with the batcher."""
-        batcher = Batcher(self.model, count, 4 * count)
-        lengths = np.random.default_rng(count).integers(16, 81, 2 * count)
-        ended: queue.Queue[None] = queue.Queue()
-        vocabulary = Vocabulary(SHAPE.vocab_size, -1, _NoText())  # type: ignore[arg-type]
-
-        def take(answer: Any) -> None:
-            if answer.finish_reason:
-                ended.put(None)
-
-        def load() -> None:
-            for i, length in enumerate(lengths.tolist()):
-                params = Params(decode_strategy="greedy_search", min_tokens=length)
-                text = prompt(1, 24 + i)[0].tolist()
-                receiver = Receiver(take, lambda: False)
-                batcher.submit(Samples(text, length, params, vocabulary, receiver))
-            for _ in lengths:
-                ended.get()
-
-        seconds = timed(load)
-        batcher.close()
-        return float(lengths.sum()) / seconds
-
-
-class _NoText:
-    def __getitem__(self, token: int) -> bytes:
-        return b""
 
 
 class CTranslate2:
@@ -163,9 +131,8 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         folders = write(Path(scratch))
         hf = hf_folder(Path(scratch) / "hf")
-        int8 = Lathe(folders["int8"], arguments.threads)
         models: dict[str, Any] = {
-            "Lathe int8": int8,
+            "Lathe int8": Lathe(folders["int8"], arguments.threads),
             "onnxruntime fp32": Lathe(folders["fp32"], arguments.threads),
             "CTranslate2 int8": CTranslate2(hf, Path(scratch) / "ct2", arguments.threads),
             "transformers fp32": Transformers(hf),
@@ -179,8 +146,6 @@ def main() -> None:
                     value = getattr(model, what)(n)
                     if turn:
                         found.setdefault((case, name), []).append(value)
-            for n in STREAMS if turn else ():
-                found.setdefault((f"{n} streams", "Lathe int8"), []).append(int8.streams(n))
         sizes = {name: sum(f.stat().st_size for f in folder.glob("model.onnx*"))
                  for name, folder in folders.items()}  # fmt: skip
         shutil.rmtree(hf)
@@ -203,8 +168,6 @@ def report(
             shown = f"{1e3 * value:.1f} ms" if is_time else f"{value:.1f} tok/s"
             row += f"{shown:>18}{(value / ours if is_time else ours / value):>9.2f}x"
         print(row)
-    one, many = (medians[f"{n} streams", names[0]] for n in STREAMS)
-    print(f"{STREAMS[1]} streams: {many:.1f} tok/s, {many / one:.2f}x of one ({one:.1f} tok/s)")
 
 
 if __name__ == "__main__":

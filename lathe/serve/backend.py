@@ -6,7 +6,10 @@ only numpy, onnxruntime and tokenizers. Requests share one running batch; what f
 
 import json
 import logging
-from collections.abc import Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from lathe.serve.piece import Piece, model_settings
 
 log = logging.getLogger("lathe")
 
+ASK_SECONDS = 0.01  # between two questions to Triton whether the clients are still there
+
 
 class TritonPythonModel:
     """What Triton calls; see https://github.com/triton-inference-server/python_backend."""
@@ -34,46 +39,108 @@ class TritonPythonModel:
         self.max_queue: int = settings["max_queue"]
         limits = settings["threads"], settings["max_running"], self.max_queue
         metrics = Metrics(args["model_name"])
+        self.courier = Courier()
         self.engine = Engine(folder, settings["max_tokens"], *limits, metrics)
 
     def execute(self, requests: list[Any]) -> None:
         """Read each request and queue it; the answers come from the batch's thread."""
         for request in requests:
-            sender = request.get_response_sender()
+            answer = Answer(request.get_response_sender(), self.courier)
             try:
-                prompt, params = _read(request, self.defaults)
-                receiver = Receiver(Answer(sender, params).take, sender.is_cancelled)
-                if not self.engine.submit(prompt, params, receiver):
+                prompt, answer.params = _read(request, self.defaults)
+                if not self.engine.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
                         f"the server is busy: {self.max_queue} requests wait already",
                         "try again in a moment, or raise Serving.max_queue",
                     )
-                    _refuse(sender, pb_utils.TritonError.UNAVAILABLE, full)
+                    answer.refuse(pb_utils.TritonError.UNAVAILABLE, full)
             except UserError as error:
-                _refuse(sender, pb_utils.TritonError.INVALID_ARG, error)
+                answer.refuse(pb_utils.TritonError.INVALID_ARG, error)
+            except Exception as error:
+                log.exception("a request could not be taken")
+                answer.refuse(pb_utils.TritonError.INTERNAL, error)
 
     def finalize(self) -> None:
         """End what runs: Triton is shutting down or unloads the model."""
         self.engine.close()
+        self.courier.close()
+
+
+class Courier:
+    """Takes responses to Triton, and asks it whether clients are gone, on a thread of its own: both
+    wait for another process, for which the running batch need not."""
+
+    def __init__(self) -> None:
+        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: set[Answer] = set()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def accept(self, answer: "Answer") -> None:
+        """From now on `answer.abandoned` is kept true to what Triton says."""
+        self._errands.put(lambda: self._open.add(answer))
+
+    def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
+        self._errands.put(lambda: self._send(answer, make, final))
+
+    def close(self) -> None:
+        """Once everything is sent."""
+        self._errands.put(None)
+        self._thread.join()
+
+    def _send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
+        if final:
+            self._open.discard(answer)
+        _send(answer.sender, make(), final)
+
+    def _work(self) -> None:
+        asked = time.monotonic()
+        while True:
+            try:
+                errand = self._errands.get(timeout=ASK_SECONDS if self._open else None)
+                if errand is None:
+                    return
+                errand()
+            except queue.Empty:
+                pass
+            except Exception:
+                log.exception("an answer could not be sent")
+            if time.monotonic() - asked > ASK_SECONDS:
+                for answer in self._open:
+                    answer.abandoned = answer.sender.is_cancelled()
+                asked = time.monotonic()
 
 
 class Answer:
-    """Sends the pieces of one request: as they come, or all at the end."""
+    """Sends the pieces of one request: as they come, or all at the end.
 
-    def __init__(self, sender: Any, params: Params) -> None:
-        self.sender, self.params = sender, params
+    Attributes:
+        abandoned: whether its client is gone.
+    """
+
+    def __init__(self, sender: Any, courier: Courier) -> None:
+        self.sender, self.courier = sender, courier
+        self.params = Params()
+        self.abandoned = False
+        self.receiver = Receiver(self.take, lambda: self.abandoned)
         self.held: dict[int, list[Piece]] = {}  # by sequence
         self.ended = 0
+        courier.accept(self)
 
     def take(self, answer: Piece | Exception) -> None:
         """A piece, of which those with a finish reason are counted, or the error that ends it."""
         if isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)
-            _refuse(self.sender, pb_utils.TritonError.INTERNAL, answer)
+            unavailable = isinstance(answer, UserError)
+            code = pb_utils.TritonError
+            self.refuse(code.UNAVAILABLE if unavailable else code.INTERNAL, answer)
         elif answer.finish_reason == "cancelled":
-            _refuse(self.sender, pb_utils.TritonError.CANCELLED, Exception("cancelled"))
+            self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:
             self._hold(answer)
+
+    def refuse(self, code: Any, error: Exception) -> None:
+        self.courier.send(self, lambda: _refusal(code, error), final=True)
 
     def _hold(self, piece: Piece) -> None:
         held = self.held.setdefault(piece.sequence, [])
@@ -82,10 +149,11 @@ class Answer:
         final = self.ended == self.params.num_return_sequences
         if not self.params.stream and final:
             whole = [_joined(pieces) for _, pieces in sorted(self.held.items())]
-            _send(self.sender, _response(whole), final=True)
+            self.courier.send(self, lambda: _response(whole), final=True)
         # Tokens that end in the middle of a character wait until the rest is there.
         if self.params.stream and (piece.text or piece.finish_reason):
-            _send(self.sender, _response([_joined(held)]), final)
+            piece = _joined(held)
+            self.courier.send(self, lambda: _response([piece]), final)
             held.clear()
 
 
@@ -140,9 +208,8 @@ def _response(pieces: Sequence[Piece]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])
 
 
-def _refuse(sender: Any, code: Any, error: Exception) -> None:
-    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
-    _send(sender, response, final=True)
+def _refusal(code: Any, error: Exception) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
 
 
 def _send(sender: Any, response: Any, final: bool) -> None:

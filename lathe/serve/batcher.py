@@ -101,15 +101,14 @@ class Batcher:
 
     def _admit(self) -> None:
         """Let the request in that has waited longest, once all its branches have room."""
-        while self._reading is None and self._waiting:
+        self._waiting = deque(group for group in self._waiting if group.is_wanted())
+        if self._reading is None and self._waiting:
             group = self._waiting[0]
-            if group.is_wanted():
-                if len(self._owners) + group.width > self.max_running:
-                    return
+            if len(self._owners) + group.width <= self.max_running:
+                self._waiting.popleft()
                 self._reading = group
                 self._watcher.admitted(time.monotonic() - group.arrived)
                 self._cache.lengths[len(self._owners)] = 0
-            self._waiting.popleft()
 
     def _read(self) -> None:
         """Read the next stretch of the prompt; after its last one the request is under way."""

@@ -1,12 +1,9 @@
 """Beam search of one request, in numpy; the rules and the tokens of `lathe.model.beam`."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.serve.group import Group, Receiver, Step, Vocabulary
-from lathe.serve.params import Params
+from lathe.serve.group import Group, Request, Step
 from lathe.serve.piece import FinishReason, Piece
 from lathe.serve.sampling import log_softmax, penalize
 from lathe.serve.text import TextStream
@@ -16,22 +13,16 @@ class Beams(Group):
     """`params.num_beams` branches, of which the best `num_return_sequences` are delivered at the
     end, best first."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        params: Params,
-        vocabulary: Vocabulary,
-        receiver: Receiver,
-    ) -> None:
-        super().__init__(prompt, params.num_beams, receiver)
-        self._max_tokens, self._params, self._vocabulary = max_tokens, params, vocabulary
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._max_tokens, self._vocabulary = request.max_tokens, request.vocabulary
         self._scores = np.zeros(1)  # (branches,)
         self._tokens = np.zeros((1, 0), np.int64)  # (branches, so far)
         self._ended: list[tuple[float, list[int]]] = []
 
     def choose(self, logits: NDArray[np.float32]) -> Step:
         """The beams that go on; the first time all of them follow the one branch of the prompt."""
+        self.begun = True
         N, V = self.width, self._vocabulary.size
         totals = self._scores[:, None] + self._log_probabilities(logits)
         flat = totals.ravel()
@@ -47,7 +38,7 @@ class Beams(Group):
         going = np.flatnonzero(~ends)[:N]
         self._scores, self._tokens = scores[going], tokens[going]
         if count == self._max_tokens or self._is_hopeless(count):
-            self._deliver_best()
+            self._deliver_best("length")
             return Step([], [])
         return Step(self._tokens[:, -1].tolist(), beams[going].tolist())
 
@@ -70,9 +61,16 @@ class Beams(Group):
     def _final(self, score: float, count: int) -> float:
         return float(score / count**self._params.length_penalty)
 
-    def _deliver_best(self) -> None:
+    def expire(self) -> None:
+        count = self._tokens.shape[1]
+        for score, tokens in zip(self._scores, self._tokens, strict=True):
+            self._ended.append((self._final(score, count), tokens.tolist()))
+        self._ended.sort(key=lambda entry: -entry[0])
+        self._deliver_best("timeout")
+
+    def _deliver_best(self, cut: FinishReason) -> None:
         for index, (_, ids) in enumerate(self._ended[: self._params.num_return_sequences]):
-            reason: FinishReason = "length"
+            reason = cut
             if ids[-1] == self._vocabulary.eos_id:
                 ids, reason = ids[:-1], "stop"
             stream = TextStream(self._vocabulary.token_bytes, self._params.stop)

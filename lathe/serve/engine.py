@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from lathe.errors import UserError
 from lathe.serve.batcher import Batcher, Watcher
 from lathe.serve.beams import Beams
-from lathe.serve.group import Receiver, Samples, Vocabulary
+from lathe.serve.group import Receiver, Request, Samples, Vocabulary
 from lathe.serve.params import Params
 from lathe.serve.session import OnnxModel
 from lathe.serve.text import TokenBytes
@@ -55,7 +55,7 @@ class Engine:
         ids = self._encode(prompt)
         max_tokens = self._max_tokens(len(ids), params.max_tokens)
         kind = Beams if params.decode_strategy == "beam_search" else Samples
-        group = kind(ids, max_tokens, params, self._vocabulary, receiver)
+        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver))
         if group.width > self._batcher.max_running:
             name = "num_beams" if kind is Beams else "num_return_sequences"
             raise UserError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.errors import UserError
 from lathe.serve.params import Params
 from lathe.serve.piece import FinishReason, Piece
 from lathe.serve.sampling import log_softmax, next_token
@@ -40,6 +41,17 @@ class Receiver:
 
 
 @dataclass(frozen=True)
+class Request:
+    """What is asked: to go on from the prompt's ids by at most `max_tokens`."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    params: Params
+    vocabulary: Vocabulary
+    receiver: Receiver
+
+
+@dataclass(frozen=True)
 class Step:
     """How a group goes on: a token a branch, and after which of its branches (indexes into those
     of the step before); no branches: it has ended."""
@@ -49,23 +61,45 @@ class Step:
 
 
 class Group(ABC):
-    """A prompt and the branches that follow it, `width` at most at a time."""
+    """A prompt and the branches that follow it, `width` at most at a time.
 
-    def __init__(self, prompt: Sequence[int], width: int, receiver: Receiver) -> None:
-        self.prompt, self.width = np.array(prompt, np.int64), width
+    Attributes:
+        begun: whether it has chosen its first tokens.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.prompt = np.array(request.prompt, np.int64)
+        self.width = request.params.branches
         self.arrived = time.monotonic()
-        self._receiver = receiver
+        self.begun = False
+        self._params, self._receiver = request.params, request.receiver
 
     @abstractmethod
     def choose(self, logits: NDArray[np.float32]) -> Step:
         """Of logits (branches, V) after the last tokens; the first time (1, V), of the prompt."""
 
+    @abstractmethod
+    def expire(self) -> None:
+        """Deliver what there is, as the end of it; at least a token a sequence is there."""
+
     def is_wanted(self) -> bool:
-        """False, and ended, once nobody waits for it."""
+        """False, and ended, once nobody waits for it or its time is over."""
         if self._receiver.cancelled():
             self.cancel()
             return False
-        return True
+        timeout = self._params.timeout
+        if timeout is None or time.monotonic() - self.arrived < timeout:
+            return True
+        if self.begun:
+            self.expire()
+        else:
+            self.deliver(
+                UserError(
+                    f"no token within the timeout of {timeout:g} s",
+                    "try again in a moment, or raise timeout",
+                )
+            )
+        return False
 
     def cancel(self) -> None:
         self.deliver(Piece("", [], "cancelled"))
@@ -81,26 +115,15 @@ class Group(ABC):
 class Samples(Group):
     """Greedy search and sampling: `params.num_return_sequences` branches that go their own ways."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        max_tokens: int,
-        params: Params,
-        vocabulary: Vocabulary,
-        receiver: Receiver,
-    ) -> None:
-        super().__init__(prompt, params.num_return_sequences, receiver)
-        seed = np.random.SeedSequence(params.seed)
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        seed = np.random.SeedSequence(request.params.seed)
         generators = [np.random.default_rng(s) for s in [seed, *seed.spawn(self.width - 1)]]
-        self._branches = [
-            _Branch(i, self.prompt, max_tokens, params, vocabulary, generator)
-            for i, generator in enumerate(generators)
-        ]
-        self._begun = False
+        self._branches = [_Branch(i, request, rng) for i, rng in enumerate(generators)]
 
     def choose(self, logits: NDArray[np.float32]) -> Step:
-        parents = range(len(self._branches)) if self._begun else [0] * self.width
-        self._begun = True
+        parents = range(len(self._branches)) if self.begun else [0] * self.width
+        self.begun = True
         step, alive = Step([], []), []
         for branch, parent in zip(self._branches, parents, strict=True):
             piece = branch.choose(logits[parent])
@@ -112,23 +135,23 @@ class Samples(Group):
         self._branches = alive
         return step
 
+    def expire(self) -> None:
+        for branch in self._branches:
+            self.deliver(branch.expired())
+
 
 class _Branch:
-    def __init__(
-        self,
-        index: int,
-        prompt: NDArray[np.int64],
-        max_tokens: int,
-        params: Params,
-        vocabulary: Vocabulary,
-        rng: np.random.Generator,
-    ) -> None:
-        self._index, self._max_tokens, self._params = index, max_tokens, params
+    def __init__(self, index: int, request: Request, rng: np.random.Generator) -> None:
+        vocabulary, params = request.vocabulary, request.params
+        self._index, self._max_tokens, self._params = index, request.max_tokens, params
         self._eos_id, self._rng = vocabulary.eos_id, rng
         self._text = TextStream(vocabulary.token_bytes, params.stop)
         self._seen = np.zeros(vocabulary.size, bool)
-        self._seen[prompt] = True
+        self._seen[list(request.prompt)] = True
         self._count = 0
+
+    def expired(self) -> Piece:
+        return Piece(self._text.rest(), [], "timeout", self._index)
 
     def choose(self, logits: NDArray[np.float32]) -> Piece:
         token = next_token(logits, self._seen, self._count, self._params, self._eos_id, self._rng)

@@ -1,11 +1,13 @@
 """What a server says of itself on Triton's Prometheus endpoint, beside Triton's own metrics."""
 
+import time
 from typing import Any
 
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.serve.batcher import Watcher
 
+TELL_SECONDS = 0.2  # each figure is a message to Triton's process
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
 
 
@@ -14,6 +16,7 @@ class Metrics(Watcher):
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
+        self._told, self._new_tokens = 0.0, 0
         self._families: list[Any] = []  # Triton drops a metric whose family is gone
         self._tokens = self._make("generated_tokens_total", "Tokens generated", "COUNTER")
         self._prompt = self._make("prompt_tokens_total", "Prompt tokens read", "COUNTER")
@@ -33,12 +36,16 @@ class Metrics(Watcher):
         self._first.observe(seconds)
 
     def stepped(self, tokens: int) -> None:
-        self._tokens.increment(tokens)
+        self._new_tokens += tokens
 
     def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._kv.set(kv_tokens)
+        idle, now = running + waiting == 0, time.monotonic()
+        if idle or now - self._told > TELL_SECONDS:
+            self._tokens.increment(self._new_tokens)
+            self._running.set(running)
+            self._waiting.set(waiting)
+            self._kv.set(kv_tokens)
+            self._told, self._new_tokens = now, 0
 
     def _make(self, name: str, description: str, kind: str) -> Any:
         family = pb_utils.MetricFamily(

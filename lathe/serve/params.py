@@ -21,7 +21,8 @@ MAX_INT = 2**63 - 1
 @dataclass(frozen=True)
 class Params:
     """One request's generation parameters. `max_tokens` None: the server's default, as far as
-    the context has room for it; a number that has no room is refused instead."""
+    the context has room for it; a number that has no room is refused instead. `timeout`: seconds
+    from its arrival, after which it ends with what it has; None: no end but its own."""
 
     max_tokens: int | None = None
     min_tokens: int = 1
@@ -34,9 +35,16 @@ class Params:
     num_beams: int = 4
     length_penalty: float = 1.0
     seed: int | None = None
+    timeout: float | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     stream: bool = False
+
+    @property
+    def branches(self) -> int:
+        """Rows of the running batch that the request takes."""
+        is_beams = self.decode_strategy == "beam_search"
+        return self.num_beams if is_beams else self.num_return_sequences
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ FIELDS = {
     "stop": Field(str, bool, "a string, or a JSON list of strings, none empty"),
     "logprobs": Field(bool, lambda v: True, "true or false"),
     "seed": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
+    "timeout": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite, in seconds"),
     "stream": Field(bool, lambda v: True, "true or false"),
 }
 

@@ -1,0 +1,151 @@
+"""Many streams at a time: the server's own loop in this process, and a real Triton around it.
+
+    python benchmarks/streams.py [--threads 1] [--rounds 3] [--requests 48]
+
+GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80 new ones,
+sampled. The cases take turns; the ratios are what counts.
+"""
+
+import argparse
+import json
+import queue
+import string
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from export import SHAPE, write
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from lathe.serve.client import Client
+from lathe.serve.engine import Engine
+from lathe.serve.group import Receiver
+from lathe.serve.load import Load, Objective, Summary, run_load, summarize
+from lathe.serve.params import Params, parse
+from lathe.serve.piece import Piece
+from lathe.serve.repository import write_repository
+from lathe.serve.server import start
+from lathe.settings import GenerationSettings, ServingSettings
+from lathe.storage import sha256
+
+STREAMS = 16
+FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+
+
+class InProcess:
+    """The engine under a client's name."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def generate(self, prompt: str, **parameters: Any) -> None:
+        list(self.stream(prompt, **parameters))
+
+    def stream(self, prompt: str, **parameters: Any) -> Iterator[Piece]:
+        pieces: queue.Queue[Any] = queue.Queue()
+        receiver = Receiver(pieces.put, lambda: False)
+        assert self.engine.submit(prompt, parse(parameters, Params()), receiver)
+        while True:
+            piece = pieces.get()
+            yield piece
+            if piece.finish_reason:
+                return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=48)
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        exported = write(folder)["int8"]
+        complete(exported)
+        served = {
+            width: stack.enter_context(serve(exported, folder / f"{width}", width, arguments))
+            for width in (STREAMS, 1)
+        }
+        engine = Engine(exported, 200, arguments.threads, STREAMS)
+        stack.callback(engine.close)
+        here = InProcess(engine)
+        cases: dict[str, tuple[Any, int]] = {
+            "in process, 1 stream": (here, 1),
+            "Triton, 1 stream": (served[STREAMS], 1),
+            f"in process, {STREAMS} streams": (here, STREAMS),
+            f"Triton, {STREAMS} streams": (served[STREAMS], STREAMS),
+            f"Triton, {STREAMS} streams, one at a time": (served[1], STREAMS),
+        }
+        found: dict[str, list[Summary]] = {case: [] for case in cases}
+        for turn in range(arguments.rounds + 1):
+            for case, (client, clients) in cases.items():
+                summary = load(client, clients, arguments.requests)
+                if turn:  # the first one touches the memory of keys and values
+                    found[case].append(summary)
+
+
+def complete(exported: Path) -> None:
+    """A tokenizer, and the card's digest: what a server needs of an export."""
+    words = map("".join, product(string.ascii_lowercase, repeat=4))
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *islice(words, SHAPE.vocab_size - len(letters))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(exported / "tokenizer.json"))
+    card = json.loads((exported / "export.json").read_text())
+    card["sha256"] = sha256(exported / "model.onnx")
+    (exported / "export.json").write_text(json.dumps(card))
+
+
+@contextmanager
+def serve(
+    exported: Path, folder: Path, width: int, arguments: argparse.Namespace
+) -> Iterator[Client]:
+    limits = {"max_running": width, "max_queue": STREAMS, "threads": arguments.threads}
+    serving = ServingSettings(**FREE_PORTS, **limits)
+    repository = write_repository(exported, folder / "models", serving, GenerationSettings())
+    with (
+        start(repository, serving, folder / "server") as server,
+        Client(server.state.grpc, server.state.model_name) as client,
+    ):
+        yield client
+
+
+def load(client: Any, clients: int, requests: int) -> Summary:
+    generator = np.random.default_rng(0)
+    letters = string.ascii_uppercase
+    prompts = ["".join(generator.choice(list(letters), 24 + i)) for i in range(32)]
+    lengths = generator.integers(16, 81, requests).tolist()
+    asked = run_load(client, Load(prompts, lengths, requests, clients))
+    assert all(len(r.tokens) == n for r, n in zip(asked, lengths, strict=True)) or clients > 1
+    return summarize(asked, Objective(1.0, 0.1))
+
+
+def report(found: dict[str, list[Summary]], arguments: argparse.Namespace) -> None:
+    print(f"GPT-2 124M shape, INT8, {arguments.threads} thread(s), {arguments.requests} requests")
+    columns = ("tok/s", "first p50", "first p99", "between p50", "between p99")
+    print(f"{'':36}" + "".join(f"{column:>13}" for column in columns))
+    speeds = {}
+    for case, summaries in found.items():
+        speeds[case] = float(np.median([summary.tokens_per_second for summary in summaries]))
+        row = f"{case:36}{speeds[case]:13.1f}"
+        for part in ("first_token", "between_tokens"):
+            for percentile in ("p50", "p99"):
+                values = [getattr(summary, part)[percentile] for summary in summaries]
+                row += f"{1e3 * float(np.median(values)):10.1f} ms"
+        print(row)
+    one, triton, many, triton_many, in_turn = speeds.values()
+    print(f"Triton's share of the time of 1 stream: {1 - triton / one:.1%}")
+    print(f"Triton's share of the time of {STREAMS}: {1 - triton_many / many:.1%}")
+    print(
+        f"{STREAMS} streams: {triton_many / triton:.2f}x one, {triton_many / in_turn:.2f}x in turn"
+    )
+
+
+if __name__ == "__main__":
+    main()
