@@ -86,6 +86,7 @@ def main() -> None:
                 summary = load(client, clients, arguments.requests)
                 if turn:  # the first one touches the memory of keys and values
                     found[case].append(summary)
+    report(found, arguments)
 
 
 def complete(exported: Path) -> None:
