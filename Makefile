@@ -55,11 +55,15 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 
 .PHONY: test
 test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not soak" $(TESTS)
 
 .PHONY: test-all
 test-all: dev-env serve-env ## Run all tests
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -m "not soak" $(TESTS)
+
+.PHONY: soak
+soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)
+	LATHE_SOAK_SECONDS=$(or $(SECONDS),1800) $(BIN)/python -m pytest -m soak tests/serve
 
 .PHONY: lint
 lint: dev-env ## Check style and types

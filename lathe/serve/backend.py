@@ -160,6 +160,8 @@ class Answer:
 def _read(request: Any, defaults: Params) -> tuple[str, Params]:
     """Parameters come as optional tensors or as Triton request parameters, alike."""
     given = dict(json.loads(request.parameters() or "{}"))
+    if microseconds := request.timeout():  # Triton's own parameter `timeout`
+        given["timeout_seconds"] = microseconds / 1e6
     for name in FIELDS:
         tensor = pb_utils.get_input_tensor_by_name(request, name)
         if tensor is None:

@@ -87,7 +87,7 @@ class Group(ABC):
         if self._receiver.cancelled():
             self.cancel()
             return False
-        timeout = self._params.timeout
+        timeout = self._params.timeout_seconds
         if timeout is None or time.monotonic() - self.arrived < timeout:
             return True
         if self.begun:
@@ -95,8 +95,8 @@ class Group(ABC):
         else:
             self.deliver(
                 UserError(
-                    f"no token within the timeout of {timeout:g} s",
-                    "try again in a moment, or raise timeout",
+                    f"no token within timeout_seconds {timeout:g}",
+                    "try again in a moment, or raise timeout_seconds",
                 )
             )
         return False

@@ -21,8 +21,8 @@ MAX_INT = 2**63 - 1
 @dataclass(frozen=True)
 class Params:
     """One request's generation parameters. `max_tokens` None: the server's default, as far as
-    the context has room for it; a number that has no room is refused instead. `timeout`: seconds
-    from its arrival, after which it ends with what it has; None: no end but its own."""
+    the context has room for it; a number that has no room is refused instead. After
+    `timeout_seconds` from its arrival a request ends with what it has."""
 
     max_tokens: int | None = None
     min_tokens: int = 1
@@ -35,7 +35,7 @@ class Params:
     num_beams: int = 4
     length_penalty: float = 1.0
     seed: int | None = None
-    timeout: float | None = None
+    timeout_seconds: float | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     stream: bool = False
@@ -70,7 +70,7 @@ FIELDS = {
     "stop": Field(str, bool, "a string, or a JSON list of strings, none empty"),
     "logprobs": Field(bool, lambda v: True, "true or false"),
     "seed": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
-    "timeout": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite, in seconds"),
+    "timeout_seconds": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
     "stream": Field(bool, lambda v: True, "true or false"),
 }
 

@@ -17,8 +17,8 @@ class Piece:
     """A part of a continuation, or all of it; `finish_reason` is empty until the last piece.
 
     stop: the model ended its text (EOS is in neither `text` nor `tokens`), or a stop string came,
-    which `text` leaves out; length: `max_tokens` or the context was reached; timeout: the request's
-    own was; cancelled: nobody waits for it any more.
+    which `text` leaves out; length: `max_tokens` or the context was reached; timeout: its
+    `timeout_seconds` were; cancelled: nobody waits for it any more.
 
     Attributes:
         sequence: which of `num_return_sequences` this is of, from 0.

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def start(
     serving: ServingSettings,
     folder: Path | None = None,
     timeout_seconds: float = 120.0,
+    options: Sequence[str] = (),
 ) -> TritonServer:
     """Start a server on a model repository and wait until the model is ready.
 
@@ -68,6 +70,7 @@ def start(
         repository: written by `write_repository`.
         serving: model name and ports; port 0 takes any free one.
         folder: state folder; default `state.default_folder()`.
+        options: more of tritonserver's own, as `--model-control-mode=explicit`.
 
     Raises:
         UserError: a port is in use, a server of this state folder runs already, or there is no
@@ -82,6 +85,7 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
     command = _command(environment, repository.absolute(), folder, ports, shared_memory)
+    command += options
     guard, owner = _spawn(environment, shared_memory, command, folder / LOG_FILE)
     try:
         pid = int(owner.makefile().readline() or 0)

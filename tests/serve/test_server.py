@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,24 +24,23 @@ from lathe.serve.state import STATE_VARIABLE
 from lathe.settings import GenerationSettings, ServingSettings
 
 
-def processes(word: str) -> list[str]:
-    """Command lines that name `word`: the guard's, the server's and the stub's do."""
-    lines = []
+def processes(word: str) -> dict[int, str]:
+    """Process ids and command lines that name `word`: the guard's, the server's and the stubs'."""
+    lines = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         if path.parent.name == str(os.getpid()):
             continue
-        try:
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return [line for line in lines if word in line]
+        with suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            lines[int(path.parent.name)] = line
+    return {pid: line for pid, line in lines.items() if word in line}
 
 
 def wait_until_gone(word: str, seconds: float = 15.0) -> None:
     deadline = time.monotonic() + seconds
     while processes(word) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert processes(word) == []
+    assert processes(word) == {}
 
 
 def run_python(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
@@ -66,12 +67,38 @@ def test_killed_and_started_again_and_stopped(
         with Client(second.state.grpc, "gpt") as client:
             assert client.generate("x", max_tokens=3, min_tokens=3).finish_reason == "length"
     assert serve_state.find(folder) is None
-    assert processes(str(folder)) == processes(second.state.shared_memory) == []
+    assert processes(str(folder)) == processes(second.state.shared_memory) == {}
     assert not list(Path("/dev/shm").glob(f"{second.state.shared_memory}*"))
     ports = ("http_port", "grpc_port", "metrics_port")
     freed = {port: getattr(second.state, port) for port in ports}
     assert free_ports(ServingSettings(**freed)) == tuple(freed.values())
     assert serve_state.stop(folder) is None
+
+
+def test_killed_under_load(
+    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+) -> None:
+    """Every client is told, and the next server serves."""
+    long = {"max_tokens": 1000, "min_tokens": 1000}
+    first = start(repository, serving, tmp_path)
+    with (
+        Client(first.state.grpc, "gpt", timeout_seconds=20) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        streams = [client.stream(f"{i}", **long) for i in range(4)]
+        for stream in streams:
+            next(stream)
+        waiting = [pool.submit(client.generate, f"{i}", **long) for i in range(4)]
+        os.kill(first.state.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(UserError, match="no server answers"):
+                list(stream)
+        for future in waiting:
+            with pytest.raises(UserError, match="no server answers"):
+                future.result()
+    wait_until_gone(first.state.shared_memory)
+    with start(repository, serving, tmp_path) as second, Client(second.state.grpc, "gpt") as client:
+        assert len(client.generate("x", max_tokens=3, min_tokens=3).tokens) == 3
 
 
 START_AND_LEAVE = """
@@ -112,7 +139,7 @@ def test_no_orphan_when_the_parent_dies_while_it_starts(
     finally:
         serve_state.stop(tmp_path)
     assert not (tmp_path / "server.json").exists()
-    (region,) = {re.search("lathe_[0-9a-f]{12}", line)[0] for line in found}  # type: ignore[index]
+    (region,) = {re.search("lathe_[0-9a-f]{12}", line)[0] for line in found.values()}  # type: ignore[index]
     assert not list(Path("/dev/shm").glob(f"{region}*"))
 
 
