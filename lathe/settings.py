@@ -292,7 +292,8 @@ class OfflineEvalSettings(Settings):
 
 class ExportSettings(Settings):
     opset: Annotated[int, Field(ge=20, le=22)] = 21
-    prompts: Positive = 16
+    dtype: Literal["float32", "float16"] = "float32"
+    prompts: Positive = 64
     new_tokens: Positive = 24
     tolerance: Annotated[float, Field(gt=0)] = 1e-3
 

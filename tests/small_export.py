@@ -1,6 +1,7 @@
 """Small random models, float and INT8, as checkpoint folders and as exports."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -51,10 +52,12 @@ def save(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
     return folder
 
 
-def write_unproven(model: GPT, tokenizer: Tokenizer, folder: Path) -> OnnxModel:
+def write_unproven(
+    model: GPT, tokenizer: Tokenizer, folder: Path, dtype: Literal["float32", "float16"] = "float32"
+) -> OnnxModel:
     """The export of a model without its proof."""
     checkpoint = load_checkpoint(save(model, tokenizer, folder / "checkpoint"))
-    write(checkpoint, folder, ExportSettings())
+    write(checkpoint, folder, ExportSettings(dtype=dtype))
     return OnnxModel(folder, threads=1)
 
 

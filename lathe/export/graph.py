@@ -1,4 +1,4 @@
-"""The GPT as an ONNX graph, written node by node, in float32 or QDQ int8.
+"""The GPT as an ONNX graph, written node by node, in float32, float16 or QDQ int8.
 
 Static shapes nowhere: batch and length are free. One graph serves prefill, decode and scoring.
 
@@ -8,10 +8,10 @@ Inputs
     seqlens_k              int32 (batch,), valid tokens of the row including these, less one
     total_sequence_length  int32 (), the longest row, past and present
     logits_index           int64 (batch, k), positions within `length` whose logits are wanted
-    past_key_{i}, past_value_{i}        float (batch, n_head_i, past, head_dim)
+    past_key_{i}, past_value_{i}        as the weights (batch, n_head_i, past, head_dim)
 Outputs
-    logits                 float (batch, k, vocab)
-    present_key_{i}, present_value_{i}  float (batch, n_head_i, total, head_dim)
+    logits                 float32 (batch, k, vocab)
+    present_key_{i}, present_value_{i}  as the weights (batch, n_head_i, total, head_dim)
 
 Past and present may be one buffer through I/O binding: attention then appends in place.
 
@@ -34,11 +34,12 @@ from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType, 
 
 ACTIVATION_ZERO_POINT = 128
 MICROSOFT = "com.microsoft"
+Weight = NDArray[np.float32] | NDArray[np.float16]
 
 
 def build(
     config: GPTConfig,
-    weights: Mapping[str, NDArray[np.float32]],
+    weights: Mapping[str, Weight],
     quantization: QuantizationPlan | None,
     opset: int = 21,
 ) -> onnx.ModelProto:
@@ -46,8 +47,10 @@ def build(
 
     Args:
         config: shape; `n_head` and `n_inner` may differ from layer to layer.
-        weights: float32 tensors by HF GPT-2 name without `transformer.`; linears are [in, out].
-        quantization: the int8 flavour of the linears it has an activation scale for; None: float32.
+        weights: by HF GPT-2 name without `transformer.`; linears are [in, out]. All float32, or all
+            float16, in which the graph then computes (for GPUs: a CPU has no kernels for it).
+        quantization: the int8 flavour of the linears it has an activation scale for, of float32
+            weights; None: as the weights are.
         opset: ONNX opset, at least 20 (the first with Gelu).
 
     The tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
@@ -56,6 +59,8 @@ def build(
         "lm_head" in quantization.activation_scales
     ):
         raise ValueError("an int8 embedding and an activation scale of lm_head go together")
+    if quantization and weights["wte.weight"].dtype != np.float32:
+        raise ValueError("int8 is of float32 weights")
     g = _Graph(weights, quantization, config.layer_norm_epsilon)
     x = g.op(
         "Add", g.embedding("input_ids"), g.op("Gather", g.weight("wpe.weight"), "position_ids")
@@ -75,7 +80,7 @@ def build(
 
 
 def quantize_weight(
-    weight: NDArray[np.float32],
+    weight: Weight,
     axis: int,
     kind: WeightQuantizeType = "channel_wise_abs_max",
     bits: int = 8,
@@ -100,11 +105,12 @@ class _Graph:
 
     def __init__(
         self,
-        weights: Mapping[str, NDArray[np.float32]],
+        weights: Mapping[str, Weight],
         plan: QuantizationPlan | None,
         epsilon: float,
     ) -> None:
         self.weights, self.plan, self.epsilon = weights, plan, epsilon
+        self.dtype = helper.np_dtype_to_tensor_dtype(weights["wte.weight"].dtype)
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.attentions: list[onnx.ValueInfoProto] = []
@@ -155,9 +161,7 @@ class _Graph:
             )
         )
         # The checker knows nothing of this operator, so its result is declared.
-        self.attentions.append(
-            _value(output, TensorProto.FLOAT, "batch", "length", n_head * head_dim)
-        )
+        self.attentions.append(_value(output, self.dtype, "batch", "length", n_head * head_dim))
         return output
 
     def embedding(self, tokens: str) -> str:
@@ -171,7 +175,11 @@ class _Graph:
     def head(self, x: str) -> None:
         if not (self.plan and self.plan.quantize_embedding):
             transposed = self.op("Transpose", self.weight("wte.weight"), perm=[1, 0])
-            self.op("MatMul", x, transposed, name="logits")
+            if self.dtype == TensorProto.FLOAT:
+                self.op("MatMul", x, transposed, name="logits")
+            else:
+                product = self.op("MatMul", x, transposed)
+                self.op("Cast", product, to=TensorProto.FLOAT, name="logits")
             return
         table, scale = self._quantized_embedding()
         # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer
@@ -216,7 +224,7 @@ class _Graph:
         return "wte.weight", "wte.weight_scale"
 
     def model(self, config: GPTConfig, opset: int) -> onnx.ModelProto:
-        int64, int32, float32 = TensorProto.INT64, TensorProto.INT32, TensorProto.FLOAT
+        int64, int32 = TensorProto.INT64, TensorProto.INT32
         inputs = [
             _value("input_ids", int64, "batch", "length"),
             _value("position_ids", int64, "batch", "length"),
@@ -224,13 +232,13 @@ class _Graph:
             _value("total_sequence_length", int32),
             _value("logits_index", int64, "batch", "k"),
         ]
-        outputs = [_value("logits", float32, "batch", "k", config.vocab_size)]
+        outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
         for i, n_head in enumerate(config.n_head):
             for part in ("key", "value"):
                 past = ("batch", n_head, "past", config.head_dim)
                 present = ("batch", n_head, "total", config.head_dim)
-                inputs.append(_value(f"past_{part}_{i}", float32, *past))
-                outputs.append(_value(f"present_{part}_{i}", float32, *present))
+                inputs.append(_value(f"past_{part}_{i}", self.dtype, *past))
+                outputs.append(_value(f"present_{part}_{i}", self.dtype, *present))
         graph = helper.make_graph(
             self.nodes,
             "gpt",

@@ -22,6 +22,7 @@ from lathe.storage import atomic_folder, sha256
 
 log = logging.getLogger("lathe")
 
+FLAVOURS = {"float32": "fp32", "float16": "fp16"}
 HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
 LONGEST_PROMPT = 64
@@ -35,7 +36,7 @@ class ExportResult:
     """A proven export; `export.json` holds all figures of the proof.
 
     Attributes:
-        flavour: `fp32` or `int8`.
+        flavour: `fp32`, `fp16` or `int8`.
         n_bytes: size of `model.onnx`.
         integer_kernels: matrix products that onnxruntime runs in integers.
         max_error, mean_error: of the logits, against torch.
@@ -62,8 +63,8 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         output: appears when the proof held, and not before.
 
     Raises:
-        UserError: no checkpoint, too little held-out text, a head size that cannot be run, a graph
-            too large for one file.
+        UserError: no checkpoint, too little held-out text, a head size that cannot be run, an INT8
+            checkpoint in float16, a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
     checkpoint = load_checkpoint(model)
@@ -73,6 +74,11 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         raise UserError(
             f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
             "choose num_attention_heads so that hidden_size / num_attention_heads is one",
+        )
+    if config.quantization and settings.dtype == "float16":
+        raise UserError(
+            f"{model}: an INT8 checkpoint, and Export.dtype float16",
+            "export it as it is, or the checkpoint from before its quantization in float16",
         )
     new_tokens = min(settings.new_tokens, config.n_positions // 2)
     prompts = held_out_prompts(checkpoint, data, settings.prompts, config.n_positions - new_tokens)
@@ -109,7 +115,10 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
     """Write the files of an export, not proven; returns the card."""
     config = checkpoint.model.config
-    weights = {name: tensor.numpy() for name, tensor in hf_tensors(checkpoint.model).items()}
+    weights = {
+        name: tensor.numpy().astype(settings.dtype, copy=False)
+        for name, tensor in hf_tensors(checkpoint.model).items()
+    }
     graph = build(config, weights, config.quantization, settings.opset)
     n_bytes = sum(len(tensor.raw_data) for tensor in graph.graph.initializer)
     if n_bytes >= PROTOBUF_LIMIT:
@@ -122,7 +131,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
     card = {
-        "flavour": "int8" if config.quantization else "fp32",
+        "flavour": "int8" if config.quantization else FLAVOURS[settings.dtype],
         "n_head": list(config.n_head),
         "head_dim": config.head_dim,
         "n_positions": config.n_positions,

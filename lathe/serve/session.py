@@ -30,13 +30,13 @@ class KVCache:
     """Keys and values of a batch, as long as `capacity` tokens a row.
 
     Attributes:
-        keys, values: per layer float32 (batch, n_head_i, capacity, head_dim); row b holds
-            `lengths[b]` tokens, what lies after them is never read.
+        keys, values: per layer (batch, n_head_i, capacity, head_dim), float32 or float16 as the
+            graph computes; row b holds `lengths[b]` tokens, what lies after them is never read.
         lengths: int64 (batch,).
     """
 
-    keys: list[NDArray[np.float32]]
-    values: list[NDArray[np.float32]]
+    keys: list[NDArray[np.floating[Any]]]
+    values: list[NDArray[np.floating[Any]]]
     lengths: NDArray[np.int64]
     capacity: int
     binding: Any = field(repr=False)
@@ -70,6 +70,8 @@ class OnnxModel:
         self.folder = Path(folder)
         self.card: dict[str, Any] = _read_card(self.folder)
         self.session = open_session(self.folder / MODEL, threads)
+        types = {node.name: node.type for node in self.session.get_inputs()}
+        self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
         self.n_head: list[int] = self.card["n_head"]
         self.head_dim: int = self.card["head_dim"]
         self.n_positions: int = self.card["n_positions"]
@@ -82,8 +84,8 @@ class OnnxModel:
         if not 0 < capacity <= self.n_positions:
             raise ValueError(f"capacity {capacity} is not within 1..{self.n_positions}")
         shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_head]
-        keys = [np.zeros(shape, np.float32) for shape in shapes]
-        values = [np.zeros(shape, np.float32) for shape in shapes]
+        keys = [np.zeros(shape, self.dtype) for shape in shapes]
+        values = [np.zeros(shape, self.dtype) for shape in shapes]
         return self._bound(keys, values, np.zeros(batch, np.int64), capacity)
 
     def rows(self, cache: KVCache, first: int, last: int) -> KVCache:
@@ -94,15 +96,15 @@ class OnnxModel:
 
     def _bound(
         self,
-        keys: list[NDArray[np.float32]],
-        values: list[NDArray[np.float32]],
+        keys: list[NDArray[np.floating[Any]]],
+        values: list[NDArray[np.floating[Any]]],
         lengths: NDArray[np.int64],
         capacity: int,
     ) -> KVCache:
         binding = self.session.io_binding()
         for part, buffers in (("key", keys), ("value", values)):
             for i, buffer in enumerate(buffers):
-                place = ("cpu", 0, np.float32, buffer.shape, buffer.ctypes.data)
+                place = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
                 # One buffer for past and present: attention appends to it in place.
                 binding.bind_input(f"past_{part}_{i}", *place)
                 binding.bind_output(f"present_{part}_{i}", *place)
@@ -173,7 +175,7 @@ class OnnxModel:
         batch = len(tokens)
         feeds = _inputs(tokens, np.zeros(batch, np.int64), lengths, index)
         for i, n_head in enumerate(self.n_head):
-            empty = np.zeros((batch, n_head, 0, self.head_dim), np.float32)
+            empty = np.zeros((batch, n_head, 0, self.head_dim), self.dtype)
             feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
         return feeds
 

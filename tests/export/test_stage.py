@@ -2,8 +2,8 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -39,13 +39,19 @@ def data(tmp_path: Path) -> Path:
     return write_held_out(tmp_path / "data")
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, int8: bool) -> None:
-    model = make_model(PRUNED, int8)
+# Of the logits' standard deviation.
+MEAN_ERROR = {"fp32": 2e-6, "fp16": 2e-3, "int8": 1e-2}
+
+
+@pytest.mark.parametrize("flavour", MEAN_ERROR)
+def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: str) -> None:
+    model = make_model(PRUNED, flavour == "int8")
     folder = save(model, byte_tokenizer, tmp_path / "checkpoint")
-    result = export(RECIPE, folder, data, tmp_path / "out")
-    assert result.flavour == ("int8" if int8 else "fp32")
-    assert result.integer_kernels == (13 if int8 else 0)
+    dtype = "float16" if flavour == "fp16" else "float32"
+    settings = RECIPE.Export.model_copy(update={"dtype": dtype})
+    result = export(Recipe(Export=settings), folder, data, tmp_path / "out")
+    assert result.flavour == flavour
+    assert result.integer_kernels == (13 if flavour == "int8" else 0)
     names = {"model.onnx", "config.json", "tokenizer.json", "export.json"}
     assert {path.name for path in result.folder.iterdir()} == names
     card = json.loads((result.folder / "export.json").read_text())
@@ -56,7 +62,7 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, int8: boo
     proof = card["proof"]
     assert (proof["prompts"], proof["new_tokens"]) == (6, 12)
     assert proof["linear_error"] <= 1 and proof["argmax_agreement"] > 0.95
-    assert proof["mean_error"] < (0.01 if int8 else 2e-6) * proof["logits_std"]
+    assert proof["mean_error"] < MEAN_ERROR[flavour] * proof["logits_std"]
     assert proof["max_error"] == result.max_error
     # Same greedy text, by the exported folder alone.
     greedy = GenerationSettings(decode_strategy="greedy_search", max_dec_len=8)
@@ -64,14 +70,20 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, int8: boo
         assert OnnxModel(result.folder).greedy(PROMPTS, 8) == generate(model, PROMPTS, greedy, 256)
 
 
-def test_int8_is_a_quarter_of_float(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+def test_int8_is_a_quarter_of_float_and_float16_half(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
     config = GPTConfig(2048, 64, 128, 32, (4,) * 2, (512,) * 2)
-    sizes = []
-    for int8 in (False, True):
-        folder = tmp_path / str(int8)
-        write_unproven(make_model(config, int8), byte_tokenizer, folder)
-        sizes.append((folder / "model.onnx").stat().st_size)
-    assert sizes[1] < 0.3 * sizes[0]
+    kinds: dict[str, tuple[bool, Any]] = {
+        "whole": (False, "float32"),
+        "half": (False, "float16"),
+        "quarter": (True, "float32"),
+    }
+    for name, (int8, dtype) in kinds.items():
+        write_unproven(make_model(config, int8), byte_tokenizer, tmp_path / name, dtype)
+    whole, half, quarter = ((tmp_path / k / "model.onnx").stat().st_size for k in kinds)
+    assert half < 0.55 * whole
+    assert quarter < 0.3 * whole
 
 
 def test_a_failed_proof_leaves_nothing(
@@ -87,7 +99,8 @@ def test_a_failed_proof_leaves_nothing(
 def _scale(name: str, factor: float) -> Callable[[onnx.ModelProto], None]:
     def change(graph: onnx.ModelProto) -> None:
         tensor = next(t for t in graph.graph.initializer if t.name == name)
-        value = numpy_helper.to_array(tensor) * np.float32(factor)
+        value = numpy_helper.to_array(tensor)
+        value = value * value.dtype.type(factor)
         tensor.CopyFrom(numpy_helper.from_array(value, name))
 
     return change
@@ -100,13 +113,14 @@ def _erf_gelu(graph: onnx.ModelProto) -> None:
 
 
 DEFECTS = {
-    "gelu": (False, _erf_gelu),
-    "bias": (False, _scale("h.1.mlp.c_fc.bias", 1.001)),
-    "position": (False, _scale("wpe.weight", 1.001)),
-    "activation scale": (True, _scale("h.0.attn.c_attn.scale", 1.002)),
-    "head's scale": (True, _scale("lm_head.scale", 1.002)),
-    "weight scale": (True, _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
-    "int8 bias": (True, _scale("h.1.mlp.c_proj.bias", 1.001)),
+    "gelu": ("float32", _erf_gelu),
+    "bias": ("float32", _scale("h.1.mlp.c_fc.bias", 1.001)),
+    "position": ("float32", _scale("wpe.weight", 1.001)),
+    "position in float16": ("float16", _scale("wpe.weight", 1.01)),
+    "activation scale": ("int8", _scale("h.0.attn.c_attn.scale", 1.002)),
+    "head's scale": ("int8", _scale("lm_head.scale", 1.002)),
+    "weight scale": ("int8", _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
+    "int8 bias": ("int8", _scale("h.1.mlp.c_proj.bias", 1.001)),
 }
 
 
@@ -114,9 +128,11 @@ DEFECTS = {
 def test_a_changed_graph_fails_the_proof(
     tmp_path: Path, byte_tokenizer: Tokenizer, defect: str
 ) -> None:
-    int8, change = DEFECTS[defect]
+    flavour, change = DEFECTS[defect]
+    int8 = flavour == "int8"
     model = make_model(UNIFORM, int8)
-    write_unproven(model, byte_tokenizer, tmp_path)
+    dtype: Any = "float32" if int8 else flavour
+    write_unproven(model, byte_tokenizer, tmp_path, dtype)
     graph = onnx.load(tmp_path / "model.onnx")
     change(graph)
     onnx.save(graph, tmp_path / "model.onnx")
@@ -172,6 +188,10 @@ def test_mistakes(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer) -> None
     folder = save(make_model(odd), byte_tokenizer, tmp_path / "odd")
     with pytest.raises(UserError, match="head size 12 is not a multiple of 8"):
         export(RECIPE, folder, data, tmp_path / "out")
+    folder = save(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path / "int8")
+    half = Recipe(Export=ExportSettings(dtype="float16"))
+    with pytest.raises(UserError, match=r"an INT8 checkpoint, and Export\.dtype float16"):
+        export(half, folder, data, tmp_path / "out")
     folder = save(make_model(UNIFORM), byte_tokenizer, tmp_path / "checkpoint")
     (data / "heldout.txt").write_text("A few words.")
     with pytest.raises(UserError, match=r"heldout\.txt: 12 tokens are too few for 6 prompts"):
