@@ -10,11 +10,9 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import onnx
-
 from lathe.evaluate.latency import measure
 from lathe.export.graph import build
-from lathe.model.checkpoint import hf_tensors
+from lathe.model.checkpoint import HFTensors
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.fake_quant import HEAD, linear_names
 from lathe.model.gpt import GPT
@@ -54,7 +52,7 @@ def write(folder: Path) -> dict[str, Path]:
     """Exports of random weights, float32 and INT8."""
     model = GPT(SHAPE)
     model.initialize(0.02, seed=0)
-    weights = {name: tensor.numpy() for name, tensor in hf_tensors(model).items()}
+    weights = {name: tensor.numpy() for name, tensor in HFTensors(model).items()}
     scales = dict.fromkeys([*linear_names(SHAPE), HEAD], 0.03)
     plan = QuantizationPlan(quantize_embedding=True, activation_scales=scales)
     card = {
@@ -67,7 +65,7 @@ def write(folder: Path) -> dict[str, Path]:
     folders = {"fp32": folder / "fp32", "int8": folder / "int8"}
     for quantization, out in zip((None, plan), folders.values(), strict=True):
         out.mkdir()
-        onnx.save(build(SHAPE, weights, quantization), out / MODEL)
+        build(SHAPE, weights, quantization).save(out / MODEL)
         (out / CARD).write_text(json.dumps(card))
     return folders
 

@@ -22,7 +22,8 @@ needs to be disabled for it: SkipLayerNormFusion takes one sum of this graph, th
 neither the speed nor, in int8, a bit of the logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def build(
     weights: Mapping[str, Weight],
     quantization: QuantizationPlan | None,
     opset: int = 21,
-) -> onnx.ModelProto:
+) -> "Graph":
     """Write the graph of a GPT.
 
     Args:
@@ -61,7 +62,7 @@ def build(
         raise ValueError("an int8 embedding and an activation scale of lm_head go together")
     if quantization and weights["wte.weight"].dtype != np.float32:
         raise ValueError("int8 is of float32 weights")
-    g = _Graph(weights, quantization, config.layer_norm_epsilon)
+    g = Graph(weights, quantization, config.layer_norm_epsilon)
     x = g.op(
         "Add", g.embedding("input_ids"), g.op("Gather", g.weight("wpe.weight"), "position_ids")
     )
@@ -76,7 +77,8 @@ def build(
         inner = g.op("Gelu", inner, approximate="tanh")
         x = g.op("Add", x, g.linear(f"{layer}.mlp.c_proj", inner))
     g.head(g.layer_norm("ln_f", x))
-    return g.model(config, opset)
+    g.model = g.without_weights(config, opset)
+    return g
 
 
 def quantize_weight(
@@ -92,16 +94,23 @@ def quantize_weight(
     integer kernels multiply bytes.
     """
     levels = largest(bits)
-    absmax = np.abs(weight).max(axis=1 - axis)
+    absmax = np.maximum(weight.max(axis=1 - axis), -weight.min(axis=1 - axis))
     if kind == "abs_max":
         absmax = np.full_like(absmax, absmax.max())
     scale = np.where(absmax > 0, absmax, 1).astype(np.float32) / np.float32(levels)
-    q = np.clip(np.rint(weight / np.expand_dims(scale, 1 - axis)), -levels, levels)
+    q = weight / np.expand_dims(scale, 1 - axis)
+    np.clip(np.rint(q, out=q), -levels, levels, out=q)
     return q.astype(np.int8), scale
 
 
-class _Graph:
-    """Nodes and initializers so far; methods add to them and return an output's name."""
+class Graph:
+    """Nodes and initializers so far; methods add to them and return an output's name.
+
+    Attributes:
+        model: the finished graph without its initializers.
+    """
+
+    model: onnx.ModelProto
 
     def __init__(
         self,
@@ -112,7 +121,8 @@ class _Graph:
         self.weights, self.plan, self.epsilon = weights, plan, epsilon
         self.dtype = helper.np_dtype_to_tensor_dtype(weights["wte.weight"].dtype)
         self.nodes: list[onnx.NodeProto] = []
-        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.made: dict[str, NDArray[Any]] = {}  # constants, and what was quantized
+        self.kept: set[str] = set()  # weights as they are
         self.attentions: list[onnx.ValueInfoProto] = []
 
     def op(self, op_type: str, *inputs: str, name: str = "", **attributes: Any) -> str:
@@ -121,12 +131,12 @@ class _Graph:
         return output
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
-        if name not in self.initializers:
-            self.initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        self.made.setdefault(name, value)
         return name
 
     def weight(self, name: str) -> str:
-        return self.constant(name, self.weights[name])
+        self.kept.add(name)
+        return name
 
     def layer_norm(self, name: str, x: str) -> str:
         return self.op(
@@ -217,13 +227,38 @@ class _Graph:
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
 
     def _quantized_embedding(self) -> tuple[str, str]:
-        if "wte.weight" not in self.initializers:
+        if "wte.weight" not in self.made:
             q, scale = quantize_weight(self.weights["wte.weight"], 0)
             self.constant("wte.weight", q)
             self.constant("wte.weight_scale", scale)
         return "wte.weight", "wte.weight_scale"
 
-    def model(self, config: GPTConfig, opset: int) -> onnx.ModelProto:
+    @property
+    def n_bytes(self) -> int:
+        """Of the initializers."""
+        return sum(value.nbytes for _, value in self.initializers())
+
+    def initializers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        yield from self.made.items()
+        for name in sorted(self.kept):
+            yield name, self.weights[name]
+
+    def save(self, path: Path) -> None:
+        """Write the file, an initializer at a time: messages of protobuf that follow on each other
+        are one."""
+        with path.open("wb") as file:
+            file.write(self.model.SerializeToString())
+            for name, value in self.initializers():
+                part = onnx.ModelProto()
+                part.graph.initializer.add(
+                    name=name,
+                    dims=value.shape,
+                    data_type=helper.np_dtype_to_tensor_dtype(value.dtype),
+                    raw_data=numpy_helper.tobytes_little_endian(value),
+                )
+                file.write(part.SerializeToString())
+
+    def without_weights(self, config: GPTConfig, opset: int) -> onnx.ModelProto:
         int64, int32 = TensorProto.INT64, TensorProto.INT32
         inputs = [
             _value("input_ids", int64, "batch", "length"),
@@ -244,7 +279,6 @@ class _Graph:
             "gpt",
             inputs,
             outputs,
-            list(self.initializers.values()),
             value_info=self.attentions,
         )
         opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]

@@ -3,19 +3,20 @@
 import json
 import logging
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 
 from lathe.errors import UserError
-from lathe.export.graph import build
+from lathe.export.graph import Weight, build
 from lathe.export.proof import prove
-from lathe.model.checkpoint import Checkpoint, hf_tensors, load_checkpoint
+from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
+from lathe.model.gpt import GPT
 from lathe.serve.session import CARD, MODEL
 from lathe.settings import ExportSettings, Recipe
 from lathe.storage import atomic_folder, sha256
@@ -115,19 +116,16 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
     """Write the files of an export, not proven; returns the card."""
     config = checkpoint.model.config
-    weights = {
-        name: tensor.numpy().astype(settings.dtype, copy=False)
-        for name, tensor in hf_tensors(checkpoint.model).items()
-    }
-    graph = build(config, weights, config.quantization, settings.opset)
-    n_bytes = sum(len(tensor.raw_data) for tensor in graph.graph.initializer)
-    if n_bytes >= PROTOBUF_LIMIT:
+    graph = build(
+        config, _Weights(checkpoint.model, settings.dtype), config.quantization, settings.opset
+    )
+    if graph.n_bytes >= PROTOBUF_LIMIT:
         raise UserError(
-            f"{checkpoint.folder}: its graph of {n_bytes / 1e9:.1f} GB exceeds the 2 GB of one "
-            "ONNX file",
+            f"{checkpoint.folder}: its graph of {graph.n_bytes / 1e9:.1f} GB exceeds the 2 GB of "
+            "one ONNX file",
             "quantize the model with Compress.Quantization.quantize_embedding=True",
         )
-    onnx.save(graph, folder / MODEL)
+    graph.save(folder / MODEL)
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
     checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
     card = {
@@ -145,6 +143,23 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     }
     _write_card(folder, card)
     return card
+
+
+class _Weights(Mapping[str, Weight]):
+    """A model's tensors as arrays of a type, each made when it is asked for."""
+
+    def __init__(self, model: GPT, dtype: str) -> None:
+        self._tensors, self._dtype = HFTensors(model), dtype
+
+    def __getitem__(self, name: str) -> Weight:
+        weight: Weight = self._tensors[name].numpy().astype(self._dtype, copy=False)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def held_out_prompts(checkpoint: Checkpoint, data: Path, n: int, longest: int) -> list[list[int]]:

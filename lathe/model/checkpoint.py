@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -67,8 +68,9 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     folder = _resolve(folder)
     config = read_config(folder)
     meta = _read_marker(folder)
-    model = GPT(config)
-    model.load_state_dict(_read_weights(folder / WEIGHTS, config))
+    with torch.device("meta"):
+        model = GPT(config)
+    model.load_state_dict(_read_weights(folder / WEIGHTS, config), assign=True)
     if config.quantization is not None:
         fake_quant.insert(model, config.quantization)
     tokenizer = load_tokenizer(folder)
@@ -97,7 +99,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=".checkpoint.", dir=folder))
     try:
-        tensors = {PREFIX + name: t.contiguous() for name, t in hf_tensors(model).items()}
+        tensors = {PREFIX + name: t.contiguous() for name, t in HFTensors(model).items()}
         save_file(tensors, work / WEIGHTS, {"format": "pt"})
         (work / "config.json").write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
         tokenizer.save(str(work / "tokenizer.json"))
@@ -162,18 +164,19 @@ def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
         found = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
         raise UserError(f"{path}: no such file{found}", "save the model as safetensors")
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            stored = [name for name in file.keys() if not name.endswith(HF_BUFFERS)]  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not safetensors: {error}", "copy the file again") from None
     state = {}
-    for name, tensor in tensors.items():
-        if name.endswith(HF_BUFFERS):
-            continue
-        name = name.removeprefix(PREFIX)
+    for stored_name in stored:
+        with safe_open(path, "pt") as file:
+            tensor = file.get_tensor(stored_name)
+        name = stored_name.removeprefix(PREFIX)
         if _is_conv1d(name):
             tensor = tensor.T
         if ".c_attn." in name:
-            tensor = by_head(tensor.contiguous(), config.head_dim)
+            tensor = by_head(tensor, config.head_dim)
         state[name] = tensor.float().contiguous()
     with torch.device("meta"):
         wanted = GPT(config).state_dict()
@@ -188,23 +191,35 @@ def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
             "use the config.json that belongs to these weights",
         )
     for name, tensor in state.items():
-        if not bool(tensor.isfinite().all()):
+        if not all(extreme.isfinite() for extreme in tensor.aminmax()):
             raise UserError(f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint")
     return state
 
 
-def hf_tensors(model: GPT) -> dict[str, Tensor]:
+class HFTensors(Mapping[str, Tensor]):
     """The float weights under HF's names without `transformer.`, in its layout, linears (in, out):
-    views where the layout allows. Observers stay out: the plan has them."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        if "observer" in name or name.startswith("head_input"):
-            continue
-        tensor = parameter.detach()
+    views where the layout allows, and copies made when they are asked for. Observers stay out: the
+    plan has them."""
+
+    def __init__(self, model: GPT) -> None:
+        self._head_dim = model.config.head_dim
+        self._parameters = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if "observer" not in name and not name.startswith("head_input")
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._parameters[name]
         if ".c_attn." in name:
-            tensor = by_projection(tensor, model.config.head_dim)
-        tensors[name] = tensor.T if _is_conv1d(name) else tensor
-    return tensors
+            tensor = by_projection(tensor, self._head_dim)
+        return tensor.T if _is_conv1d(name) else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def by_head(rows: Tensor, head_dim: int) -> Tensor:

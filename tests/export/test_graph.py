@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel
 
 from lathe.export.graph import build, quantize_weight
-from lathe.model.checkpoint import hf_tensors
+from lathe.model.checkpoint import HFTensors
 from lathe.model.config import QuantizationPlan
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
@@ -18,7 +18,7 @@ from tests.small_export import PRUNED, UNIFORM, make_model, random_tokens, save,
 
 
 def weights(model: GPT) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in hf_tensors(model).items()}
+    return {name: tensor.numpy() for name, tensor in HFTensors(model).items()}
 
 
 def test_float_logits_are_those_of_transformers(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
@@ -117,8 +117,9 @@ def test_head_and_embedding_are_quantized_together() -> None:
 
 
 @pytest.mark.parametrize("opset", [20, 22])
-def test_opset(opset: int) -> None:
-    model = build(UNIFORM, weights(make_model(UNIFORM)), None, opset)
+def test_opset(opset: int, tmp_path: Path) -> None:
+    build(UNIFORM, weights(make_model(UNIFORM)), None, opset).save(tmp_path / "model.onnx")
+    model = onnx.load(tmp_path / "model.onnx")
     assert next(o.version for o in model.opset_import if o.domain == "") == opset
     onnx.checker.check_model(model, full_check=True)
 
