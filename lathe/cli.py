@@ -417,7 +417,9 @@ def stop() -> None:
 
 @app.command(epilog='Example: lathe client "Once upon a time" --max-tokens 40 --greedy')
 def client(
-    prompt: Annotated[str, typer.Argument(help="Text to go on from.")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to go on from; default: line by line from the input.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
@@ -431,26 +433,26 @@ def client(
 ) -> None:
     """Ask the running server to continue a prompt, and print its text as it comes.
 
+    Without a PROMPT it asks for one after another: Ctrl-C ends an answer, Ctrl-D the conversation.
     What is not given is the server's default, from the recipe it was deployed with.
     """
     from lathe.serve.client import Client, connect
+    from lathe.serve.conversation import ask, lines
 
-    strategy = "greedy_search" if greedy else None
+    parameters = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "decode_strategy": "greedy_search" if greedy else None,
+    }
     with Client(url, model_name) if url else connect() as server:
-        pieces = server.stream(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            decode_strategy=strategy,
-        )
-        start = prompt
-        for piece in pieces:
-            print(start + piece.text, end="", flush=True)
-            start = ""
-        print()
+        if prompt is not None:
+            ask(server, prompt, parameters)
+        else:
+            for line in lines():
+                ask(server, line, parameters, goes_on=True)
 
 
 @app.command(epilog="Example: lathe playground, then open the address that it prints")

@@ -9,7 +9,7 @@ Parameters are those of `lathe.serve.params`; what is left out, or None, is the 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Client:
         """The `num_return_sequences` continuations at once; raises as `generate` does."""
         return list(self._pieces(prompt, parameters))
 
-    def stream(self, prompt: str, **parameters: Parameter) -> Iterator[Piece]:
+    def stream(self, prompt: str, **parameters: Parameter) -> Generator[Piece]:
         """Pieces of the continuation as they are made; closing the iterator cancels the rest.
 
         Raises:
@@ -125,7 +125,7 @@ class Client:
             raise lost(error, self.url, self.timeout_seconds) from None
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
-    def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Iterator[Piece]:
+    def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Generator[Piece]:
         call = self._stub.ModelStreamInfer(
             iter([request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
         )

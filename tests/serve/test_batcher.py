@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,32 @@ def test_who_leaves_frees_a_row_and_the_queue_is_bounded(folder: Path) -> None:
     last.wait()
     assert last.pieces[-1].finish_reason == "cancelled"
     assert not Caller(engine, "e", long).taken
+
+
+def test_time_that_is_over_ends_a_request_with_what_it_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(folder, 12, threads=1, max_running=3, max_queue=2)
+    step = engine.model.step
+    monkeypatch.setattr(engine.model, "step", lambda *given: time.sleep(0.01) or step(*given))
+    long = Params(max_tokens=60, min_tokens=60, timeout_seconds=0.2)
+    try:
+        beams = replace(long, decode_strategy="beam_search", num_beams=3)
+        for params in (replace(long, seed=1), beams):
+            whole = Caller(engine, "a", replace(params, timeout_seconds=None)).wait()[0]
+            late = Caller(engine, "a", params)
+            (tokens,) = late.wait()
+            assert late.pieces[-1].finish_reason == "timeout"
+            assert 0 < len(tokens) < len(whole)
+            assert params is beams or tokens == whole[: len(tokens)]
+        running = Caller(engine, "a", replace(beams, timeout_seconds=None))
+        waiting = Caller(engine, "b", replace(long, timeout_seconds=0.05))
+        with pytest.raises(UserError, match=r"no token within timeout_seconds 0\.05"):
+            waiting.wait()
+        assert not any(piece.finish_reason for piece in running.pieces)
+        running.wait()
+    finally:
+        engine.close()
 
 
 def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

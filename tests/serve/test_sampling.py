@@ -43,6 +43,22 @@ def test_distribution_is_transformers(
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.5, 6.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.75), (0, 0.9), (2000, 0.5), (9000, 1.0)])
+def test_a_large_vocabulary_with_ties(spread: float, top_k: int, top_p: float) -> None:
+    """Only some of it is sorted: the others must not matter, be the distribution flat or not."""
+    logits = np.random.default_rng(0).normal(0, spread, 20_003).astype(np.float32).round(2)
+    scores = torch.from_numpy(logits)[None]
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    odds = scores.softmax(-1)[0].double().numpy()
+    ids, probabilities = distribution(logits, 1.0, top_k, top_p)
+    kept = np.sort(odds)[::-1].cumsum().searchsorted(top_p * (1 - 1e-6)) + 1
+    assert abs(len(ids) - (kept if top_p < 1 else (odds > 0).sum())) <= 1
+    assert odds[ids].min() >= np.delete(odds, ids).max()
+    np.testing.assert_allclose(probabilities, odds[ids] / odds[ids].sum(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("penalty", [0.8, 1.2, 2.0])
 def test_repetition_penalty_is_transformers(penalty: float) -> None:
     logits, history = logits_of(0), [3, 5, 5, 9, 150]

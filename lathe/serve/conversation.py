@@ -1,0 +1,50 @@
+"""Prompts typed one after another, each continued as it comes."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+
+from lathe.errors import UserError
+from lathe.serve.client import Client, Parameter
+
+
+def lines() -> Iterator[str]:
+    """What is typed, or comes from a pipe, until it ends; empty lines are passed over."""
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401  so that `input` has a history
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def ask(
+    client: Client, prompt: str, parameters: Mapping[str, Parameter], goes_on: bool = False
+) -> None:
+    """Print the prompt and its continuation.
+
+    Args:
+        goes_on: other prompts follow: a refusal is printed, and Ctrl-C ends this answer only.
+
+    Raises:
+        UserError: as `Client.stream`.
+    """
+    start = prompt
+    try:
+        with closing(client.stream(prompt, **parameters)) as pieces:
+            for piece in pieces:
+                print(start + piece.text, end="", flush=True)
+                start = ""
+    except UserError as error:
+        if not goes_on:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return
+    except KeyboardInterrupt:
+        if not goes_on:
+            raise
+    print()

@@ -1,0 +1,59 @@
+"""`lathe client`, as it is typed."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+from lathe.serve.client import Client
+from lathe.serve.server import TritonServer
+
+LONG = ["--max-tokens", "900", "--seed", "1"]
+
+
+def client_command(server: TritonServer, *options: str) -> list[str]:
+    return [sys.executable, "-m", "lathe", "client", "--url", server.state.grpc, *options]
+
+
+def test_lines_of_a_pipe_are_prompts(server: TritonServer, client: Client) -> None:
+    typed = "one\n\n" + "x" * 2000 + "\ntwo\n"
+    command = client_command(server, "--greedy", "--max-tokens", "8")
+    run = subprocess.run(command, input=typed, capture_output=True, text=True, check=True)
+    options = {"decode_strategy": "greedy_search", "max_tokens": 8}
+    texts = [prompt + client.generate(prompt, **options).text for prompt in ("one", "two")]
+    assert run.stdout == "".join(f"{text}\n" for text in texts)
+    assert "2,000 bytes cannot fit" in run.stderr
+
+
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(
+    server: TritonServer, client: Client
+) -> None:
+    ours, theirs = pty.openpty()
+    command = client_command(server, *LONG)
+    run = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, close_fds=True
+    )
+    os.close(theirs)
+    try:
+        read_until(ours, b"> ")
+        os.write(ours, b"begin\n")
+        read_until(ours, b"begin\r\nbegin")
+        time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        read_until(ours, b"> ")
+        os.write(ours, b"again\n")
+        read_until(ours, b"again\r\nagain")
+        read_until(ours, b"> ")
+        os.write(ours, b"\x04")
+        assert run.wait(20) == 0
+    finally:
+        run.kill()
+        os.close(ours)
+
+
+def read_until(terminal: int, wanted: bytes) -> None:
+    seen = b""
+    while wanted not in seen:
+        seen += os.read(terminal, 4096)
