@@ -426,6 +426,9 @@ def client(
     top_p: Annotated[float | None, typer.Option(help="Sample from this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="For the same sample again.")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always.")] = False,
+    score: Annotated[
+        str | None, typer.Option(help="Say how likely this continuation is, and generate nothing.")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
     ] = None,
@@ -448,7 +451,14 @@ def client(
         "decode_strategy": "greedy_search" if greedy else None,
     }
     with Client(url, model_name) if url else connect() as server:
-        if prompt is not None:
+        if score is not None:
+            likelihoods, is_greedy = server.score_text(prompt or "", score)
+            show(
+                log_likelihood=float(likelihoods.sum()),
+                tokens=likelihoods.size,
+                greedy=str(bool(is_greedy.all())).lower(),
+            )
+        elif prompt is not None:
             ask(server, prompt, parameters)
         else:
             for line in lines():

@@ -21,7 +21,7 @@ from lathe.serve.engine import Engine
 from lathe.serve.group import Receiver
 from lathe.serve.metrics import Metrics
 from lathe.serve.params import FIELDS, Params, parse
-from lathe.serve.piece import Piece, model_settings
+from lathe.serve.piece import Piece, decode, model_settings
 
 log = logging.getLogger("lathe")
 
@@ -169,19 +169,11 @@ def _read(request: Any, defaults: Params) -> tuple[str, Params]:
         if name in given:
             raise UserError(f"{name} is given as input and as parameter", "give one of them")
         value = tensor.as_numpy().item()
-        given[name] = _decode(value, name) if isinstance(value, bytes) else value
+        given[name] = decode(value, name) if isinstance(value, bytes) else value
     text = pb_utils.get_input_tensor_by_name(request, "text_input")
     if text is None:
         raise UserError("text_input is missing", "give the prompt as text_input")
-    return _decode(text.as_numpy().item(), "text_input"), parse(given, defaults)
-
-
-def _decode(value: bytes, name: str) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        what = f"{name} is not UTF-8: byte {value[error.start]:#04x} at offset {error.start}"
-        raise UserError(what, "send UTF-8 text") from None
+    return decode(text.as_numpy().item(), "text_input"), parse(given, defaults)
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

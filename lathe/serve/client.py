@@ -9,7 +9,7 @@ Parameters are those of `lathe.serve.params`; what is left out, or None, is the 
 """
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
 from lathe.serve import state as serve_state
-from lathe.serve.piece import Piece, TokenScores, score_name
+from lathe.serve.piece import TEXTS, TOKENS, Piece, TokenScores, score_name
 
 Parameter = int | float | str | bool | None
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -91,14 +91,30 @@ class Client:
         Raises:
             UserError: the server cannot be reached, or refuses the request.
         """
-        arrays = {"tokens": tokens, "index": index, "targets": targets}
+        arrays = zip(TOKENS, (tokens, index, targets), strict=True)
+        return self._scores(
+            {"name": name, "datatype": "INT64", "shape": array.shape}
+            | {"contents": {"int64_contents": array.ravel().tolist()}}
+            for name, array in arrays
+        )
+
+    def score_text(self, text: str, continuation: str) -> TokenScores:
+        """Natural log-likelihoods (1, k) of the k tokens of `continuation` after `text`, and (1, k)
+        whether each is the likeliest; see `lathe.serve.score.score_text`.
+
+        Raises:
+            UserError: the server cannot be reached, or refuses the request.
+        """
+        texts = zip(TEXTS, (text, continuation), strict=True)
+        return self._scores(
+            {"name": name, "datatype": "BYTES", "shape": [1]}
+            | {"contents": {"bytes_contents": [value.encode()]}}
+            for name, value in texts
+        )
+
+    def _scores(self, inputs: Iterable[dict[str, Any]]) -> TokenScores:
         request = service_pb2.ModelInferRequest(
-            model_name=score_name(self.model_name),
-            inputs=[
-                {"name": name, "datatype": "INT64", "shape": array.shape}
-                for name, array in arrays.items()
-            ],
-            raw_input_contents=[array.astype(np.int64).tobytes() for array in arrays.values()],
+            model_name=score_name(self.model_name), inputs=list(inputs)
         )
         try:
             reply = self._stub.ModelInfer(request, timeout=self.timeout_seconds)

@@ -8,7 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.errors import UserError
+
 FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
+# What the model that scores takes: either all of these, or all of those.
+TOKENS = ("tokens", "index", "targets")
+TEXTS = ("text_input", "continuation")
 TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, is it the argmax
 
 
@@ -41,3 +46,12 @@ def model_settings(args: Mapping[str, str]) -> dict[str, Any]:
     """What `parameters` of config.pbtxt hold, JSON each, of what Triton gives to `initialize`."""
     given = json.loads(args["model_config"])["parameters"]
     return {name: json.loads(value["string_value"]) for name, value in given.items()}
+
+
+def decode(value: bytes, name: str) -> str:
+    """The text of an input; raises UserError where it is not UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        what = f"{name} is not UTF-8: byte {value[error.start]:#04x} at offset {error.start}"
+        raise UserError(what, "send UTF-8 text") from None

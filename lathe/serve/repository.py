@@ -17,7 +17,7 @@ from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
 from lathe.serve.params import FIELDS
-from lathe.serve.piece import score_name
+from lathe.serve.piece import TEXTS, TOKENS, score_name
 from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import atomic_folder
 
@@ -106,8 +106,9 @@ def _score_config(serving: ServingSettings, digest: str) -> str:
     }
     table = [-1, -1]
     inputs = [
-        {"name": name, "data_type": "TYPE_INT64", "dims": table}
-        for name in ("tokens", "index", "targets")
+        {"name": name, "data_type": kind, "dims": dims, "optional": True}
+        for names, kind, dims in ((TOKENS, "TYPE_INT64", table), (TEXTS, "TYPE_STRING", [1]))
+        for name in names
     ]
     outputs = [
         {"name": "log_likelihood", "data_type": "TYPE_FP64", "dims": table},

@@ -1,7 +1,8 @@
-"""Log-likelihoods of given tokens, by an exported model; numpy and onnxruntime alone."""
+"""Log-likelihoods of given tokens or text, by an exported model, where no torch is installed."""
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from lathe.errors import UserError
 from lathe.serve.piece import TokenScores
@@ -35,6 +36,26 @@ def score_tokens(
     logits -= highest[..., None]
     total = np.exp(logits, out=logits).sum(2, dtype=np.float64)
     return (chosen - highest).astype(np.float64) - np.log(total), is_greedy
+
+
+def score_text(model: OnnxModel, tokenizer: Tokenizer, text: str, continuation: str) -> TokenScores:
+    """Score the tokens of `continuation` after those of `text`; the space between two words is
+    usually the first character of the second.
+
+    Returns:
+        (1, k) for its k tokens, as `score_tokens`.
+
+    Raises:
+        UserError: one of them is empty, or both do not fit the model's positions.
+    """
+    before, after = (
+        tokenizer.encode(part, add_special_tokens=False).ids for part in (text, continuation)
+    )
+    if not before or not after:
+        raise UserError("text_input or continuation is empty", "give one character at least")
+    tokens = np.array([[*before, *after[:-1]]], np.int64)
+    index = np.arange(len(before) - 1, tokens.shape[1])[None]
+    return score_tokens(model, tokens, index, np.array([after], np.int64))
 
 
 def _check(

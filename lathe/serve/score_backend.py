@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.serve.piece import model_settings
-from lathe.serve.score import score_tokens
+from lathe.serve.piece import TEXTS, TOKENS, TokenScores, decode, model_settings
+from lathe.serve.score import score_text, score_tokens
 from lathe.serve.session import OnnxModel
-
-INPUTS = ("tokens", "index", "targets")
 
 
 class TritonPythonModel:
@@ -30,16 +29,35 @@ class TritonPythonModel:
     def model(self) -> OnnxModel:
         return OnnxModel(self.folder, self.threads)
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each request; what fails fails alone."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        tensors = [pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in INPUTS]
         try:
-            log_likelihood, is_greedy = score_tokens(self.model, *tensors)
+            log_likelihood, is_greedy = self._score(request)
         except UserError as error:
             refused = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
             return pb_utils.InferenceResponse(error=refused)
         outputs = {"log_likelihood": log_likelihood, "is_greedy": is_greedy}
         return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in outputs.items()])
+
+    def _score(self, request: Any) -> TokenScores:
+        given = {
+            name: tensor.as_numpy()
+            for name in (*TOKENS, *TEXTS)
+            if (tensor := pb_utils.get_input_tensor_by_name(request, name)) is not None
+        }
+        if set(given) == set(TOKENS):
+            return score_tokens(self.model, *(given[name] for name in TOKENS))
+        if set(given) == set(TEXTS):
+            texts = [decode(given[name].item(), name) for name in TEXTS]
+            return score_text(self.model, self.tokenizer, *texts)
+        raise UserError(
+            f"inputs {', '.join(given) or 'missing'}",
+            f"give {', '.join(TEXTS)}; or {', '.join(TOKENS)}",
+        )

@@ -13,6 +13,7 @@ from lathe.cli import app
 from lathe.errors import UserError
 from lathe.evaluate.results import read_evaluation
 from lathe.evaluate.stage import evaluate
+from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from lathe.settings import OfflineEvalSettings, Recipe
@@ -30,14 +31,14 @@ def cloze(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
-    server: TritonServer, exported: Path, checkpoint: object, cloze: Path, tmp_path: Path
+    server: TritonServer, exported: Path, checkpoint: Checkpoint, cloze: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(SENTENCE * 20)
     folders = {name: tmp_path / name for name in ("served", "file", "checkpoint")}
     evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc)
     evaluate(RECIPE, exported, folders["file"], None, cloze, text)
-    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text)  # type: ignore[attr-defined]
+    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text)
     served = read_evaluation(folders["served"])
     for name, rtol in (("file", 1e-6), ("checkpoint", 1e-5)):
         other = read_evaluation(folders[name])
@@ -114,3 +115,23 @@ def test_over_http(server: TritonServer, client: Client) -> None:
     }
     expected, _ = client.score(*(np.array([data]) for data in values.values()))
     np.testing.assert_allclose(outputs["log_likelihood"], expected[0])
+
+
+def test_text_scores_as_its_tokens_do(
+    server: TritonServer, client: Client, checkpoint: Checkpoint
+) -> None:
+    text, continuation = "All that glitters", " is naïve"
+    likelihoods, is_greedy = client.score_text(text, continuation)
+    before, after = (checkpoint.tokenizer.encode(part).ids for part in (text, continuation))
+    tokens = np.array([[*before, *after]])
+    index = np.arange(len(before) - 1, len(before) + len(after) - 1)[None]
+    expected = client.score(tokens, index, np.array([after]))
+    np.testing.assert_allclose(likelihoods, expected[0], rtol=1e-6)
+    np.testing.assert_array_equal(is_greedy, expected[1])
+    generated = client.generate(text, max_tokens=6, decode_strategy="greedy_search")
+    assert client.score_text(text, generated.text)[1].all() or "\ufffd" in generated.text
+    options = ["--url", server.state.grpc, "--score", continuation]
+    run = CliRunner().invoke(app, ["client", text, *options])
+    assert run.output.splitlines()[0] == f"log likelihood: {likelihoods.sum():.4g}"
+    with pytest.raises(UserError, match="continuation is empty"):
+        client.score_text(text, "")
