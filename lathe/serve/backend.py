@@ -106,9 +106,16 @@ class Courier:
             except Exception:
                 log.exception("an answer could not be sent")
             if time.monotonic() - asked > ASK_SECONDS:
-                for answer in self._open:
-                    answer.abandoned = answer.sender.is_cancelled()
+                self._ask()
                 asked = time.monotonic()
+
+    def _ask(self) -> None:
+        for answer in list(self._open):
+            try:
+                answer.abandoned = answer.sender.is_cancelled()
+            except Exception:
+                log.exception("Triton does not say whether a client is there")
+                self._open.discard(answer)
 
 
 class Answer:
