@@ -25,7 +25,9 @@ from lathe.serve.piece import Piece, decode, model_settings
 
 log = logging.getLogger("lathe")
 
-ASK_SECONDS = 0.01  # between two questions to Triton whether the clients are still there
+# Between two rounds of questions to Triton whether clients are still there: so many seconds, and so
+# many times as long as a round took.
+ASK_SECONDS, ASK_SHARE = 0.01, 4
 
 
 class TritonPythonModel:
@@ -94,7 +96,7 @@ class Courier:
         _send(answer.sender, make(), final)
 
     def _work(self) -> None:
-        asked = time.monotonic()
+        ask_at = 0.0
         while True:
             try:
                 errand = self._errands.get(timeout=ASK_SECONDS if self._open else None)
@@ -105,9 +107,10 @@ class Courier:
                 pass
             except Exception:
                 log.exception("an answer could not be sent")
-            if time.monotonic() - asked > ASK_SECONDS:
+            if (begun := time.monotonic()) >= ask_at:
                 self._ask()
-                asked = time.monotonic()
+                ended = time.monotonic()
+                ask_at = ended + max(ASK_SECONDS, ASK_SHARE * (ended - begun))
 
     def _ask(self) -> None:
         for answer in list(self._open):
@@ -136,11 +139,11 @@ class Answer:
 
     def take(self, answer: Piece | Exception) -> None:
         """A piece, of which those with a finish reason are counted, or the error that ends it."""
-        if isinstance(answer, Exception):
+        if isinstance(answer, UserError):
+            self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)
+        elif isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)
-            unavailable = isinstance(answer, UserError)
-            code = pb_utils.TritonError
-            self.refuse(code.UNAVAILABLE if unavailable else code.INTERNAL, answer)
+            self.refuse(pb_utils.TritonError.INTERNAL, answer)
         elif answer.finish_reason == "cancelled":
             self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:

@@ -9,14 +9,18 @@ Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill
 (Agrawal et al., OSDI 2024).
 """
 
+import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from lathe.serve.group import Group, Step
 from lathe.serve.session import KVCache, OnnxModel
+
+log = logging.getLogger("lathe")
 
 STRETCH = 128  # tokens of a prompt that are read between two steps
 ENDED = Step([], [])
@@ -95,7 +99,7 @@ class Batcher:
             self._step()
             rows = len(self._owners)
             kv_tokens = int(self._cache.lengths[: rows + (self._reading is not None)].sum())
-            self._watcher.holds(rows, len(self._waiting), kv_tokens)
+            self._tell(self._watcher.holds, rows, len(self._waiting), kv_tokens)
         for group in (*self._rows, *filter(None, [self._reading]), *self._waiting):
             group.cancel()
 
@@ -107,7 +111,7 @@ class Batcher:
             if len(self._owners) + group.width <= self.max_running:
                 self._waiting.popleft()
                 self._reading = group
-                self._watcher.admitted(time.monotonic() - group.arrived)
+                self._tell(self._watcher.admitted, time.monotonic() - group.arrived)
                 self._cache.lengths[len(self._owners)] = 0
 
     def _read(self) -> None:
@@ -132,8 +136,8 @@ class Batcher:
         self._reading = None
         branches = range(row, row + len(step.tokens))
         self._cache.permute(branches, [row] * len(branches))
-        self._watcher.begun(len(group.prompt), time.monotonic() - group.arrived)
-        self._watcher.stepped(group.width)
+        self._tell(self._watcher.begun, len(group.prompt), time.monotonic() - group.arrived)
+        self._tell(self._watcher.stepped, group.width)
         self._owners += [group] * len(branches)
         self._tokens += step.tokens
         if branches:
@@ -154,7 +158,7 @@ class Batcher:
                 group.deliver(error)
                 self._go_on(group, ENDED)
             return
-        self._watcher.stepped(len(tokens))
+        self._tell(self._watcher.stepped, len(tokens))
         own = {group: logits[rows] for group, rows in self._rows.items()}  # rows move meanwhile
         for group in own:
             try:
@@ -189,6 +193,13 @@ class Batcher:
         self._tokens.pop()
         if self._reading is not None:
             self._cache.permute([last], [last + 1])
+
+    def _tell(self, what: Callable[..., None], *figures: float) -> None:
+        """A watcher that fails is not the requests' failure."""
+        try:
+            what(*figures)
+        except Exception:
+            log.exception("the watcher failed")
 
     def _part(self, first: int, last: int) -> KVCache:
         if (first, last) not in self._parts:
