@@ -1,0 +1,155 @@
+"""Answers on their way out of the backend: as they come or whole, and who still waits for them."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+
+from lathe.errors import UserError
+from lathe.serve.group import Receiver
+from lathe.serve.params import Params
+from lathe.serve.piece import Piece
+
+log = logging.getLogger("lathe")
+
+# Between two rounds of questions to Triton whether clients are still there: so many seconds, and so
+# many times as long as a round took.
+ASK_SECONDS, ASK_SHARE = 0.01, 4
+
+
+class Courier:
+    """Takes responses to Triton, and asks it whether clients are gone, on a thread of its own: both
+    wait for another process, for which the running batch need not."""
+
+    def __init__(self) -> None:
+        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._open: set[Answer] = set()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def accept(self, answer: "Answer") -> None:
+        """From now on `answer.abandoned` is kept true to what Triton says."""
+        self._errands.put(lambda: self._open.add(answer))
+
+    def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
+        self._errands.put(lambda: self._send(answer, make, final))
+
+    def close(self) -> None:
+        """Once everything is sent."""
+        self._errands.put(None)
+        self._thread.join()
+
+    def _send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
+        if final:
+            self._open.discard(answer)
+        _send(answer.sender, make(), final)
+
+    def _work(self) -> None:
+        ask_at = 0.0
+        while True:
+            try:
+                errand = self._errands.get(timeout=ASK_SECONDS if self._open else None)
+                if errand is None:
+                    return
+                errand()
+            except queue.Empty:
+                pass
+            except Exception:
+                log.exception("an answer could not be sent")
+            if (begun := time.monotonic()) >= ask_at:
+                self._ask()
+                ended = time.monotonic()
+                ask_at = ended + max(ASK_SECONDS, ASK_SHARE * (ended - begun))
+
+    def _ask(self) -> None:
+        for answer in list(self._open):
+            try:
+                answer.abandoned = answer.sender.is_cancelled()
+            except Exception:
+                log.exception("Triton does not say whether a client is there")
+                self._open.discard(answer)
+
+
+class Answer:
+    """Sends the pieces of one request: as they come, or all at the end.
+
+    Attributes:
+        abandoned: whether its client is gone.
+    """
+
+    def __init__(self, sender: Any, courier: Courier) -> None:
+        self.sender, self.courier = sender, courier
+        self.params = Params()
+        self.abandoned = False
+        self.receiver = Receiver(self.take, lambda: self.abandoned)
+        self.held: dict[int, list[Piece]] = {}  # by sequence
+        self.ended = 0
+        courier.accept(self)
+
+    def take(self, answer: Piece | Exception) -> None:
+        """A piece, of which those with a finish reason are counted, or the error that ends it."""
+        if isinstance(answer, UserError):
+            self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)
+        elif isinstance(answer, Exception):
+            log.error("a request failed", exc_info=answer)
+            self.refuse(pb_utils.TritonError.INTERNAL, answer)
+        elif answer.finish_reason == "cancelled":
+            self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
+        else:
+            self._hold(answer)
+
+    def refuse(self, code: Any, error: Exception) -> None:
+        self.courier.send(self, lambda: _refusal(code, error), final=True)
+
+    def _hold(self, piece: Piece) -> None:
+        held = self.held.setdefault(piece.sequence, [])
+        held.append(piece)
+        self.ended += bool(piece.finish_reason)
+        final = self.ended == self.params.num_return_sequences
+        if not self.params.stream and final:
+            whole = [_joined(pieces) for _, pieces in sorted(self.held.items())]
+            self.courier.send(self, lambda: _response(whole), final=True)
+        # Tokens that end in the middle of a character wait until the rest is there.
+        if self.params.stream and (piece.text or piece.finish_reason):
+            piece = _joined(held)
+            self.courier.send(self, lambda: _response([piece]), final)
+            held.clear()
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """One sequence's pieces as one."""
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.tokens],
+        pieces[-1].finish_reason,
+        pieces[-1].sequence,
+        [value for piece in pieces for value in piece.log_probabilities],
+    )
+
+
+def _response(pieces: Sequence[Piece]) -> Any:
+    """A piece a sequence."""
+    arrays = {
+        "text_output": np.array([piece.text.encode() for piece in pieces], np.object_),
+        "finish_reason": np.array([piece.finish_reason.encode() for piece in pieces], np.object_),
+        "sequence": np.array([piece.sequence for piece in pieces], np.int64),
+        "token_count": np.array([len(piece.tokens) for piece in pieces], np.int64),
+        "tokens": np.array([token for piece in pieces for token in piece.tokens], np.int64),
+        "log_probabilities": np.array(
+            [value for piece in pieces for value in piece.log_probabilities], np.float32
+        ),
+    }
+    return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])
+
+
+def _refusal(code: Any, error: Exception) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+
+
+def _send(sender: Any, response: Any, final: bool) -> None:
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
