@@ -98,6 +98,8 @@ class Answer:
         elif isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)
             self.refuse(pb_utils.TritonError.INTERNAL, answer)
+        elif answer.finish_reason == "cancelled" and self.abandoned:
+            self.courier.send(self, lambda: None, final=True)  # nobody to write to
         elif answer.finish_reason == "cancelled":
             self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:

@@ -5,9 +5,12 @@
 FD is one end of a socket pair. The guard writes the command's process id to it; when the other end
 closes (its owner has died, or gives up) it ends the command. After one byte from the other end it
 lets the command live, and only waits for it. When the command has ended, however that came, its
-regions in /dev/shm are removed: those whose name begins with SHARED_MEMORY.
+regions in /dev/shm are removed, those whose name begins with SHARED_MEMORY, and what it leaves of
+its processes is killed, with the guard itself: it leads their group.
 """
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,14 +20,14 @@ from pathlib import Path
 GRACE_SECONDS = 10.0
 
 
-def main() -> int:
+def main() -> None:
     fd, shared_memory, *command = sys.argv[1:]
     owner = socket.socket(fileno=int(fd))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_watch, args=(owner, child), daemon=True).start()
-    status = child.wait()
+    child.wait()
     clear_shared_memory(shared_memory)
-    return status
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def clear_shared_memory(prefix: str) -> None:
@@ -48,4 +51,4 @@ def _watch(owner: socket.socket, child: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
