@@ -58,7 +58,7 @@ test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some 
 	$(BIN)/python -m pytest -m "not slow and not soak" $(TESTS)
 
 .PHONY: test-all
-test-all: dev-env serve-env ## Run all tests
+test-all: dev-env serve-env ## Run all tests but the soak
 	$(BIN)/python -m pytest -m "not soak" $(TESTS)
 
 .PHONY: soak

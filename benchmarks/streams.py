@@ -1,6 +1,7 @@
-"""Many streams at a time: the server's own loop in this process, and a real Triton around it.
+r"""Many streams at a time: the server's own loop in this process, and a real Triton around it.
 
-    python benchmarks/streams.py [--threads 1] [--rounds 3] [--requests 48]
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/streams.py [--threads 1] [--rounds 3] \
+        [--requests 48]
 
 GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80 new ones,
 sampled. The cases take turns; the ratios are what counts.
@@ -28,12 +29,11 @@ from lathe.serve.load import Load, Objective, Summary, run_load, summarize
 from lathe.serve.params import Params, parse
 from lathe.serve.piece import Piece
 from lathe.serve.repository import write_repository
-from lathe.serve.server import start
+from lathe.serve.server import ANY_PORTS, start
 from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import sha256
 
 STREAMS = 16
-FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 
 
 class InProcess:
@@ -108,7 +108,7 @@ def serve(
     exported: Path, folder: Path, width: int, arguments: argparse.Namespace
 ) -> Iterator[Client]:
     limits = {"max_running": width, "max_queue": STREAMS, "threads": arguments.threads}
-    serving = ServingSettings(**FREE_PORTS, **limits)
+    serving = ServingSettings(**ANY_PORTS, **limits)
     repository = write_repository(exported, folder / "models", serving, GenerationSettings())
     with (
         start(repository, serving, folder / "server") as server,
@@ -123,7 +123,7 @@ def load(client: Any, clients: int, requests: int) -> Summary:
     prompts = ["".join(generator.choice(list(letters), 24 + i)) for i in range(32)]
     lengths = generator.integers(16, 81, requests).tolist()
     asked = run_load(client, Load(prompts, lengths, requests, clients))
-    assert all(len(r.tokens) == n for r, n in zip(asked, lengths, strict=True)) or clients > 1
+    assert sorted(len(request.tokens) for request in asked) == sorted(lengths)
     return summarize(asked, Objective(1.0, 0.1))
 
 

@@ -100,8 +100,7 @@ def _split(line: str, where: str) -> tuple[str, str]:
     """The passage before its last word, and the word with the white space before it."""
     cure = 'a line is {"text": "at least two words"}'
     try:
-        text = json.loads(line)["text"]
-        text = text.strip()
+        text = json.loads(line)["text"].strip()
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", cure) from None
     if " " not in text:

@@ -47,7 +47,8 @@ class Courier:
     def _send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         if final:
             self._open.discard(answer)
-        _send(answer.sender, make(), final)
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        answer.sender.send(make(), flags=flags)
 
     def _work(self) -> None:
         ask_at = 0.0
@@ -151,7 +152,3 @@ def _response(pieces: Sequence[Piece]) -> Any:
 
 def _refusal(code: Any, error: Exception) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
-
-
-def _send(sender: Any, response: Any, final: bool) -> None:
-    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)

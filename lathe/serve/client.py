@@ -9,7 +9,7 @@ Parameters are those of `lathe.serve.params`; what is left out, or None, is the 
 """
 
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
     InferResult,
     service_pb2,
     service_pb2_grpc,
+)
+from tritonclient.utils import (  # type: ignore[import-untyped]
+    np_to_triton_dtype,
+    serialize_byte_tensor,
 )
 
 from lathe.errors import UserError
@@ -91,12 +95,8 @@ class Client:
         Raises:
             UserError: the server cannot be reached, or refuses the request.
         """
-        arrays = zip(TOKENS, (tokens, index, targets), strict=True)
-        return self._scores(
-            {"name": name, "datatype": "INT64", "shape": array.shape}
-            | {"contents": {"int64_contents": array.ravel().tolist()}}
-            for name, array in arrays
-        )
+        arrays = (array.astype(np.int64) for array in (tokens, index, targets))
+        return self._scores(dict(zip(TOKENS, arrays, strict=True)))
 
     def score_text(self, text: str, continuation: str) -> TokenScores:
         """Natural log-likelihoods (1, k) of the k tokens of `continuation` after `text`, and (1, k)
@@ -105,17 +105,18 @@ class Client:
         Raises:
             UserError: the server cannot be reached, or refuses the request.
         """
-        texts = zip(TEXTS, (text, continuation), strict=True)
-        return self._scores(
-            {"name": name, "datatype": "BYTES", "shape": [1]}
-            | {"contents": {"bytes_contents": [value.encode()]}}
-            for name, value in texts
-        )
+        arrays = (np.array([part.encode()], np.object_) for part in (text, continuation))
+        return self._scores(dict(zip(TEXTS, arrays, strict=True)))
 
-    def _scores(self, inputs: Iterable[dict[str, Any]]) -> TokenScores:
-        request = service_pb2.ModelInferRequest(
-            model_name=score_name(self.model_name), inputs=list(inputs)
-        )
+    def _scores(self, arrays: dict[str, NDArray[Any]]) -> TokenScores:
+        request = service_pb2.ModelInferRequest(model_name=score_name(self.model_name))
+        for name, array in arrays.items():
+            is_text = array.dtype == np.object_
+            request.inputs.add(
+                name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape
+            )
+            raw = serialize_byte_tensor(array).item() if is_text else array.tobytes()
+            request.raw_input_contents.append(raw)
         try:
             reply = self._stub.ModelInfer(request, timeout=self.timeout_seconds)
         except grpc.RpcError as error:

@@ -22,7 +22,7 @@ from lathe.serve.agreement import Parting, find_parting, greedy_tokens
 from lathe.serve.client import Client, Parameter
 from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together
 from lathe.serve.repository import write_repository
-from lathe.serve.server import TritonServer, start
+from lathe.serve.server import ANY_PORTS, TritonServer, start
 from lathe.serve.state import ServerState
 from lathe.settings import Recipe, ServingSettings
 from lathe.storage import atomic_file
@@ -139,8 +139,7 @@ def _start(
     repository: Path, serving: ServingSettings, output: Path, keep_running: bool
 ) -> TritonServer:
     if not keep_running:
-        free = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
-        return start(repository, serving.model_copy(update=free), output / "server")
+        return start(repository, serving.model_copy(update=ANY_PORTS), output / "server")
     if serve_state.stop():
         log.info("stopped the server that ran before")
     return start(repository, serving)

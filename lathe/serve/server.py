@@ -22,6 +22,7 @@ log = logging.getLogger("lathe")
 LOG_LINES = 20
 CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
+ANY_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 DRAIN_SECONDS = 3  # what Triton waits for requests in flight when it is told to stop
 
 
@@ -110,7 +111,7 @@ def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
     """
     bound = []
     with ExitStack() as held:
-        for key in ("http_port", "grpc_port", "metrics_port"):
+        for key in ANY_PORTS:
             port = getattr(serving, key)
             probe = held.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -14,11 +14,10 @@ from lathe.model.gpt import GPT
 from lathe.serve.client import Client
 from lathe.serve.environment import ROOT
 from lathe.serve.repository import write_repository
-from lathe.serve.server import TritonServer, start
+from lathe.serve.server import ANY_PORTS, TritonServer, start
 from lathe.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 
 SHAPE = GPTConfig(384, 1024, 64, 16, (4, 4), (96, 96))
-FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +46,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -
 
 @pytest.fixture(scope="session")
 def serving() -> ServingSettings:
-    return ServingSettings(**FREE_PORTS, max_running=4, max_queue=8, threads=1)
+    return ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
 
 
 @pytest.fixture(scope="session")

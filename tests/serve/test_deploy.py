@@ -14,11 +14,12 @@ from lathe.serve import client as client_functions
 from lathe.serve import state as serve_state
 from lathe.serve.agreement import find_parting
 from lathe.serve.deploy import deploy, serve
+from lathe.serve.server import ANY_PORTS
 from lathe.settings import ExportSettings, Recipe, ServingSettings
-from tests.serve.conftest import FREE_PORTS, SHAPE
+from tests.serve.conftest import SHAPE
 
 RECIPE = Recipe(
-    Serving=ServingSettings(**FREE_PORTS, threads=1), Export=ExportSettings(new_tokens=12)
+    Serving=ServingSettings(**ANY_PORTS, threads=1), Export=ExportSettings(new_tokens=12)
 )
 
 

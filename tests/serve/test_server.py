@@ -22,6 +22,7 @@ from lathe.serve.repository import write_repository
 from lathe.serve.server import free_ports, start
 from lathe.serve.state import STATE_VARIABLE
 from lathe.settings import GenerationSettings, ServingSettings
+from tests.serve.test_backend import LONG
 
 
 def processes(word: str) -> dict[int, str]:
@@ -79,16 +80,15 @@ def test_killed_under_load(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
     """Every client is told, and the next server serves."""
-    long = {"max_tokens": 1000, "min_tokens": 1000}
     first = start(repository, serving, tmp_path)
     with (
         Client(first.state.grpc, "gpt", timeout_seconds=20) as client,
         ThreadPoolExecutor(8) as pool,
     ):
-        streams = [client.stream(f"{i}", **long) for i in range(4)]
+        streams = [client.stream(f"{i}", **LONG) for i in range(4)]
         for stream in streams:
             next(stream)
-        waiting = [pool.submit(client.generate, f"{i}", **long) for i in range(4)]
+        waiting = [pool.submit(client.generate, f"{i}", **LONG) for i in range(4)]
         os.kill(first.state.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(UserError, match="no server answers"):
