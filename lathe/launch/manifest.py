@@ -18,13 +18,9 @@ from typing import Any
 from kubeflow_trainer_api import models as m  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
-from lathe.launch.cluster import GROUP, VERSION, Cluster, TrainJob
+from lathe.launch.cluster import DEADLINE, FAILURES, GROUP, LABELS, VERSION, Cluster, TrainJob
 from lathe.launch.shape import Shape
 from lathe.settings import LaunchSettings
-
-LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
-SELECTOR = ",".join(f"{name}={value}" for name, value in LABELS.items())
-FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations
 
 REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 USER = 10001

@@ -25,9 +25,9 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from lathe.errors import Preempted, StageError, UserError
-from lathe.launch.cluster import Cluster, TrainJob, connect
+from lathe.launch.cluster import DEADLINE, FAILURES, Cluster, TrainJob, connect
 from lathe.launch.follow import Follower, Patience
-from lathe.launch.manifest import DEADLINE, FAILURES, Launcher, build, find_launcher
+from lathe.launch.manifest import Launcher, build, find_launcher
 from lathe.launch.shape import Shape, WorkerFailed
 from lathe.settings import LaunchSettings
 

@@ -148,6 +148,7 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
         pod.start()
         if pod.node == 0:
             pod.say("on its way")
+            time.sleep(0.5)
             if by == "condition":
                 pod.disrupt("EvictionByEvictionAPI", "Eviction API: evicting")
                 return pod.end(143)
@@ -231,7 +232,7 @@ def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCapture
     trainer.start()
     with launcher(in_pod, settings={"queue": "training"}) as process:
         (job,) = eventually(lambda: trainer.created)
-        time.sleep(1)
+        time.sleep(3)
         trainer.admit(job["metadata"]["name"])
         out, err = process.communicate(timeout=30)
     assert process.returncode == 0, err
