@@ -22,6 +22,7 @@ from tests.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Ref
 TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 KUBELET = "test/kubelet"  # the finalizer of a pod whose container may still run
 Script = Callable[["Pod"], None]
 
@@ -135,7 +136,10 @@ class Trainer(Controller):
                 self.server.patch("pods", pod.name, {"metadata": {"finalizers": []}})
 
     def _judge(self, pod: Object) -> None:
-        name, phase = pod["metadata"]["labels"][JOBSET_NAME], pod["status"].get("phase")
+        labels, phase = pod["metadata"]["labels"], pod["status"].get("phase")
+        name = labels[JOBSET_NAME]
+        if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
+            return  # of an earlier one of that name
         if phase == "Failed":
             self._fail(name, "FailedJobs", f"jobset failed, first failed job: {name}-node-0")
         phases = [other["status"].get("phase") for other in self._pods_of(name)]
@@ -153,7 +157,8 @@ class Trainer(Controller):
                 self.server.delete("pods", pod["metadata"]["name"])
 
     def _pods_of(self, name: str) -> list[Object]:
-        return self.server.list("pods", labels=f"{JOBSET_NAME}={name}")
+        uid = self.server.get(JOBSETS, name)["metadata"]["uid"]
+        return self.server.list("pods", labels=f"{JOBSET_UID}={uid}")
 
     def _set(self, name: str, kind: str, reason: str, message: str, status: str = "True") -> None:
         made = {"type": kind, "status": status, "reason": reason, "message": message}
@@ -217,7 +222,7 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
         **index,
         "batch.kubernetes.io/job-name": f"{name}-node-0",
         JOBSET_NAME: name,
-        "jobset.sigs.k8s.io/jobset-uid": jobset["metadata"]["uid"],
+        JOBSET_UID: jobset["metadata"]["uid"],
         "jobset.sigs.k8s.io/replicatedjob-name": "node",
         "jobset.sigs.k8s.io/job-index": "0",
         "jobset.sigs.k8s.io/restart-attempt": "0",

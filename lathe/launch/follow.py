@@ -14,7 +14,7 @@ from lathe.errors import StageError
 from lathe.launch import reasons
 from lathe.launch.cluster import DEADLINE, Cluster, TrainJob, is_transient
 from lathe.launch.logs import LogFollower
-from lathe.launch.manifest import CONTAINER
+from lathe.launch.manifest import CONTAINER, pods_of
 from lathe.settings import LaunchSettings
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Follower:
         self._name = job["metadata"]["name"]
         self._image = job["spec"]["trainer"]["image"]
         self._deadline = datetime.fromisoformat(job["metadata"]["annotations"][DEADLINE])
-        self._selector = f"jobset.sigs.k8s.io/jobset-name={self._name}"
+        self._selector = pods_of(self._name)
         self._pods: dict[str, Any] = {}
         self._logs: dict[str, LogFollower] = {}
         self._since: str | None = None  # resource version

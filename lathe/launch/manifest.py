@@ -80,6 +80,11 @@ def job_name(
     return f"lathe-{command[0]}-{digest[:12]}"
 
 
+def pods_of(name: str) -> str:
+    """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
+    return f"jobset.sigs.k8s.io/jobset-name={name}"
+
+
 def build(
     command: Sequence[str],
     shape: Shape,
