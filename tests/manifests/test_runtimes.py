@@ -1,0 +1,118 @@
+"""The training runtimes: no retries of their own, and Paddle in torchrun's environment."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.manifests.rendered import Object, named, of_kind, variant
+
+PET = {
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+}
+
+
+def job(runtime: Object) -> Object:
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"
+    template: Object = replicated["template"]
+    return template
+
+
+def test_one_failure_ends_the_trainjob(objects: list[Object]) -> None:
+    runtimes = of_kind(objects, "ClusterTrainingRuntime")
+    assert {o["metadata"]["name"] for o in runtimes} == {"lathe-torch", "lathe-paddle"}
+    for runtime in runtimes:
+        assert "namespace" not in runtime["metadata"]
+        assert runtime["spec"]["mlPolicy"] == {"numNodes": 1, "torch": {}}
+        assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 0}
+        template = job(runtime)
+        step = template["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
+        assert step == "trainer"
+        assert template["spec"]["backoffLimit"] == 0
+        pod = template["spec"]["template"]["spec"]
+        assert pod["restartPolicy"] == "Never"
+        assert [c["name"] for c in pod["containers"]] == ["node"]
+
+
+def test_both_runtimes_have_the_same_pods(production: list[Object]) -> None:
+    torch, paddle = (
+        job(named(production, "ClusterTrainingRuntime", name))
+        for name in ("lathe-torch", "lathe-paddle")
+    )
+    theirs = json.loads(json.dumps(paddle))
+    container = theirs["spec"]["template"]["spec"]["containers"][0]
+    del container["command"]
+    container["image"] = container["image"].replace("paddle", "train")
+    assert theirs == torch
+
+
+def test_the_store_reaches_the_workers(production: list[Object]) -> None:
+    """The names are those that `lathe.storage` reads."""
+    runtime = named(production, "ClusterTrainingRuntime", "lathe-torch")
+    (container,) = job(runtime)["spec"]["template"]["spec"]["containers"]
+    references = {v["name"]: next(iter(v["valueFrom"].values())) for v in container["env"]}
+    assert references == {
+        "AWS_ENDPOINT_URL": {"name": "lathe-store", "key": "endpoint"},
+        "AWS_REGION": {"name": "lathe-store", "key": "region"},
+        "AWS_ACCESS_KEY_ID": {"name": "lathe-s3", "key": "accesskey"},
+        "AWS_SECRET_ACCESS_KEY": {"name": "lathe-s3", "key": "secretkey"},
+    }
+    store = named(production, "ConfigMap", "lathe-store")
+    assert set(store["data"]) == {"endpoint", "region", "bucket"}
+
+
+def test_gpu_pool_is_one_patch(production: list[Object], tmp_path: Path) -> None:
+    pool = {"lathe/node-pool": "gpu"}
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    for runtime in of_kind(production, "ClusterTrainingRuntime"):
+        pod = job(runtime)["spec"]["template"]["spec"]
+        assert (pod["nodeSelector"], pod["tolerations"]) == (pool, [taint])
+    for runtime in of_kind(variant("kind", tmp_path), "ClusterTrainingRuntime"):
+        assert not {"nodeSelector", "tolerations"} & set(job(runtime)["spec"]["template"]["spec"])
+
+
+def test_gang_scheduling_is_an_option(production: list[Object], tmp_path: Path) -> None:
+    together = of_kind(variant("production+gang-scheduling", tmp_path), "ClusterTrainingRuntime")
+    for runtime in together:
+        assert "coscheduling" in runtime["spec"]["podGroupPolicy"]
+        scheduler = job(runtime)["spec"]["template"]["spec"]["schedulerName"]
+        assert scheduler == "scheduler-plugins-scheduler"
+    for runtime in of_kind(production, "ClusterTrainingRuntime"):
+        assert "podGroupPolicy" not in runtime["spec"]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with a `python` that prints its arguments, and a `lathe`."""
+    for name in ("python", "lathe"):
+        path = tmp_path / name
+        path.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 75\n')
+        path.chmod(0o755)
+    return tmp_path
+
+
+def test_paddle_starts_its_launcher(production: list[Object], programs: Path) -> None:
+    """A TrainJob's arguments reach the script whole, and its exit status comes back."""
+    runtime = named(production, "ClusterTrainingRuntime", "lathe-paddle")
+    (container,) = job(runtime)["spec"]["template"]["spec"]["containers"]
+    words = ["lathe", "prune", "--output", "s3://b/it's here", "-o", "A.b=[1, 2]", ""]
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        [*container["command"], *words],
+        env={"PATH": path, **PET},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 75, ran.stderr
+    assert ran.stdout.splitlines() == [
+        *("-m", "paddle.distributed.launch", "--master", "job-node-0-0.job:29400"),
+        *("--nnodes", "2", "--rank", "1", "--log_dir", "/tmp/paddle"),
+        *(str(programs / "lathe"), *words[1:]),
+    ]
