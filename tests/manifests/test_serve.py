@@ -1,8 +1,8 @@
 """The Deployment's own command line on a real tritonserver."""
 
 import json
+import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -22,7 +22,9 @@ from lathe.serve.environment import find_environment
 from lathe.serve.server import free_ports
 from lathe.serve.state import LOOPBACK
 from lathe.settings import ServingSettings
-from tests.manifests.rendered import MANIFESTS, Object, named, of_kind, variant
+from lathe.storage import upload
+from tests.manifests.rendered import MANIFESTS, ROOT, Object, named, of_kind, variant
+from tests.s3 import ACCESS_KEY, SECRET_KEY
 
 KEY = "not-a-secret"
 LONG = {"max_tokens": 400, "min_tokens": 400, "decode_strategy": "greedy_search"}
@@ -36,26 +38,58 @@ class Server(NamedTuple):
     metrics: str
 
 
+def pod(production: list[Object]) -> Object:
+    spec: Object = named(production, "Deployment", "lathe-serve")["spec"]["template"]["spec"]
+    return spec
+
+
 def arguments(production: list[Object]) -> list[str]:
-    (container,) = named(production, "Deployment", "lathe-serve")["spec"]["template"]["spec"][
-        "containers"
-    ]
+    (container,) = pod(production)["containers"]
     assert container["command"] == ["tritonserver"]
     given: list[str] = container["args"]
     return given
 
 
 @pytest.fixture
-def server(
-    triton: None, repository: Path, production: list[Object], tmp_path: Path
-) -> Iterator[Server]:
+def release(
+    triton: None, repository: Path, production: list[Object], s3: str, tmp_path: Path
+) -> Path:
+    """A release in a store, brought to a folder by the initContainer's command and environment."""
+    uri = f"{s3}/lathe/gpt/sha256-0"
+    upload(repository, uri)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    for key, value in (("accesskey", ACCESS_KEY), ("secretkey", SECRET_KEY)):
+        (secret / key).write_text(value)
+    (fetch,) = pod(production)["initContainers"]
+    environment = find_environment()
+    values = {
+        "LATHE_RELEASE": uri,
+        "AWS_ENDPOINT_URL": os.environ["AWS_ENDPOINT_URL"],
+        "AWS_REGION": "us-east-1",
+        "LATHE_S3_SECRET_DIR": str(secret),
+    }
+    changes = {
+        "python": str(environment.python),
+        "$(LATHE_RELEASE)": uri,
+        "/models/release": str(tmp_path / "release"),
+    }
+    variables = {variable["name"]: values[variable["name"]] for variable in fetch["env"]}
+    subprocess.run(
+        [changes.get(word, word) for word in fetch["command"]],
+        env={"PYTHONPATH": str(ROOT), **variables},
+        check=True,
+        timeout=60,
+    )
+    return tmp_path / "release"
+
+
+@pytest.fixture
+def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[Server]:
     """Paths, ports and the key put in; what a container has to itself is named beside it."""
-    models = tmp_path / "release"
-    shutil.copytree(repository, models)
-    (models / ".lathe.json").write_text("{}")  # as `lathe.storage` leaves it in what it fetched
     environment = find_environment()
     ports = free_ports(ServingSettings(http_port=0, grpc_port=0, metrics_port=0))
-    changes = {"/models/release": str(models), "$(TRITON_ADMIN_KEY)": KEY}
+    changes = {"/models/release": str(release), "$(TRITON_ADMIN_KEY)": KEY}
     changes |= {
         f"port={old}": f"port={new}" for old, new in zip((8000, 8001, 8002), ports, strict=True)
     }
@@ -205,6 +239,9 @@ def test_kserve_runs_the_same_pods(tmp_path: Path, production: list[Object]) -> 
     assert predictor["containers"][0].pop("name") == "kserve-container"
     expected = json.loads(json.dumps(expected))
     expected["containers"][0].pop("name")
+    (release,) = (v for v in predictor["initContainers"][0]["env"] if v["name"] == "LATHE_RELEASE")
+    path = release.pop("valueFrom")["fieldRef"]["fieldPath"]
+    assert path == "metadata.annotations['lathe/release']"
     assert {key: predictor[key] for key in expected} == expected
     (scaler,) = of_kind(kserve, "HorizontalPodAutoscaler")
     assert scaler["spec"]["scaleTargetRef"]["name"] == "lathe-serve-predictor"
@@ -217,9 +254,7 @@ def test_a_release_survives_another_apply(objects: list[Object]) -> None:
         template = deployment["spec"]["template"]
         assert "lathe/release" not in template["metadata"]["annotations"]
         (fetch,) = template["spec"]["initContainers"]
-        (release,) = (v for v in fetch["env"] if v["name"] == "LATHE_RELEASE")
-        path = release["valueFrom"]["fieldRef"]["fieldPath"]
-        assert path == "metadata.annotations['lathe/release']"
+        assert {"name": "LATHE_RELEASE"} in fetch["env"]
         target = fetch["command"][-1]
         assert f"--model-repository={target}" in template["spec"]["containers"][0]["args"]
 
