@@ -20,7 +20,8 @@ COMPONENTS = sorted(
 )
 OVERLAYS_OWN = ("production+autoscaling", "production+pod-monitor")
 COMBINED = [f"{overlay}+{name}" for overlay in OVERLAYS for name in COMPONENTS]
-VARIANTS = [*OVERLAYS, *(name for name in COMBINED if name not in OVERLAYS_OWN)]
+ALL = "+".join(["kind", *COMPONENTS])
+VARIANTS = [*OVERLAYS, *(name for name in COMBINED if name not in OVERLAYS_OWN), ALL]
 
 Object = dict[str, Any]
 
@@ -48,14 +49,14 @@ def text(folder: Path) -> str:
 
 
 def variant(name: str, folder: Path) -> list[Object]:
-    """An overlay, or `overlay+component`, built in the empty `folder`."""
-    overlay, _, component = name.partition("+")
+    """An overlay, or one with components, `overlay+component`, built in the empty `folder`."""
+    overlay, *components = name.split("+")
     source = MANIFESTS / "overlays" / overlay
-    if component:
+    if components:
         above = Path(os.path.relpath(MANIFESTS, folder))
         kustomization = {
             "resources": [str(above / "overlays" / overlay)],
-            "components": [str(above / "components" / component)],
+            "components": [str(above / "components" / component) for component in components],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         source = folder

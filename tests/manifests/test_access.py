@@ -17,7 +17,7 @@ EXPECTED = {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
         ("", "configmaps:kfp-launcher", "get"),
-        ("", "secrets:mlpipeline-minio-artifact", "get"),
+        *(("", f"secrets:{key}", "get") for key in ("mlpipeline-minio-artifact", "lathe-s3")),
         *(FOLLOW | EVENTS | DEPLOY),
     },
     "lathe-submit": {

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.manifests.rendered import Object, named, of_kind, variant
 
@@ -66,6 +67,16 @@ def test_the_store_reaches_the_workers(production: list[Object]) -> None:
     }
     store = named(production, "ConfigMap", "lathe-store")
     assert set(store["data"]) == {"endpoint", "region", "bucket"}
+
+
+def test_runs_keep_their_artifacts_in_the_same_store(production: list[Object]) -> None:
+    store = named(production, "ConfigMap", "lathe-store")["data"]
+    launcher = named(production, "ConfigMap", "kfp-launcher")["data"]
+    provider = yaml.safe_load(launcher["providers"])["s3"]["default"]
+    assert launcher["defaultPipelineRoot"].startswith(f"s3://{store['bucket']}/")
+    assert store["endpoint"] == f"https://{provider['endpoint']}"
+    assert store["region"] == provider["region"]
+    assert provider["credentials"]["secretRef"]["secretName"] == "lathe-s3"
 
 
 def test_gpu_pool_is_one_patch(production: list[Object], tmp_path: Path) -> None:

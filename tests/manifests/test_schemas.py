@@ -94,6 +94,7 @@ def test_the_pipelines_as_objects(tmp_path: Path) -> None:
     for thing in written:
         assert problems(thing) == []
         assert thing["metadata"]["namespace"] == "lathe"
+        assert thing["metadata"]["labels"]["app.kubernetes.io/part-of"] == "lathe"
     for thing in versions:
         assert (
             thing["spec"]["pipelineSpec"]["pipelineInfo"]["name"] == thing["spec"]["pipelineName"]
