@@ -20,7 +20,8 @@ LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe
 
 
 def write(path: Path, version: str) -> None:
-    """A Pipeline and a PipelineVersion `<pipeline>-<version>` of each, in one YAML file.
+    """A Pipeline `lathe-<name>` and its PipelineVersion `lathe-<name>-<version>` of each, in one
+    YAML file.
 
     Args:
         version: lower-case letters, digits, dots and dashes. What a version says never changes,
@@ -33,7 +34,9 @@ def write(path: Path, version: str) -> None:
 
 def _objects(name: str, version: str) -> list[dict[str, Any]]:
     options = compiler.KubernetesManifestOptions(
-        pipeline_version_name=f"{name}-{version}",
+        pipeline_name=f"lathe-{name}",
+        pipeline_version_name=f"lathe-{name}-{version}",
+        pipeline_version_display_name=version,
         namespace=NAMESPACE,
         include_pipeline_manifest=True,
     )

@@ -1,5 +1,7 @@
 """What is applied to a cluster changes only when it is meant to."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,13 @@ def test_kind_runs_the_images_that_are_built_here(tmp_path: Path) -> None:
     assert images == {TRAIN.replace("train", name) for name in ("train", "paddle", "serve")}
 
 
-def test_golden_is_written_by_make() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    assert "tests/manifests/golden" in makefile
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+@pytest.mark.parametrize(
+    "target, folder", [("golden", "tests/manifests/golden"), ("manifests", "build/manifests")]
+)
+def test_make_renders_every_overlay(target: str, folder: str) -> None:
+    command = ["make", "--dry-run", "--old-file=.venv/.train", target]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    for overlay in OVERLAYS:
+        line = f"kubectl kustomize manifests/overlays/{overlay} -o {folder}/{overlay}.yaml"
+        assert line in made.stdout

@@ -11,9 +11,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from google.protobuf import json_format
 
 from pipelines import objects as pipeline_objects
-from tests.manifests.rendered import CRDS, Object, named, variant
+from pipelines.compile import PIPELINES
+from tests.manifests.rendered import CRDS, MANIFESTS, Object, named, of_kind, pods, variant
 
 KUBERNETES = "1.32"
 CUSTOM = ("trainer.kubeflow.org", "serving.kserve.io", "pipelines.kubeflow.org")
@@ -86,7 +88,7 @@ def test_the_pipelines_as_objects(tmp_path: Path) -> None:
     written = list(
         yaml.load_all((tmp_path / "pipelines.yaml").read_text(), Loader=yaml.CSafeLoader)
     )
-    names = set(pipeline_objects.PIPELINES)
+    names = {f"lathe-{name}" for name in PIPELINES}
     assert {o["metadata"]["name"] for o in written if o["kind"] == "Pipeline"} == names
     versions = [o for o in written if o["kind"] == "PipelineVersion"]
     assert {o["spec"]["pipelineName"] for o in versions} == names
@@ -96,10 +98,30 @@ def test_the_pipelines_as_objects(tmp_path: Path) -> None:
         assert thing["metadata"]["namespace"] == "lathe"
         assert thing["metadata"]["labels"]["app.kubernetes.io/part-of"] == "lathe"
     for thing in versions:
-        assert (
-            thing["spec"]["pipelineSpec"]["pipelineInfo"]["name"] == thing["spec"]["pipelineName"]
-        )
-        assert thing["spec"]["platformSpec"]["platforms"]["kubernetes"]
+        spec = thing["spec"]
+        assert f"lathe-{spec['pipelineSpec']['pipelineInfo']['name']}" == spec["pipelineName"]
+        assert spec["platformSpec"]["platforms"]["kubernetes"]
+
+
+def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
+    """Config maps, secrets and node pools, by the names that the pipelines have for them."""
+    shapes = list(yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text()))
+    keys = {o["metadata"]["name"]: set(o["stringData"]) for o in shapes}
+    maps = {o["metadata"]["name"]: set(o["data"]) for o in of_kind(production, "ConfigMap")}
+    pod = next(p.spec for p in pods(production) if p.owner == "ClusterTrainingRuntime/lathe-torch")
+    for pipeline in PIPELINES.values():
+        platforms = pipeline.platform_spec.platforms["kubernetes"]
+        executors = json_format.MessageToDict(platforms)["deploymentSpec"]["executors"]
+        for executor in executors.values():
+            for source in executor.get("configMapAsEnv", []):
+                used = {item["configMapKey"] for item in source["keyToEnv"]}
+                assert used <= maps[source["configMapName"]]
+            for source in executor.get("secretAsEnv", []):
+                used = {item["secretKey"] for item in source["keyToEnv"]}
+                assert used <= keys[source["secretName"]]
+            if "nodeSelector" in executor:
+                assert executor["nodeSelector"]["labels"] == pod["nodeSelector"]
+                assert executor["tolerations"] == pod["tolerations"]
 
 
 @pytest.mark.shared
