@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -170,13 +171,25 @@ class Trainer(Controller):
 
 
 def processes(pod: Pod) -> None:
-    """Run the container's command on this machine, with its environment; SIGTERM ends it."""
+    """Run the container's command on this machine, with its environment and a home of its own.
+
+    SIGTERM ends it.
+    """
+    with tempfile.TemporaryDirectory(prefix="pod-") as home:
+        _run_process(pod, home)
+
+
+def _run_process(pod: Pod, home: str) -> None:
     named = {v["name"]: v["value"] if "value" in v else _secret(pod.server, v) for v in _env(pod)}
     inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     command = [sys.executable, "-m", *pod.container["command"], *pod.container["args"]]
     pod.start()
     with subprocess.Popen(
-        command, env=inherited | named, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=inherited | named | {"HOME": home, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         assert process.stdout is not None
         threading.Thread(target=_end_when_told, args=(pod, process), daemon=True).start()

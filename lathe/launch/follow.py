@@ -89,8 +89,8 @@ class Follower:
                 pod = event["object"]
                 self._since = pod.metadata.resource_version
                 self._see(pod)
-                if event["type"] == "DELETED" or reasons.has_ended(pod):
-                    return
+                if event["type"] != "ADDED" and reasons.has_ended(pod):
+                    return  # ADDED: one of those that there are, in no order of versions
         except ApiException as error:
             self._since = None  # 410: what it goes on from is forgotten
             if error.status != 410 and not is_transient(error):
