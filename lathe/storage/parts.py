@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MIB = 1 << 20
-PART_BYTES = 16 * MIB
+PART_BYTES = 8 * MIB
 MOST_PARTS = 10_000  # of one object; S3's limit
 
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -180,10 +181,15 @@ def remove(uri: str) -> None:
             remove_keys(client, bucket, [prefix + UNFINISHED])
 
 
-def begin_change(client: Minio, bucket: str, prefix: str) -> None:
-    """From now on until the marker is put, a reader finds nothing at the prefix."""
-    put_text(client, bucket, prefix + UNFINISHED, "{}\n")
+def begin_change(client: Minio, bucket: str, prefix: str) -> str:
+    """From now on until the marker is put, a reader finds nothing at the prefix.
+
+    The text that this change, and no later one, has put there as UNFINISHED.
+    """
+    token = uuid.uuid4().hex
+    put_text(client, bucket, prefix + UNFINISHED, token)
     remove_keys(client, bucket, [prefix + MARKER])
+    return token
 
 
 def list_uris(uri: str) -> list[str]:
