@@ -16,7 +16,9 @@ from minio.error import MinioException
 
 from lathe.errors import UserError
 from lathe.storage.failures import MISSING, explained, retried, shown, status
+from lathe.storage.http import is_address
 from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, require_relative
+from lathe.storage.parts import PART_BYTES_HEADER
 
 SCHEMES = ("s3", "minio")
 TIMEOUT_SECONDS = 60.0
@@ -32,6 +34,7 @@ class Stored:
     size: int  # bytes
     etag: str
     time: datetime
+    part_bytes: str | None = None  # of its ETag, where Lathe put it; only `stat` knows
 
 
 def parse(uri: str) -> tuple[str, str]:
@@ -55,7 +58,8 @@ def s3_client() -> Minio:
         UserError: an address that is none, a secret that cannot be read.
     """
     endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
-    if endpoint.scheme not in ("http", "https") or not endpoint.netloc:
+    is_root = endpoint.scheme in ("http", "https") and endpoint.path in ("", "/")
+    if not is_root or not is_address(endpoint.geturl()):
         raise UserError(
             f"AWS_ENDPOINT_URL={shown(endpoint.geturl())}: not an address", "write http://host:port"
         )
@@ -101,7 +105,13 @@ def stat(client: Minio, bucket: str, key: str) -> Stored | None:
         if status(error) in MISSING:
             return None
         raise
-    return Stored(key, found.size or 0, found.etag or "", found.last_modified or LONG_AGO)
+    return Stored(
+        key,
+        found.size or 0,
+        found.etag or "",
+        found.last_modified or LONG_AGO,
+        (found.metadata or {}).get(PART_BYTES_HEADER),
+    )
 
 
 @retried

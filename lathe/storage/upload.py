@@ -13,7 +13,14 @@ from lathe.errors import UserError
 from lathe.storage.failures import Damaged, explained, retried, status
 from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, Entry, require_relative, to_json
 from lathe.storage.parallel import in_order, progress
-from lathe.storage.parts import compound_etag, part_count, part_size, same_content, says_other
+from lathe.storage.parts import (
+    PART_BYTES_HEADER,
+    Etag,
+    part_count,
+    part_size,
+    same_content,
+    says_other,
+)
 from lathe.storage.s3 import (
     Stored,
     begin_change,
@@ -160,7 +167,7 @@ def _put_parts(
     left = _broken_off(client, bucket, key)
     for upload_id, there in [*([left] if left else []), (None, {})]:
         try:
-            upload_id = upload_id or _begin(client, bucket, key)
+            upload_id = upload_id or _begin(client, bucket, key, size)
             sha256, md5s = _send(client, bucket, key, upload_id, path, size, there, advance)
             _complete(client, bucket, key, upload_id, md5s)
             return sha256
@@ -219,8 +226,9 @@ def _send(
 
 
 @retried
-def _begin(client: Minio, bucket: str, key: str) -> str:
-    return client._create_multipart_upload(bucket, key, {})
+def _begin(client: Minio, bucket: str, key: str, size: int) -> str:
+    headers: dict[str, str | list[str] | tuple[str]] = {PART_BYTES_HEADER: str(part_size(size))}
+    return client._create_multipart_upload(bucket, key, headers)
 
 
 @retried
@@ -253,5 +261,8 @@ def _complete(client: Minio, bucket: str, key: str, upload_id: str, md5s: list[b
     answer = client._complete_multipart_upload(bucket, key, upload_id, parts)
     if not answer.etag:  # a failure after the store had begun to answer 200
         raise Damaged("the store did not put the parts together")
-    if says_other(answer.etag, compound_etag(md5s), answer.http_headers):
-        raise Damaged(f"the store holds {answer.etag}, sent was {compound_etag(md5s)}")
+    etag = Etag(in_parts=True)
+    for md5 in md5s:
+        etag.add(md5)
+    if says_other(answer.etag, etag.text(), answer.http_headers):
+        raise Damaged(f"the store holds {answer.etag}, sent was {etag.text()}")
