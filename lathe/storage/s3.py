@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import urllib3
 from minio import Minio
@@ -51,26 +51,31 @@ def parse(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
+def endpoint() -> SplitResult:
+    """The store's address, `http://host:port` or `https://host:port`."""
+    address = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
+    is_root = address.scheme in ("http", "https") and address.path in ("", "/")
+    if not is_root or not is_address(address.geturl()):
+        raise UserError(
+            f"AWS_ENDPOINT_URL={shown(address.geturl())}: not an address", "write http://host:port"
+        )
+    return address
+
+
 def s3_client() -> Minio:
     """A client for the store that the AWS variables, or a mounted secret, describe.
 
     Raises:
         UserError: an address that is none, a secret that cannot be read.
     """
-    endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
-    is_root = endpoint.scheme in ("http", "https") and endpoint.path in ("", "/")
-    if not is_root or not is_address(endpoint.geturl()):
-        raise UserError(
-            f"AWS_ENDPOINT_URL={shown(endpoint.geturl())}: not an address", "write http://host:port"
-        )
-    access_key, secret_key = _credentials()
+    address, (access_key, secret_key) = endpoint(), _credentials()
     return Minio(
-        endpoint.netloc,
+        address.netloc,
         access_key=access_key,
         secret_key=secret_key,
         session_token=os.environ.get("AWS_SESSION_TOKEN"),
         region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
-        secure=endpoint.scheme == "https",
+        secure=address.scheme == "https",
         # Its own client retries for minutes; the policy here is the only one.
         http_client=urllib3.PoolManager(
             timeout=urllib3.Timeout(connect=10, read=TIMEOUT_SECONDS),

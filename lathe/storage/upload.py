@@ -1,5 +1,6 @@
 """To the store: parts in parallel, going on where an earlier upload broke off, the marker last."""
 
+import base64
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from lathe.storage.parts import (
 from lathe.storage.s3 import (
     Stored,
     begin_change,
+    endpoint,
     get_text,
     list_below,
     parse,
@@ -153,9 +155,11 @@ def _put(
     md5: bytes,
     part: dict[str, str | list[str] | tuple[str]] | None = None,
 ) -> None:
-    # The public put_object aborts what breaks off; only these requests leave it to go on with.
-    # They carry the body's SHA-256, signed, or with TLS its MD5, and not every store checks that.
-    answer = client._put_object(bucket, key, data, {}, part)
+    headers: dict[str, str | list[str] | tuple[str]] = {}
+    if endpoint().scheme == "https":  # else the client signs the body's SHA-256
+        headers["Content-MD5"] = base64.b64encode(md5).decode()
+    # The public put_object aborts what breaks off; only this request leaves it to go on with.
+    answer = client._put_object(bucket, key, data, headers, part)
     if says_other(answer.etag or "", md5.hex(), answer.http_headers):
         raise Damaged(f"the store holds {answer.etag}, sent was {md5.hex()} (MD5)")
 
