@@ -42,8 +42,8 @@ def main() -> None:
     report(times, arguments.megabytes)
 
 
-def measure(source: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each case, round by round."""
+def measure(source: Path, folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each case and of this process's processors in it, round by round."""
     client = s3_client()
     client.make_bucket(BUCKET)
     expected = sha256(source)
@@ -58,7 +58,7 @@ def measure(source: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
         "down, minio": lambda: client.fget_object(BUCKET, "bare", str(folder / "fetched/file")),
         "down, Lathe": lambda: fetch(f"s3://{BUCKET}/lathe/", folder / "fetched"),
     }
-    times: dict[str, list[float]] = {name: [] for name in cases}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for number in range(rounds):
         remove(f"s3://{BUCKET}/lathe/")
         remove(f"s3://{BUCKET}/bare")
@@ -66,22 +66,24 @@ def measure(source: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
         for name in names:
             target = fetched()
             os.sync()
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             cases[name]()
-            times[name].append(time.perf_counter() - started)
+            times[name].append((time.perf_counter() - started, time.process_time() - busy))
             if name.startswith("down"):
                 assert sha256(target / "file") == expected, name
     return times
 
 
-def report(times: dict[str, list[float]], megabytes: int) -> None:
-    print("| | minio | Lathe | Lathe is, median of rounds |\n|---|---|---|---|")
+def report(times: dict[str, list[tuple[float, float]]], megabytes: int) -> None:
+    print("| | minio | Lathe | Lathe is, median of rounds | client's CPU, minio and Lathe |")
+    print("|---|---|---|---|---|")
     for way in ("up", "down"):
-        bare, ours = times[f"{way}, minio"], times[f"{way}, Lathe"]
-        ratios = sorted(b / o for b, o in zip(bare, ours, strict=True))
-        speeds = " | ".join(f"{megabytes / statistics.median(t):.0f} MB/s" for t in (bare, ours))
-        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        print(f"| {way} | {speeds} | {statistics.median(ratios):.2f}x ({spread}) |")
+        cases = [times[f"{way}, minio"], times[f"{way}, Lathe"]]
+        ratios = sorted(bare[0] / ours[0] for bare, ours in zip(*cases, strict=True))
+        seconds, busy = ([statistics.median(t[i] for t in case) for case in cases] for i in (0, 1))
+        speeds = " | ".join(f"{megabytes / s:.0f} MB/s" for s in seconds)
+        ratio = f"{statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        print(f"| {way} | {speeds} | {ratio} | {busy[0]:.1f} and {busy[1]:.1f} s |")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from minio import Minio
 
 from lathe.errors import UserError
 from lathe.storage.files import digest, sha256
-from lathe.storage.manifest import MARKER, OWN_NAMES, Entry, from_json, require_relative
+from lathe.storage.manifest import MARKER, OWN_NAMES, STAGE, Entry, from_json, require_relative
 from lathe.storage.parallel import in_order, progress
 from lathe.storage.parts import part_count
 from lathe.storage.ranges import get_file
@@ -25,8 +25,6 @@ from lathe.storage.s3 import (
     s3_client,
     stat,
 )
-
-STAGE = ".lathe.partial"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lathe.storage.parallel import in_order
 from lathe.storage.parts import Etag, part_count, part_size, says_other
 from lathe.storage.s3 import Stored
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 20
 SAVES = 256  # of a record, at most, while its object arrives
 SAVE_BYTES = 1 << 22
 

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from minio import Minio
 from minio.datatypes import Part
@@ -12,7 +13,15 @@ from minio.error import MinioException
 
 from lathe.errors import UserError
 from lathe.storage.failures import Damaged, explained, retried, status
-from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, Entry, require_relative, to_json
+from lathe.storage.manifest import (
+    MARKER,
+    OWN_NAMES,
+    STAGE,
+    UNFINISHED,
+    Entry,
+    require_relative,
+    to_json,
+)
 from lathe.storage.parallel import in_order, progress
 from lathe.storage.parts import (
     PART_BYTES_HEADER,
@@ -38,6 +47,14 @@ from lathe.storage.s3 import (
 # Answers to an upload in parts that another one has ended, or mixed with its own.
 ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
 ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
+
+
+class Sent(NamedTuple):
+    """A part that the store has."""
+
+    size: int  # bytes
+    md5: bytes
+    etag: str  # what the store calls it: the MD5, unless it encrypts
 
 
 def upload(path: Path, uri: str) -> None:
@@ -104,7 +121,9 @@ def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its name relative to it, with `/`."""
     found: dict[str, Path] = {}
-    for parent, folders, names in os.walk(folder):
+    if (folder / STAGE).exists():
+        raise UserError(f"{folder}: a fetch into it has not ended", "run the fetch again")
+    for parent, folders, names in os.walk(folder, onerror=_raise):
         for name in folders:
             if (link := Path(parent, name)).is_symlink():
                 raise UserError(f"{link}: a link to a folder", "put the folder itself there")
@@ -123,6 +142,10 @@ def _files(folder: Path) -> dict[str, Path]:
     if not found:
         raise UserError(f"{folder}: no file in it", "give a folder with files")
     return dict(sorted(found.items()))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _put_file(
@@ -154,7 +177,8 @@ def _put(
     data: bytes,
     md5: bytes,
     part: dict[str, str | list[str] | tuple[str]] | None = None,
-) -> None:
+) -> str:
+    """Put one body, `part` of an object or all of it; the ETag that the store gives it."""
     headers: dict[str, str | list[str] | tuple[str]] = {}
     if endpoint().scheme == "https":  # else the client signs the body's SHA-256
         headers["Content-MD5"] = base64.b64encode(md5).decode()
@@ -162,6 +186,7 @@ def _put(
     answer = client._put_object(bucket, key, data, headers, part)
     if says_other(answer.etag or "", md5.hex(), answer.http_headers):
         raise Damaged(f"the store holds {answer.etag}, sent was {md5.hex()} (MD5)")
+    return answer.etag or ""
 
 
 def _put_parts(
@@ -172,8 +197,8 @@ def _put_parts(
     for upload_id, there in [*([left] if left else []), (None, {})]:
         try:
             upload_id = upload_id or _begin(client, bucket, key, size)
-            sha256, md5s = _send(client, bucket, key, upload_id, path, size, there, advance)
-            _complete(client, bucket, key, upload_id, md5s)
+            sha256, sent = _send(client, bucket, key, upload_id, path, size, there, advance)
+            _complete(client, bucket, key, upload_id, sent)
             return sha256
         except MinioException as error:
             if status(error) not in ENDED:
@@ -195,8 +220,8 @@ def _send(
     size: int,
     there: dict[int, str],
     advance: Callable[[int], None],
-) -> tuple[str, list[bytes]]:
-    """Send the parts that are not `there` (MD5s by number). SHA-256 of all, MD5 of each."""
+) -> tuple[str, list[Sent]]:
+    """Send the parts that are not `there` (ETags by number); the SHA-256 of all."""
     digest = hashlib.sha256()
 
     def parts() -> Iterator[tuple[int, bytes]]:
@@ -208,25 +233,20 @@ def _send(
             if file.tell() != size or file.read(1):
                 raise UserError(f"{path}: it changes while it is read", "wait until it is written")
 
-    def send(item: tuple[int, bytes]) -> tuple[int, bytes]:
+    def send(item: tuple[int, bytes]) -> Sent:
         number, data = item
         md5 = hashlib.md5(data).digest()
-        if there.get(number) != md5.hex():
-            _put(
-                client,
-                bucket,
-                key,
-                data,
-                md5,
-                {"partNumber": str(number), "uploadId": upload_id},
-            )
-        return len(data), md5
+        etag = there.get(number)
+        if etag != md5.hex():
+            part = {"partNumber": str(number), "uploadId": upload_id}
+            etag = _put(client, bucket, key, data, md5, {**part})
+        return Sent(len(data), md5, etag)
 
-    md5s = []
-    for sent, md5 in in_order(send, parts()):
-        advance(sent)
-        md5s.append(md5)
-    return digest.hexdigest(), md5s
+    sent = []
+    for part in in_order(send, parts()):
+        advance(part.size)
+        sent.append(part)
+    return digest.hexdigest(), sent
 
 
 @retried
@@ -260,13 +280,14 @@ def _broken_off(client: Minio, bucket: str, key: str) -> tuple[str, dict[int, st
 
 
 @retried
-def _complete(client: Minio, bucket: str, key: str, upload_id: str, md5s: list[bytes]) -> None:
-    parts = [Part(number, md5.hex()) for number, md5 in enumerate(md5s, 1)]
+def _complete(client: Minio, bucket: str, key: str, upload_id: str, sent: list[Sent]) -> None:
+    parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
     answer = client._complete_multipart_upload(bucket, key, upload_id, parts)
     if not answer.etag:  # a failure after the store had begun to answer 200
         raise Damaged("the store did not put the parts together")
     etag = Etag(in_parts=True)
-    for md5 in md5s:
-        etag.add(md5)
-    if says_other(answer.etag, etag.text(), answer.http_headers):
+    for part in sent:
+        etag.add(part.md5)
+    are_md5s = all(part.etag == part.md5.hex() for part in sent)
+    if are_md5s and says_other(answer.etag, etag.text(), answer.http_headers):
         raise Damaged(f"the store holds {answer.etag}, sent was {etag.text()}")

@@ -156,4 +156,8 @@ def test_a_folder_that_no_store_can_keep(s3: str, tmp_path: Path) -> None:
     (tmp_path / "gone").symlink_to("nowhere")
     with pytest.raises(UserError, match="gone: not a file"):
         upload(tmp_path, f"{s3}/p")
+    (tmp_path / "gone").unlink()
+    (tmp_path / ".lathe.partial").mkdir()
+    with pytest.raises(UserError, match="a fetch into it has not ended"):
+        upload(tmp_path, f"{s3}/p")
     assert not exists(f"{s3}/p")
