@@ -47,6 +47,7 @@ from lathe.storage.s3 import (
 # Answers to an upload in parts that another one has ended, or mixed with its own.
 ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
 ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
+TRIES = 3  # of such an upload
 
 
 class Sent(NamedTuple):
@@ -192,9 +193,13 @@ def _put(
 def _put_parts(
     client: Minio, bucket: str, key: str, path: Path, size: int, advance: Callable[[int], None]
 ) -> str:
-    """Put a file in parts; its SHA-256."""
-    left = _broken_off(client, bucket, key)
-    for upload_id, there in [*([left] if left else []), (None, {})]:
+    """Put a file in parts; its SHA-256.
+
+    Another process may take these for a broken upload and go on with them, with other bytes: the
+    store then refuses one of the two, which begins anew.
+    """
+    for attempt in range(TRIES):
+        upload_id, there = (_broken_off(client, bucket, key) if attempt == 0 else None) or ("", {})
         try:
             upload_id = upload_id or _begin(client, bucket, key, size)
             sha256, sent = _send(client, bucket, key, upload_id, path, size, there, advance)
