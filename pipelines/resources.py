@@ -55,7 +55,7 @@ class Pool:
         return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
 
 
-_POOL = ContextVar("pool", default=Pool())
+_POOL: ContextVar[Pool] = ContextVar("pool")
 
 
 @contextmanager
