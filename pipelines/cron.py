@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 from lathe.errors import UserError
 
-MONTHS = "JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC".split()
-WEEKDAYS = "SUN MON TUE WED THU FRI SAT".split()
+MONTHS = ["JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC"]
+WEEKDAYS = ["SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT"]
 FIELDS: list[tuple[str, int, int, list[str]]] = [
     ("second", 0, 59, []),
     ("minute", 0, 59, []),

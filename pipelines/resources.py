@@ -106,7 +106,8 @@ def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) 
     )
     keys = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
     kubernetes.use_secret_as_env(task, SECRET, keys)
-    kubernetes.use_config_map_as_env(task, CONFIG_MAP, {"endpoint": "AWS_ENDPOINT_URL"})
+    store = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, store)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)
     kubernetes.set_security_context(task, run_as_user=USER, run_as_non_root=True)

@@ -97,7 +97,10 @@ def test_what_every_task_has(compiled, name, pool):
             "accesskey": "AWS_ACCESS_KEY_ID",
             "secretkey": "AWS_SECRET_ACCESS_KEY",
         }
-        assert store["keyToEnv"] == [{"configMapKey": "endpoint", "envVar": "AWS_ENDPOINT_URL"}]
+        assert {k["configMapKey"]: k["envVar"] for k in store["keyToEnv"]} == {
+            "endpoint": "AWS_ENDPOINT_URL",
+            "region": "AWS_REGION",
+        }
         assert {f["name"]: f["fieldPath"] for f in settings["fieldPathAsEnv"]} == {
             "POD_NAME": "metadata.name",
             "POD_UID": "metadata.uid",
