@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
+from google.protobuf import json_format
+from kfp.dsl.graph_component import GraphComponent
 
 from lathe import storage
 from lathe.errors import StageError, UserError
@@ -81,10 +82,10 @@ class Preflight:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
 
-    def images(self, compiled: Path) -> None:
-        """Those that the compiled pipeline names are in their registries."""
-        spec = next(yaml.load_all(compiled.read_text(), yaml.CSafeLoader))
-        executors = spec["deploymentSpec"]["executors"].values()
+    def images(self, pipeline: GraphComponent) -> None:
+        """Those that the pipeline names are in their registries."""
+        spec = pipeline.component_spec.implementation.graph.deployment_spec
+        executors = json_format.MessageToDict(spec)["executors"].values()
         for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
             self.check(f"image {image}", check_image, image)
 
