@@ -57,10 +57,17 @@ class Preflight:
 
     def server(self) -> Client | None:
         """A client that is signed in."""
-        return self.check("server", connect)  # type: ignore[no-any-return]
+        try:
+            return connect()
+        except UserError as error:
+            self.problems.append(error)
+        except StageError as error:
+            look = "kubectl -n kubeflow logs deployment/ml-pipeline"
+            self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
+        return None
 
     def arguments(self, name: str, arguments: dict[str, Any]) -> None:
-        """Names, addresses that a cluster can reach, and recipes."""
+        """Names, and addresses that a cluster can reach."""
         self.problems += wrong_names(name, arguments)
         for key in ("model", "corpus", "tokenizer", "cloze"):
             if value := arguments.get(key):

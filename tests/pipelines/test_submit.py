@@ -215,6 +215,14 @@ def test_a_page_to_sign_in_is_no_server(kfp):
     assert f"{kfp.url}: answers, but not as Kubeflow Pipelines" in result.output
 
 
+def test_a_server_that_is_broken_is_one_of_the_problems(kfp):
+    kfp.failures = [500]
+    result = submit(*PRETRAIN, "--cloze", "here.jsonl")
+    assert result.exit_code == 2
+    assert f"error: {kfp.url}: 500 try again\n  cure: " in result.output
+    assert "error: cloze here.jsonl" in result.output
+
+
 def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
     kfp.token = "of-the-context"
     monkeypatch.delenv("LATHE_KFP_ENDPOINT")
