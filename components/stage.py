@@ -13,7 +13,7 @@ from typing import Any
 from kfp import dsl
 
 from lathe.errors import StageError, UserError
-from lathe.launch.local import start_workers
+from lathe.launch.start import start_workers
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 
@@ -53,7 +53,7 @@ def train_in_workers(
     one case, and finds it done in the other.
     """
     options = ["--recipe", recipe, *(part for value in overrides for part in ("-o", value))]
-    start_workers([*map(str, command), *options], settings.Distributed)
+    start_workers([*map(str, command), *options], settings)
 
 
 def paths(*artifacts: dsl.Artifact | None) -> list[Path | None]:

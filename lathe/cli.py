@@ -328,12 +328,12 @@ def compress(
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(_load(name, override) for name in names)
     from lathe.compress.search import PAGE, compress, parse_goal, require_met
-    from lathe.launch.local import start_workers
+    from lathe.launch.start import start_workers
 
     def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
         of_verb = 1 if verb == "prune" else 2
         options = ["--recipe", names[of_verb], *_as_options(override)]
-        start_workers([verb, *options, *map(str, arguments)], settings[of_verb].Distributed)
+        start_workers([verb, *options, *map(str, arguments)], settings[of_verb])
         stage()
 
     goal = parse_goal(target, budget)
@@ -676,9 +676,9 @@ def _if_folder(path: Path) -> Path | None:
 
 def _train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
     """Run a training stage here, or the whole command again in the workers that it asks for."""
-    from lathe.launch.local import start_workers
+    from lathe.launch.start import start_workers
 
-    if start_workers(sys.argv[1:], settings.Distributed):
+    if start_workers(sys.argv[1:], settings):
         return
     result = stage()
     if os.environ.get("RANK", "0") != "0":
