@@ -13,6 +13,7 @@ TARGET    ?=
 BUDGET    ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
+FLAVOUR   ?= cpu
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
 
 BIN := .venv/bin
@@ -79,6 +80,22 @@ compile: env ## Write the pipelines' IR YAML to build/
 golden: env ## Refresh the golden YAML that the tests compare with
 	$(BIN)/python -m pipelines.compile tests/pipelines/golden
 
+.PHONY: lock
+lock: dev-env ## Make the lock files agree with their .in files (delete one first to renew it)
+	$(call compile,images/train/requirements) || \
+	  $(call compile,images/train/requirements,,--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	$(call compile,images/train/cuda)
+	$(call compile,images/serve/requirements)
+	$(call compile,images/serve/cuda,3.12)
+	$(call compile,images/paddle/requirements)
+	$(call compile,images/paddle/cuda)
+	$(call compile,images/kfp,,--no-deps)
+	$(call compile,requirements-dev,,--no-emit-package torch)
+
+compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
+  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(2),3.11) \
+  --python-platform x86_64-manylinux_2_35 $(3) $(1).in -o $(1).lock
+
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -95,21 +112,26 @@ serve-env: .venv-serve/.serve ## Make .venv-serve, in which Triton runs
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
-.venv/.train: images/train/requirements.lock pyproject.toml
+.venv/.train: images/train/$(LOCK) pyproject.toml
 	$(call venv,.venv)
-	$(BIN)/python -m pip install -q -r $<
+	$(call install,.venv,$<) || $(call install,.venv,$<) --extra-index-url $(TORCH_INDEX)
 	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 
 .venv/.dev: requirements-dev.lock .venv/.train
-	$(BIN)/python -m pip install -q -r $<
+	$(call install,.venv,$<)
 	touch $@
 
 .venv-serve/.serve: images/serve/requirements.lock pyproject.toml
 	$(call venv,.venv-serve)
-	.venv-serve/bin/python -m pip install -q -r $<
+	$(call install,.venv-serve,$<)
 	.venv-serve/bin/python -m pip install -q --no-deps -e .
 	touch $@
+
+# PyPI has torch for CUDA only; the hashes say what may come from its own index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LOCK         = $(if $(filter cuda,$(FLAVOUR)),cuda.lock,requirements.lock)
+install      = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 
 define venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
