@@ -13,6 +13,9 @@ TARGET    ?=
 BUDGET    ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
+IMAGES    ?=
+BASE      ?=
+REGISTRY  ?=
 FLAVOUR   ?= cpu
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
 
@@ -56,11 +59,15 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 
 .PHONY: test
 test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(BIN)/python -m pytest -m "not slow and not soak" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not soak and not containers" $(TESTS)
 
 .PHONY: test-all
 test-all: dev-env serve-env ## Run all tests but the soak
-	$(BIN)/python -m pytest -m "not soak" $(TESTS)
+	$(BIN)/python -m pytest -m "not soak and not containers" $(TESTS)
+
+.PHONY: test-containers
+test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)
+	$(BIN)/python -m pytest -m containers $(or $(TESTS),tests/images)
 
 .PHONY: soak
 soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)
@@ -78,7 +85,8 @@ compile: env ## Write the pipelines' IR YAML to build/
 
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
-	$(BIN)/python -m pipelines.compile tests/pipelines/golden
+	LATHE_TRAIN_IMAGE= LATHE_PADDLE_IMAGE= LATHE_SERVE_IMAGE= \
+	  $(BIN)/python -m pipelines.compile tests/pipelines/golden
 
 .PHONY: lock
 lock: dev-env ## Make the lock files agree with their .in files (delete one first to renew it)
@@ -95,6 +103,17 @@ lock: dev-env ## Make the lock files agree with their .in files (delete one firs
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
   $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(2),3.11) \
   --python-platform x86_64-manylinux_2_35 $(3) $(1).in -o $(1).lock
+
+.PHONY: images
+images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --base=$(call quote,$(BASE)) \
+	  --options=$(call quote,$(BUILD_OPTIONS))
+
+.PHONY: push
+push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
+	$(if $(REGISTRY),,$(error make push needs REGISTRY=, such as REGISTRY=registry.example.com/team))
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --push=$(call quote,$(REGISTRY)) \
+	  --options=$(call quote,$(PUSH_OPTIONS))
 
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
