@@ -78,10 +78,11 @@ def pip_options(folder: Path) -> list[str]:
         for word in value.split():
             path = Path(word.removeprefix("file://"))
             if path.is_absolute() and path.exists():
-                name = path.as_posix().strip("/").replace("/", "-")
-                (folder / name).mkdir() if path.is_dir() else (folder / name).touch()
-                volumes.append(f"--volume={path}:/mnt/{name}:ro")
-                word = word.replace(str(path), f"/mnt/{name}")
+                part = path.parent if key.endswith("index-url") else path  # its links are relative
+                name = part.as_posix().strip("/").replace("/", "-")
+                (folder / name).mkdir() if part.is_dir() else (folder / name).touch()
+                volumes.append(f"--volume={part}:/mnt/{name}:ro")
+                word = word.replace(str(part), f"/mnt/{name}")
             words.append(word)
         lines.append(f"{key} = {' '.join(words)}")
     (folder / "pip.conf").write_text("\n".join(lines) + "\n")
