@@ -21,9 +21,8 @@ events_logger = "file"
 """
 
 # What a pod gets in a namespace whose pod security is `restricted`.
-RESTRICTED = (
-    "--read-only --user 10001 --cap-drop ALL --security-opt no-new-privileges --tmpfs /tmp"
-).split()
+RESTRICTED = ["--read-only", "--user=10001", "--cap-drop=ALL", "--tmpfs=/tmp"]
+RESTRICTED += ["--security-opt=no-new-privileges"]
 
 
 def absent() -> str:

@@ -14,9 +14,7 @@ from tests.images.podman import mount, podman, run, running
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 
 
-def test_it_answers_is_healthy_and_ends_when_told(
-    images: dict[str, str], repository: Path
-) -> None:
+def test_it_answers_is_healthy_and_ends_when_told(images: dict[str, str], repository: Path) -> None:
     options = [mount(repository, "/models"), "--publish=127.0.0.1::8000"]
     with running(images["serve"], *options) as server:
         address = podman("port", server, "8000").strip()
