@@ -25,6 +25,7 @@ IMAGES    ?=
 BASE      ?=
 REGISTRY  ?=
 FLAVOUR   ?= cpu
+LOCK      := $(if $(filter cuda,$(FLAVOUR)),cuda.lock,requirements.lock)
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
 
 BIN := .venv/bin
@@ -187,8 +188,7 @@ dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
 # PyPI has torch for CUDA only; the hashes say what may come from its own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-LOCK         = $(if $(filter cuda,$(FLAVOUR)),cuda.lock,requirements.lock)
-install      = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
+install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 
 define venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
