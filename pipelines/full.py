@@ -1,11 +1,8 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
-from kfp import dsl
-
 from pipelines.steps import Steps
 
 
-@dsl.pipeline(name="full")
 def full(
     recipe: str = "tiny",
     prune_recipe: str = "tiny-prune",

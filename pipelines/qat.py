@@ -1,11 +1,8 @@
 """Model -> INT8 model on Triton."""
 
-from kfp import dsl
-
 from pipelines.steps import Steps, imported
 
 
-@dsl.pipeline(name="qat")
 def qat(
     model: str,
     recipe: str = "tiny-qat",

@@ -16,7 +16,7 @@ from components.pretrain.component import pretrain
 from components.prune.component import prune
 from components.quantize.component import quantize
 from components.report.component import report
-from pipelines.resources import on_cpu, on_gpu
+from pipelines.resources import on_cpu, on_gpu, on_training_nodes
 
 
 class Steps:
@@ -29,16 +29,16 @@ class Steps:
         return on_cpu(self._task(prepare, recipe, **inputs), hours=4)
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(pretrain, recipe, **inputs), hours=240)
+        return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
 
     def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(prune, recipe, **inputs), hours=72)
+        return on_training_nodes(self._task(prune, recipe, **inputs), hours=72)
 
     def analyze(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_gpu(self._task(analyze, recipe, **inputs), hours=6)
 
     def quantize(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(quantize, recipe, **inputs), hours=72)
+        return on_training_nodes(self._task(quantize, recipe, **inputs), hours=72)
 
     def evaluate(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(evaluate, f"evaluate-{variant}")
