@@ -5,6 +5,7 @@ with `follow`, `sinceTime` and `timestamps`, a bearer token (401), verbs that RB
 and faults to order. What acts on the objects, as a Deployment's controller does, is a `Controller`.
 """
 
+import functools
 import json
 import re
 import threading
@@ -18,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.fake_store import Event, Key, Object, Refused, Store, selected
+from tests.fake_store import Event, Key, Object, Refused, Store, json_patch, selected
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"
@@ -178,8 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "create":
             self._send(201, self.fake.create(resource, body, namespace))
         elif verb == "patch":
-            self._require_merge_patch(group)
-            self._send(200, self.fake.patch(resource, name, body, namespace))
+            self._send(200, self._patch(resource, name, namespace, group, body))
         elif verb == "update":
             self._send(200, self.fake.replace(resource, name, lambda _: body, namespace))
         elif verb == "delete":
@@ -219,12 +219,16 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as refused:
             yield _line("ERROR", refused.status)
 
-    def _require_merge_patch(self, group: str) -> None:
+    def _patch(self, resource: str, name: str, namespace: str, group: str, body: Any) -> Object:
         """Built-in kinds take a strategic merge patch too; here it acts as a plain one."""
-        kind = self.headers["Content-Type"]
+        kind = self.headers["Content-Type"].removeprefix("application/").removesuffix("+json")
+        if kind == "json-patch":
+            change = functools.partial(json_patch, body)
+            return self.fake.replace(resource, name, change, namespace)
         built_in = "." not in group or group.endswith(".k8s.io")
-        if "merge-patch" not in kind or ("strategic" in kind and not built_in):
+        if kind != "merge-patch" and not (kind == "strategic-merge-patch" and built_in):
             raise Refused(415, "UnsupportedMediaType", f"a patch of {group or 'v1'} as {kind}")
+        return self.fake.patch(resource, name, body, namespace)
 
     def _stream(self, lines: Iterator[bytes]) -> None:
         self.send_response(200)
