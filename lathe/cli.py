@@ -72,7 +72,8 @@ def prepare(
         str | None,
         typer.Option(
             help="Text, JSONL (.gz, .xz, .zst), a folder of them, an http(s):// or s3:// address, "
-            "or a Hugging Face data set; the recipe's Prepare.source unless given."
+            "a Hugging Face data set, or newest:PLACE, the newest one in a folder or below a "
+            "prefix; the recipe's Prepare.source unless given."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -391,8 +392,7 @@ def deploy(
         bool, typer.Option("--production", help="Then publish it, and make it live.")
     ] = False,
     evaluation: Annotated[
-        Path | None,
-        typer.Option(help="Folder of `lathe evaluate`, whose figures the release keeps."),
+        Path | None, _input("Folder of `lathe evaluate`, whose figures the release keeps.")
     ] = None,
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Make the release before the live one live again.")

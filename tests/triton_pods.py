@@ -4,15 +4,14 @@ before them."""
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lathe.serve.server import ANY_PORTS, TritonServer, start
 from lathe.settings import ServingSettings
 from lathe.storage import fetch
-from tests.fake_deployments import Deployments, Pod
+from tests.fake_deployments import Deployments
 
 SERVING = ServingSettings(**ANY_PORTS)
 

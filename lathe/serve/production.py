@@ -5,9 +5,10 @@ whatever ends the work in between, the pointer names a release that served, and 
 on where it stopped.
 """
 
+import json
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,6 +42,9 @@ class Production:
     before: str | None
     rolled: bool
     acceptance: Acceptance | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def deploy_to_production(

@@ -126,7 +126,7 @@ def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
 
 
 def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="Production.releases is not set"):
+    with pytest.raises(UserError, match=r"Production\.releases is not set"):
         deploy_to_production(RECIPE, deployed)
     with pytest.raises(UserError, match="no release was live before"):
         roll_back(recipe)
