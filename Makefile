@@ -1,6 +1,7 @@
 # The front door. `make` lists the targets.
 #
 #   make run PIPELINE=qat MODEL=path CORPUS=path -- -o Engine.max_steps=200 -o Global.seed=1
+#   make submit PIPELINE=qat MODEL=s3://bucket/model NODES=2 GPUS=8 FOLLOW=1 -- -o Global.seed=1
 
 PIPELINE  ?= full
 CORPUS    ?=
@@ -11,6 +12,13 @@ RECIPE    ?=
 RUN       ?=
 TARGET    ?=
 BUDGET    ?=
+NODES     ?=
+GPUS      ?=
+NODE_POOL ?=
+QUEUE     ?=
+ROOT      ?=
+FOLLOW    ?=
+CRON      ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
@@ -26,20 +34,38 @@ dotted   = $(foreach v,$(.VARIABLES),$(if $(findstring .,$(v)),$(if $(filter com
 override = -o $(call quote,$(1)=$(value $(1)))
 option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 
+# What every pipeline takes, wherever it runs, and what it takes on a cluster.
+arguments = $(call quote,$(PIPELINE)) \
+  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
+  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
+  $(call option,--recipe,RECIPE) \
+  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
+  $(foreach v,$(call dotted),$(call override,$(v)))
+machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
+  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT)
+
 .PHONY: help
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN='
+	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= (FOLLOW=1, CRON=)'
 
 .PHONY: run
 run: env serve-env ## Run a pipeline on this machine, from text to Triton
-	@$(BIN)/python -m pipelines.run $(call quote,$(PIPELINE)) \
-	  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
-	  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
-	  $(call option,--recipe,RECIPE) $(call option,--name,RUN) \
-	  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
-	  $(foreach v,$(call dotted),$(call override,$(v)))
+	@$(BIN)/python -m pipelines.run $(arguments) $(call option,--name,RUN)
+
+.PHONY: submit
+submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
+	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow)
+
+.PHONY: schedule
+schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
+	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) --cron $(call quote,$(value CRON))
+
+.PHONY: unschedule
+unschedule: env ## Take a pipeline's schedule away
+	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE))
 
 .PHONY: serve
 serve: env serve-env ## Start the server on the model deployed last

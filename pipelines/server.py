@@ -1,6 +1,7 @@
 """The Kubeflow Pipelines server: where it is and how to sign in, from the environment."""
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ HELP = "\n\n".join(["Environment:", *(f"{key}: {text}." for key, text in VARIABL
 """For `--help`."""
 
 KUBEFLOW = "kubeflow"
+CONNECT_SECONDS = 5.0
 POD_TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the ways to sign in"
@@ -46,7 +48,7 @@ class Client(kfp.Client):
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
         """Ask once: the original takes 25 s to find that a token is wrong."""
-        return self.healthzs.healthz_service_get_healthz()
+        return self.healthzs.healthz_service_get_healthz(_request_timeout=CONNECT_SECONDS)
 
     def page(self, path: str) -> str:
         """Address of a page of the UI, such as `runs/details/<id>`."""
@@ -81,6 +83,7 @@ def connect() -> Client:
         token = str(POD_TOKEN)
     with answers():
         warnings.filterwarnings("ignore", category=FutureWarning, module="kfp")
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it tells of every retry
         client = Client(
             host=endpoint() or None,
             credentials=ServiceAccountTokenVolumeCredentials(token) if token else None,
@@ -127,7 +130,7 @@ def answers() -> Iterator[None]:
         reason = getattr(error, "reason", None) or error
         raise UserError(
             f"{_asked()}: no answer: {reason}",
-            "check LATHE_KFP_ENDPOINT and the network (for a port-forward: "
+            "check LATHE_KFP_ENDPOINT or LATHE_KFP_CONTEXT, and the network (for a port-forward: "
             "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80)",
         ) from None
 

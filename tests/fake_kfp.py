@@ -25,6 +25,9 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 PAGE = 2
 BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
 V2 = "/apis/v2beta1"
+PROXY = "/api/v1/namespaces/kubeflow/services/ml-pipeline:http/proxy/"
+"""Where a Kubernetes API server passes requests on to Kubeflow Pipelines."""
+
 Json = dict[str, Any]
 
 
@@ -74,6 +77,8 @@ class FakeKfp:
         token, cookie: what a request must bring, where set.
         logs: of pods, by name, from the API server; `ui_logs` from the UI's own page.
         failures: statuses with which the next requests are answered.
+        refuse_recurring: there is no room for another recurring run.
+        active: how many recurring runs were enabled after every request.
     """
 
     token: str = ""
@@ -82,6 +87,7 @@ class FakeKfp:
     logs: dict[str, str] = field(default_factory=dict)
     ui_logs: dict[str, str] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
+    refuse_recurring: bool = False
     requests: list[Request] = field(default_factory=list)
     experiments: dict[str, Json] = field(default_factory=dict)
     pipelines: dict[str, Json] = field(default_factory=dict)
@@ -181,6 +187,8 @@ class FakeKfp:
 
     def _create_recurring(self, request: Request) -> Json:
         self._check_reference(request.body)
+        if self.refuse_recurring:
+            raise Refused(400, "the quota of schedules is used up")
         if len(request.body["trigger"]["cron_schedule"]["cron"].split()) != 6:
             raise Refused(400, "Schedule cron is not a valid cron expression")
         return _add(self.recurring_runs, "recurring_run_id", request.body)
@@ -247,7 +255,8 @@ def serve(**settings: Any) -> Iterator[FakeKfp]:
             raw = self.rfile.read(int(headers.get("content-length", 0)))
             query = dict(parse_qsl(address.query))
             body = _body(raw, headers.get("content-type", ""))
-            request = Request(self.command, address.path, query, headers, body)
+            path = address.path.removeprefix(PROXY)
+            request = Request(self.command, path, query, headers, body)
             try:
                 with lock:
                     answer, status = kfp.answer(request), 200

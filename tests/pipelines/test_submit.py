@@ -1,6 +1,5 @@
 """`python -m pipelines.submit` against a Kubeflow Pipelines server: what it sends and says."""
 
-import os
 import re
 import signal
 import subprocess
@@ -9,29 +8,19 @@ import sys
 import pytest
 import yaml
 from kfp import compiler
+from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
+from lathe.storage import list_uris
 from pipelines import upload
 from pipelines.compile import build
 from pipelines.resources import Pool
+from pipelines.server import VARIABLES
 from pipelines.submit import app
-from tests import fake_kfp
 from tests.fake_kfp import frame, task
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   cure: give another\n"
-
-
-@pytest.fixture
-def kfp(monkeypatch, tmp_path):
-    with fake_kfp.serve() as server:
-        for name in list(os.environ):
-            if name.startswith(("LATHE_", "AWS_", "KFP_", "KUBE")):
-                monkeypatch.delenv(name)
-        monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
-        monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
-        yield server
 
 
 def submit(*arguments: str):
@@ -101,11 +90,12 @@ def test_the_recipe_too_says_which_machines(kfp):
     launch = ("-o", "Launch.nodes=2", "-o", "Launch.gpus_per_node=4")
     assert submit("qat", *MODEL, *launch, "--gpus", "2").exit_code == 0
     (run,) = kfp.runs.values()
-    wanted = ["Launch.nodes=2", "Launch.gpus_per_node=2", "Launch.node_pool=gpu"]
-    assert run["runtime_config"]["parameters"]["overrides"][-3:] == wanted or (
-        run["runtime_config"]["parameters"]["overrides"]
-        == ["Launch.nodes=2", "Launch.gpus_per_node=4", *wanted[1:]]
-    )
+    assert run["runtime_config"]["parameters"]["overrides"] == [
+        "Launch.nodes=2",
+        "Launch.gpus_per_node=4",
+        "Launch.gpus_per_node=2",  # the last one holds
+        "Launch.node_pool=gpu",
+    ]
 
 
 def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
@@ -192,6 +182,46 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     monkeypatch.setenv("LATHE_KFP_COOKIES", "authservice_session=right-cookie")
     result = submit("qat", *MODEL)
     assert result.exit_code == 0 and "right-cookie" not in result.output
+
+
+def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
+    kfp.token = "of-the-context"
+    monkeypatch.delenv("LATHE_KFP_ENDPOINT")
+    config = {
+        "current-context": "other",
+        "clusters": [{"name": "c", "cluster": {"server": kfp.url}}],
+        "users": [{"name": "u", "user": {"token": "of-the-context"}}],
+        "contexts": [{"name": "mine", "context": {"cluster": "c", "user": "u"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
+    monkeypatch.setenv("LATHE_KFP_CONTEXT", "mine")
+    monkeypatch.setenv("LATHE_KFP_UI", "https://pipelines.example/")
+    result = submit("qat", *MODEL)
+    assert result.exit_code == 0, result.output
+    (run,) = kfp.runs
+    assert f"https://pipelines.example/#/runs/details/{run}\n" in result.output
+    assert "node pool gpu: not checked: the cluster does not list its nodes" in result.output
+
+
+def test_the_store_must_be_writable(kfp, monkeypatch, s3):
+    result = submit("qat", *MODEL, "--root", f"{s3}/runs")
+    assert result.exit_code == 0, result.output
+    assert list_uris(f"{s3}/runs/") == []
+    result = submit("qat", *MODEL, "--root", "s3://no-such-bucket/runs")
+    assert result.exit_code == 2 and "no-such-bucket" in result.output
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    result = submit("qat", *MODEL, "--root", f"{s3}/runs")
+    assert result.exit_code == 2 and "AWS_SECRET_ACCESS_KEY" in result.output
+    assert "wrong-secret" not in result.output
+    assert len(kfp.runs) == 1
+
+
+def test_help_names_every_variable():
+    text = re.sub(r"\s+", " ", submit("--help").output)
+    assert all(f"{name}: " in text for name in VARIABLES)
+    assert "LATHE_PIPELINE_ROOT" in text
 
 
 def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
