@@ -15,7 +15,8 @@ from pathlib import Path
 from rich.table import Table
 
 from lathe.errors import UserError
-from lathe.launch.rollout import Deployment, has_cluster
+from lathe.launch.deployment import Deployment, has_cluster
+from lathe.launch.rollout import roll
 from lathe.serve.acceptance import Acceptance, accept
 from lathe.serve.golden import golden_of
 from lathe.serve.release import SHORT, Releases, releases_of
@@ -135,7 +136,7 @@ def _make_live(
             back_to = releases.address(before) if before else running
             if running != back_to:
                 log.warning("%s runs %s, not %s", deployment.name, running, back_to)
-            deployment.roll(address, back_to, seconds)
+            roll(deployment, address, back_to, seconds)
             deployment.keep_lock()
         releases.point(pointer.moved_to(release, datetime.now(UTC)))
     log.info("live: %s", address)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from lathe.errors import StageError, UserError
+from lathe.launch import deployment as deployments
 from lathe.launch import rollout
-from lathe.launch.rollout import CAUSE, LOCK, RELEASE, Deployment
+from lathe.launch.deployment import CAUSE, LOCK, RELEASE, Deployment
 from tests.fake_deployments import NAME, Deployments, Served, deployment, until
 from tests.fake_kubernetes import FakeKubernetes
 
@@ -31,8 +32,9 @@ def program(release: str) -> Served | None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    monkeypatch.setattr(rollout, "POLL_SECONDS", 0.05)
     for name, seconds in (("POLL_SECONDS", 0.05), ("RENEW_SECONDS", 0.1), ("LOCK_SECONDS", 1.0)):
-        monkeypatch.setattr(rollout, name, seconds)
+        monkeypatch.setattr(deployments, name, seconds)
     with FakeKubernetes() as fake:
         monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig(tmp_path)))
         monkeypatch.delenv("POD_NAMESPACE", raising=False)
@@ -52,7 +54,7 @@ def controller(cluster: FakeKubernetes) -> Deployments:
 def roll(release: str, back_to: str | None = GOOD, seconds: float = 20.0) -> None:
     serving = Deployment("lathe", NAME)
     with serving.locked():
-        serving.roll(release, back_to, seconds)
+        rollout.roll(serving, release, back_to, seconds)
 
 
 def served(cluster: FakeKubernetes, controller: Deployments) -> set[str]:
@@ -150,8 +152,8 @@ def test_the_lock_of_the_dead_is_taken_and_the_sleeper_learns_it(
         started = time.monotonic()
         waking = Deployment("lathe", NAME)
         with waking.locked():
-            assert time.monotonic() - started > rollout.LOCK_SECONDS
-            sleeper.roll(BETTER, GOOD, 5)
+            assert time.monotonic() - started > deployments.LOCK_SECONDS
+            rollout.roll(sleeper, BETTER, GOOD, 5)
     assert served_release() == GOOD
 
 

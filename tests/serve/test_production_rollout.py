@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lathe.errors import StageError
+from lathe.launch import deployment as deployments
 from lathe.launch import rollout
 from lathe.serve import production
 from lathe.serve.acceptance import Acceptance
@@ -76,8 +77,9 @@ def releases(recipe: Recipe) -> Releases:
 def cluster(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cluster: None
 ) -> Iterator[FakeKubernetes]:
+    monkeypatch.setattr(rollout, "POLL_SECONDS", 0.1)
     for name, seconds in QUICK.items():
-        monkeypatch.setattr(rollout, name, seconds)
+        monkeypatch.setattr(deployments, name, seconds)
     with FakeKubernetes() as fake:
         monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig(tmp_path)))
         monkeypatch.delenv("POD_NAMESPACE", raising=False)
@@ -145,10 +147,10 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
 
 KILLED = """
 import os, pathlib, signal, sys
-from lathe.launch.rollout import Deployment
+from lathe.launch import rollout
 from lathe.serve.production import deploy_to_production
 from lathe.settings import Recipe
-Deployment._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+rollout._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 deploy_to_production(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]))
 """
 
@@ -162,12 +164,12 @@ def test_killed_in_the_rollout_and_run_again(
 ) -> None:
     command = [sys.executable, "-c", KILLED, recipe.model_dump_json(), str(deployed)]
     assert subprocess.run(command, env=os.environ, check=False).returncode == -signal.SIGKILL
-    assert rollout.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
+    assert deployments.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
     assert live(releases) is None
     made = deploy_to_production(recipe, deployed)
     assert live(releases) == made.release
     assert [pod.release for pod in controller.ready] == [made.address]
-    assert rollout.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
+    assert deployments.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
 
 
 def test_two_at_once_do_not_mix(
