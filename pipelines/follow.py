@@ -13,7 +13,13 @@ from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponenti
 from pipelines.log import StageLog
 from pipelines.server import Client
 
-ENDED = ("SUCCEEDED", "FAILED", "SKIPPED", "CANCELED")
+WORDS = {
+    "SUCCEEDED": "done in",
+    "FAILED": "failed after",
+    "SKIPPED": "skipped after",
+    "CANCELED": "cancelled after",
+}
+ENDED = tuple(WORDS)
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """How long a server may not answer before following gives up; the run does not care."""
@@ -59,21 +65,18 @@ class Progress:
 
     def feed(self, details: list[Any]) -> Iterator[str]:
         """Yield a line for every task that began or ended since the last call."""
-        for task in sorted(details, key=lambda t: (t.start_time or t.create_time).timestamp()):
-            if task.display_name not in self.tasks or task.state in (None, "PENDING"):
+        begun = [t for t in details if t.display_name in self.tasks and t.start_time]
+        for task in sorted(begun, key=lambda t: t.start_time):
+            if task.state in (None, "PENDING"):
                 continue
             before = self._states.get(task.task_id)
             self._states[task.task_id] = task.state
-            if before is None and task.state != "SKIPPED":
+            if before is None:
                 yield f"{_clock(task.start_time)}  {task.display_name}"
             if before != task.state and task.state in ENDED:
-                took = (task.end_time - task.start_time).total_seconds()
-                yield f"{_clock(task.end_time)}  {task.display_name}: {_ended(task.state, took)}"
-
-
-def _ended(state: str, seconds: float) -> str:
-    words = {"SUCCEEDED": "done in", "FAILED": "failed after", "CANCELED": "cancelled after"}
-    return f"{words[state]} {seconds:.0f} s" if state in words else "skipped"
+                end = task.end_time or task.start_time
+                took = (end - task.start_time).total_seconds()
+                yield f"{_clock(end)}  {task.display_name}: {WORDS[task.state]} {took:.0f} s"
 
 
 def _clock(time: datetime) -> str:

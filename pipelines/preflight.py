@@ -12,7 +12,6 @@ import yaml
 from lathe import storage
 from lathe.errors import StageError, UserError
 from lathe.launch.nodes import check_node_pool
-from lathe.launch.shape import shape_of
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
@@ -121,9 +120,7 @@ def _check_reachable(key: str, value: str) -> None:
 
 def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
     try:
-        shape = shape_of(recipe)
         _, dp, sharding, _ = mesh_shape(recipe.Distributed, pool.nodes * pool.gpus)
-        assert shape.processes_per_node == pool.gpus
         resolve_batch(recipe, dp * sharding)
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"

@@ -102,8 +102,9 @@ def set_command(
         with answers():
             replaced = set_schedule(submission, name, cron)
     print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")
+    print("next, in UTC unless the server's CRON_SCHEDULE_TIMEZONE is another:")
     for time in times:
-        print(f"  {time:%a %Y-%m-%d %H:%M:%S} UTC, if the server's cron has no other time zone")
+        print(f"  {time:%a %Y-%m-%d %H:%M:%S}")
 
 
 @app.command("remove", epilog=HELP)

@@ -128,6 +128,11 @@ def answers() -> Iterator[None]:
         raise StageError(f"{_asked()}: {error.status} {_message(error)}") from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         reason = getattr(error, "reason", None) or error
+        if "CERTIFICATE_VERIFY_FAILED" in str(reason):
+            raise UserError(
+                f"{_asked()}: its certificate is signed by nobody whom this machine trusts",
+                "set LATHE_KFP_CA to the file of the authority that signed it",
+            ) from None
         raise UserError(
             f"{_asked()}: no answer: {reason}",
             "check LATHE_KFP_ENDPOINT or LATHE_KFP_CONTEXT, and the network (for a port-forward: "

@@ -41,7 +41,9 @@ def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple
     found = find(client.pipelines.pipeline_service_list_pipelines, "pipelines", pipeline,
                  namespace=client.namespace)  # fmt: skip
     if not found:
-        body = models.V2beta1Pipeline(display_name=pipeline, namespace=client.namespace)
+        body = models.V2beta1Pipeline(
+            name=pipeline, display_name=pipeline, namespace=client.namespace
+        )
         found = [client.pipelines.pipeline_service_create_pipeline(body)]
     pipeline_id = found[0].pipeline_id
     content = sha256(compiled)

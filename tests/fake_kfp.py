@@ -7,6 +7,7 @@ request. A run goes through the frames of `script`, one each time that it is ask
 
 import json
 import re
+import ssl
 import threading
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -87,6 +89,7 @@ class FakeKfp:
     logs: dict[str, str] = field(default_factory=dict)
     ui_logs: dict[str, str] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
+    is_a_login_page: bool = False
     refuse_recurring: bool = False
     requests: list[Request] = field(default_factory=list)
     experiments: dict[str, Json] = field(default_factory=dict)
@@ -106,6 +109,8 @@ class FakeKfp:
         self.requests.append(request)
         if self.failures:
             raise Refused(self.failures.pop(0), "try again")
+        if self.is_a_login_page:
+            return "<html>Who are you?</html>"
         if request.path == f"{V2}/healthz":
             return {"multi_user": False, "pipeline_store": "database"}
         self._authorize(request)
@@ -147,11 +152,13 @@ class FakeKfp:
         return _add(self.experiments, "experiment_id", request.body)
 
     def _create_pipeline(self, request: Request) -> Json:
+        _required(request.body, "name")
         _free(self.pipelines, request.body["display_name"])
         return _add(self.pipelines, "pipeline_id", request.body)
 
     def _upload_version(self, request: Request) -> Json:
         query = request.query
+        _required(query, "name")
         pipeline = _known(self.pipelines, query["pipelineid"])["pipeline_id"]
         _free(self.versions, query["display_name"], pipeline_id=pipeline)
         spec, platform = yaml.load_all(request.body, yaml.CSafeLoader)
@@ -219,6 +226,11 @@ def _known(table: dict[str, Json], identity: str) -> Json:
     return table[identity]
 
 
+def _required(body: Json, field: str) -> None:
+    if not body.get(field):
+        raise Refused(400, f"Required input field. {field}")
+
+
 def _free(table: dict[str, Json], name: str, **scope: str) -> None:
     for row in table.values():
         if row["display_name"] == name and all(row[k] == v for k, v in scope.items()):
@@ -243,8 +255,8 @@ def _listed(request: Request, name: str, table: dict[str, Json]) -> Json:
 
 
 @contextmanager
-def serve(**settings: Any) -> Iterator[FakeKfp]:
-    """A server on a free port for as long as the block runs."""
+def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]:
+    """A server on a free port for as long as the block runs; with TLS by a certificate and key."""
     kfp = FakeKfp(**settings)
     lock = threading.Lock()
 
@@ -278,6 +290,11 @@ def serve(**settings: Any) -> Iterator[FakeKfp]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         kfp.url = f"http://127.0.0.1:{server.server_port}"
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            kfp.url = kfp.url.replace("http", "https")
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

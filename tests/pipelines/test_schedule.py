@@ -22,7 +22,7 @@ def test_made_updated_and_removed(kfp):
     result = schedule("set", "full", "--cron", WEEKLY, *corpus)
     assert result.exit_code == 0, result.output
     assert f"schedule lathe-full: made, {WEEKLY}" in result.output
-    times = re.findall(r"Mon (\S+ 03:00:00) UTC", result.output)
+    times = re.findall(r"  Mon (\S+ 03:00:00)\n", result.output)
     dates = [datetime.strptime(time, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) for time in times]
     assert len(dates) == 3 and dates[0] > datetime.now(UTC)
     assert {(b - a).days for a, b in pairwise(dates)} == {7}

@@ -1,6 +1,7 @@
 """`python -m pipelines.submit` against a Kubeflow Pipelines server: what it sends and says."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pipelines.compile import build
 from pipelines.resources import Pool
 from pipelines.server import VARIABLES
 from pipelines.submit import app
+from tests import fake_kfp
 from tests.fake_kfp import frame, task
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
@@ -182,6 +184,34 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     monkeypatch.setenv("LATHE_KFP_COOKIES", "authservice_session=right-cookie")
     result = submit("qat", *MODEL)
     assert result.exit_code == 0 and "right-cookie" not in result.output
+
+
+def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on this machine")
+    pem = tmp_path / "server.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", pem, "-out", tmp_path / "authority.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    pem.write_text(pem.read_text() + (tmp_path / "authority.pem").read_text())
+    with fake_kfp.serve(certificate=pem) as server:
+        monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
+        result = submit("qat", *MODEL)
+        assert result.exit_code == 2 and "cure: set LATHE_KFP_CA" in result.output
+        monkeypatch.setenv("LATHE_KFP_CA", str(tmp_path / "authority.pem"))
+        result = submit("qat", *MODEL)
+        assert result.exit_code == 0, result.output
+        assert len(server.runs) == 1
+
+
+def test_a_page_to_sign_in_is_no_server(kfp):
+    kfp.is_a_login_page = True
+    result = submit("qat", *MODEL)
+    assert result.exit_code == 2
+    assert f"{kfp.url}: answers, but not as Kubeflow Pipelines" in result.output
 
 
 def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
