@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from lathe import storage
+from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.launch.nodes import check_node_pool
 from lathe.recipe import load_recipe
@@ -61,7 +62,7 @@ class Preflight:
     def arguments(self, name: str, arguments: dict[str, Any]) -> None:
         """Names, addresses that a cluster can reach, and recipes."""
         self.problems += wrong_names(name, arguments)
-        for key in ("model", "corpus", "tokenizer", "cloze"):
+        for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
                 self.check(key, _check_reachable, key, value)
 
@@ -109,7 +110,7 @@ class Preflight:
 
 
 def _check_reachable(key: str, value: str) -> None:
-    if storage.is_remote(value) or value.startswith(NO_ADDRESSES.get(key, ())):
+    if storage.is_remote(value.removeprefix(NEWEST)) or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(
         f"{key} {value}: a path of this machine, which the cluster does not see",

@@ -9,9 +9,8 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
 from lathe.storage import read_text, upload
+from pipelines.preflight import Preflight
 from tests.pipelines.test_run import start
-
-pytestmark = pytest.mark.slow
 
 # INT8 costs nothing like this, an untrained model more.
 STRICT = (
@@ -22,6 +21,16 @@ STRICT = (
 )
 
 
+def test_on_a_cluster_the_place_of_the_newest_is_an_address() -> None:
+    arguments = {"corpus": "newest:s3://b/corpora/", "production": "s3://b/releases"}
+    good, bad = Preflight(), Preflight()
+    good.arguments("full", arguments)
+    assert good.problems == []
+    bad.arguments("full", {"corpus": "newest:corpora/", "production": "releases"})
+    assert ["newest:corpora/" in str(e) for e in bad.problems] == [True, False]
+
+
+@pytest.mark.slow
 def test_the_first_goes_live_and_a_worse_one_does_not(
     tmp_path: Path, recipe: Path, small_data: Path, small_dense: Path, s3: str, no_cluster: None
 ) -> None:
