@@ -24,6 +24,7 @@ RECIPE = Recipe(
 
 
 def make(folder: Path, tokenizer: Tokenizer, seed: int) -> Path:
+    """The output folder of `deploy`."""
     try:
         find_environment()
     except UserError as error:
@@ -38,17 +39,18 @@ def make(folder: Path, tokenizer: Tokenizer, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def deployed(tmp_path_factory, byte_tokenizer):
+def deployed(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
     return make(tmp_path_factory.mktemp("first"), byte_tokenizer, 1)
 
 
 @pytest.fixture(scope="session")
-def other_deployed(tmp_path_factory, byte_tokenizer):
+def other_deployed(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
     return make(tmp_path_factory.mktemp("second"), byte_tokenizer, 2)
 
 
 @pytest.fixture
-def no_cluster(monkeypatch, tmp_path):
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No way to a Kubernetes."""
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

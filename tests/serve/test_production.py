@@ -17,7 +17,7 @@ from lathe.serve import production
 from lathe.serve.production import deploy_to_production, roll_back
 from lathe.serve.release import Releases, name_of, releases_of
 from lathe.settings import ProductionSettings, Recipe
-from lathe.storage import list_uris, read_text, write_text
+from lathe.storage import digest, list_uris, read_text, write_text
 from tests.small_release import RECIPE
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
@@ -97,11 +97,7 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
         deploy_to_production(recipe, deployed)
 
     manifest = json.loads(read_text(f"{address}.lathe.json"))  # whoever changes that, too
-    other = (deployed / "tampered").with_suffix(".txt")
-    other.write_text(tampered)
-    from lathe.storage import sha256
-
-    manifest["files"]["gpt/config.pbtxt"]["sha256"] = sha256(other)
+    manifest["files"]["gpt/config.pbtxt"]["sha256"] = digest(tampered)
     write_text(f"{address}.lathe.json", json.dumps(manifest))
     with pytest.raises(StageError, match="holds other bytes than it is named for"):
         deploy_to_production(recipe, deployed)
