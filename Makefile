@@ -22,6 +22,10 @@ FOLLOW    ?=
 CRON      ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
+IMAGES    ?=
+BASE      ?=
+REGISTRY  ?=
+FLAVOUR   ?= cpu
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
 
 BIN := .venv/bin
@@ -83,11 +87,15 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 
 .PHONY: test
 test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(BIN)/python -m pytest -m "not slow and not soak" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not soak and not containers" $(TESTS)
 
 .PHONY: test-all
 test-all: dev-env serve-env ## Run all tests but the soak
-	$(BIN)/python -m pytest -m "not soak" $(TESTS)
+	$(BIN)/python -m pytest -m "not soak and not containers" $(TESTS)
+
+.PHONY: test-containers
+test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)
+	$(BIN)/python -m pytest -m containers $(or $(TESTS),tests/images)
 
 .PHONY: soak
 soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)
@@ -103,9 +111,49 @@ lint: dev-env ## Check style and types
 compile: env ## Write the pipelines' IR YAML to build/
 	$(BIN)/python -m pipelines.compile build
 
+.PHONY: manifests
+manifests: env ## Write the cluster's manifests, and the pipelines as objects, to build/manifests/
+	$(call render,build/manifests)
+	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
+
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
-	$(BIN)/python -m pipelines.compile tests/pipelines/golden
+	LATHE_TRAIN_IMAGE= LATHE_PADDLE_IMAGE= LATHE_SERVE_IMAGE= \
+	  $(BIN)/python -m pipelines.compile tests/pipelines/golden
+	$(call render,tests/manifests/golden)
+
+define render
+mkdir -p $(1)
+kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
+kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
+endef
+
+.PHONY: lock
+lock: dev-env ## Make the lock files agree with their .in files (delete one first to renew it)
+	$(call compile,images/train/requirements) || \
+	  $(call compile,images/train/requirements,,--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	$(call compile,images/train/cuda)
+	$(call compile,images/serve/requirements)
+	$(call compile,images/serve/cuda,3.12)
+	$(call compile,images/paddle/requirements)
+	$(call compile,images/paddle/cuda)
+	$(call compile,images/kfp,,--no-deps)
+	$(call compile,requirements-dev,,--no-emit-package torch)
+
+compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
+  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(2),3.11) \
+  --python-platform x86_64-manylinux_2_35 $(3) $(1).in -o $(1).lock
+
+.PHONY: images
+images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --base=$(call quote,$(BASE)) \
+	  --options=$(call quote,$(BUILD_OPTIONS))
+
+.PHONY: push
+push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
+	$(if $(REGISTRY),,$(error make push needs REGISTRY=, such as REGISTRY=registry.example.com/team))
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --push=$(call quote,$(REGISTRY)) \
+	  --options=$(call quote,$(PUSH_OPTIONS))
 
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
@@ -123,21 +171,26 @@ serve-env: .venv-serve/.serve ## Make .venv-serve, in which Triton runs
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
-.venv/.train: images/train/requirements.lock pyproject.toml
+.venv/.train: images/train/$(LOCK) pyproject.toml
 	$(call venv,.venv)
-	$(BIN)/python -m pip install -q -r $<
+	$(call install,.venv,$<) || $(call install,.venv,$<) --extra-index-url $(TORCH_INDEX)
 	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 
 .venv/.dev: requirements-dev.lock .venv/.train
-	$(BIN)/python -m pip install -q -r $<
+	$(call install,.venv,$<)
 	touch $@
 
 .venv-serve/.serve: images/serve/requirements.lock pyproject.toml
 	$(call venv,.venv-serve)
-	.venv-serve/bin/python -m pip install -q -r $<
+	$(call install,.venv-serve,$<)
 	.venv-serve/bin/python -m pip install -q --no-deps -e .
 	touch $@
+
+# PyPI has torch for CUDA only; the hashes say what may come from its own index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LOCK         = $(if $(filter cuda,$(FLAVOUR)),cuda.lock,requirements.lock)
+install      = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 
 define venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

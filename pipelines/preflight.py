@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
+from google.protobuf import json_format
+from kfp.dsl.graph_component import GraphComponent
 
 from lathe import storage
 from lathe.data.newest import NEWEST
@@ -57,10 +58,17 @@ class Preflight:
 
     def server(self) -> Client | None:
         """A client that is signed in."""
-        return self.check("server", connect)  # type: ignore[no-any-return]
+        try:
+            return connect()
+        except UserError as error:
+            self.problems.append(error)
+        except StageError as error:
+            look = "kubectl -n kubeflow logs deployment/ml-pipeline"
+            self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
+        return None
 
     def arguments(self, name: str, arguments: dict[str, Any]) -> None:
-        """Names, addresses that a cluster can reach, and recipes."""
+        """Names, and addresses that a cluster can reach."""
         self.problems += wrong_names(name, arguments)
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
@@ -82,10 +90,10 @@ class Preflight:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
 
-    def images(self, compiled: Path) -> None:
-        """Those that the compiled pipeline names are in their registries."""
-        spec = next(yaml.load_all(compiled.read_text(), yaml.CSafeLoader))
-        executors = spec["deploymentSpec"]["executors"].values()
+    def images(self, pipeline: GraphComponent) -> None:
+        """Those that the pipeline names are in their registries."""
+        spec = pipeline.component_spec.implementation.graph.deployment_spec
+        executors = json_format.MessageToDict(spec)["executors"].values()
         for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
             self.check(f"image {image}", check_image, image)
 

@@ -101,14 +101,14 @@ def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False
     preflight.recipes(name, arguments, pool)
     preflight.nodes(pool)
     pipeline = build(name, pool, fresh)
+    preflight.images(pipeline)
+    for line in preflight.unchecked:
+        print(line)
+    preflight.finish()
+    assert client
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / f"{name}.yaml"
         compiler.Compiler().compile(pipeline, str(compiled))
-        preflight.images(compiled)
-        for line in preflight.unchecked:
-            print(line)
-        preflight.finish()
-        assert client
         version = version_name(pool, fresh)
         with answers():
             ids = upload(client, f"lathe-{name}", version, compiled)

@@ -5,7 +5,6 @@ with `follow`, `sinceTime` and `timestamps`, a bearer token (401), verbs that RB
 and faults to order. What acts on the objects, as a Deployment's controller does, is a `Controller`.
 """
 
-import functools
 import json
 import re
 import threading
@@ -19,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.fake_store import Event, Key, Object, Refused, Store, json_patch, selected
+from tests.fake_store import Event, Key, Object, Refused, Store, selected
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"
@@ -222,9 +221,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _patch(self, resource: str, name: str, namespace: str, group: str, body: Any) -> Object:
         """Built-in kinds take a strategic merge patch too; here it acts as a plain one."""
         kind = self.headers["Content-Type"].removeprefix("application/").removesuffix("+json")
-        if kind == "json-patch":
-            change = functools.partial(json_patch, body)
-            return self.fake.replace(resource, name, change, namespace)
         built_in = "." not in group or group.endswith(".k8s.io")
         if kind != "merge-patch" and not (kind == "strategic-merge-patch" and built_in):
             raise Refused(415, "UnsupportedMediaType", f"a patch of {group or 'v1'} as {kind}")

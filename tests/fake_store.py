@@ -251,22 +251,6 @@ def _merge(found: Any, changes: Any) -> Any:
     return merged
 
 
-def json_patch(operations: list[Object], found: Object) -> Object:
-    """RFC 6902's add, replace, remove and test, of members of objects."""
-    for operation in operations:
-        *path, last = operation["path"].removeprefix("/").replace("~1", "/").split("/")
-        at = found
-        for part in path:
-            at = at[part]
-        if operation["op"] == "test" and at.get(last) != operation["value"]:
-            raise Refused(422, "Invalid", f"the patch's test of {operation['path']} failed")
-        if operation["op"] in ("add", "replace"):
-            at[last] = operation["value"]
-        if operation["op"] == "remove":
-            del at[last]
-    return found
-
-
 def _validate(key: Key, body: Object) -> None:
     schema = _schema(key.resource)
     errors = [] if schema is None else list(schema.iter_errors(body))

@@ -21,6 +21,8 @@ from tests.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Ref
 
 TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
 QUEUE = "kueue.x-k8s.io/queue-name"
+JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 KUBELET = "test/kubelet"  # the finalizer of a pod whose container may still run
 Script = Callable[["Pod"], None]
 
@@ -103,8 +105,7 @@ class Trainer(Controller):
         if event.key.resource == "pods" and metadata["uid"] in self._pods:
             if "deletionTimestamp" in metadata:
                 self._pods[metadata["uid"]].told_to_end.set()
-            if event.object["status"].get("phase") in ("Succeeded", "Failed"):
-                self._judge(metadata["labels"]["jobset.sigs.k8s.io/jobset-name"])
+            self._judge(event.object)
 
     def admit(self, name: str) -> None:
         """As Kueue does when the queue has the quota."""
@@ -134,12 +135,15 @@ class Trainer(Controller):
             finally:
                 self.server.patch("pods", pod.name, {"metadata": {"finalizers": []}})
 
-    def _judge(self, name: str) -> None:
-        pods = self.server.list("pods", labels=f"jobset.sigs.k8s.io/jobset-name={name}")
-        phases = [pod["status"].get("phase") for pod in pods]
-        if "Failed" in phases:
+    def _judge(self, pod: Object) -> None:
+        labels, phase = pod["metadata"]["labels"], pod["status"].get("phase")
+        name = labels[JOBSET_NAME]
+        if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
+            return  # of an earlier one of that name
+        if phase == "Failed":
             self._fail(name, "FailedJobs", f"jobset failed, first failed job: {name}-node-0")
-        elif len(pods) == self._nodes(name) and set(phases) == {"Succeeded"}:
+        phases = [other["status"].get("phase") for other in self._pods_of(name)]
+        if phase == "Succeeded" and set(phases) == {"Succeeded"}:
             self._set(name, "Complete", "AllJobsCompleted", "jobset completed successfully")
 
     def _expire(self, name: str) -> None:
@@ -148,12 +152,13 @@ class Trainer(Controller):
 
     def _fail(self, name: str, reason: str, message: str) -> None:
         self._set(name, "Failed", reason, message)
-        for pod in self.server.list("pods", labels=f"jobset.sigs.k8s.io/jobset-name={name}"):
+        for pod in self._pods_of(name):
             if pod["status"].get("phase") not in ("Succeeded", "Failed"):
                 self.server.delete("pods", pod["metadata"]["name"])
 
-    def _nodes(self, name: str) -> int:
-        return int(self.server.get(TRAINJOBS, name)["spec"]["trainer"]["numNodes"])
+    def _pods_of(self, name: str) -> list[Object]:
+        uid = self.server.get(JOBSETS, name)["metadata"]["uid"]
+        return self.server.list("pods", labels=f"{JOBSET_UID}={uid}")
 
     def _set(self, name: str, kind: str, reason: str, message: str, status: str = "True") -> None:
         made = {"type": kind, "status": status, "reason": reason, "message": message}
@@ -216,8 +221,8 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
         **template["metadata"]["labels"],
         **index,
         "batch.kubernetes.io/job-name": f"{name}-node-0",
-        "jobset.sigs.k8s.io/jobset-name": name,
-        "jobset.sigs.k8s.io/jobset-uid": jobset["metadata"]["uid"],
+        JOBSET_NAME: name,
+        JOBSET_UID: jobset["metadata"]["uid"],
         "jobset.sigs.k8s.io/replicatedjob-name": "node",
         "jobset.sigs.k8s.io/job-index": "0",
         "jobset.sigs.k8s.io/restart-attempt": "0",

@@ -24,6 +24,8 @@ from lathe.errors import StageError, UserError
 log = logging.getLogger(__name__)
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
+LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
+FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations of our TrainJobs
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "lathe"
 TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
@@ -56,13 +58,15 @@ class Cluster:
         getting = self._custom.get_namespaced_custom_object
         return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
 
-    def trainjobs(self, labels: str) -> list[TrainJob]:
+    def trainjobs(self) -> list[TrainJob]:
+        """Those of ours."""
+        labels = ",".join(f"{name}={value}" for name, value in LABELS.items())
         listing = self._custom.list_namespaced_custom_object
         return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
 
     def set_owners(self, job: TrainJob, owners: list[dict[str, str]]) -> bool:
         """False if it has gone."""
-        patch = [{"op": "add", "path": "/metadata/ownerReferences", "value": owners}]
+        patch = {"metadata": {"ownerReferences": owners}}
         patching = self._custom.patch_namespaced_custom_object
         name = job["metadata"]["name"]
         return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
@@ -76,8 +80,9 @@ class Cluster:
         """A V1Pod, or None."""
         return self.ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)
 
-    def pods(self) -> list[Any]:
-        return list(self.ask(self._core.list_namespaced_pod, self.namespace).items)
+    def pods(self, labels: str | None = None) -> list[Any]:
+        listing = self._core.list_namespaced_pod
+        return list(self.ask(listing, self.namespace, label_selector=labels).items)
 
     def watch_pods(self, labels: str, since: str | None, seconds: int) -> Iterator[dict[str, Any]]:
         """Events as `kubernetes.watch` gives them, for so many seconds; it raises as it comes.

@@ -119,10 +119,7 @@ class Deployment:
     def pods(self, found: Object, release: str) -> list[Any]:
         """Those of one release; `found` as it was read."""
         labels = ",".join(f"{k}={v}" for k, v in found.spec.selector.match_labels.items())
-        listed = self._cluster.ask(
-            self._core.list_namespaced_pod, self.namespace, label_selector=labels
-        )
-        return [pod for pod in listed.items if _annotation(pod, RELEASE) == release]
+        return [pod for pod in self._cluster.pods(labels) if _annotation(pod, RELEASE) == release]
 
     def tail(self, pod: str, container: str, previous: bool) -> str:
         """The last lines of a container's log, of its run before if `previous`."""

@@ -12,9 +12,9 @@ from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe.errors import StageError
 from lathe.launch import reasons
-from lathe.launch.cluster import Cluster, TrainJob, is_transient
+from lathe.launch.cluster import DEADLINE, Cluster, TrainJob, is_transient
 from lathe.launch.logs import LogFollower
-from lathe.launch.manifest import CONTAINER, DEADLINE
+from lathe.launch.manifest import CONTAINER, pods_of
 from lathe.settings import LaunchSettings
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Follower:
         self._name = job["metadata"]["name"]
         self._image = job["spec"]["trainer"]["image"]
         self._deadline = datetime.fromisoformat(job["metadata"]["annotations"][DEADLINE])
+        self._selector = pods_of(self._name)
         self._pods: dict[str, Any] = {}
         self._logs: dict[str, LogFollower] = {}
         self._since: str | None = None  # resource version
@@ -64,10 +65,10 @@ class Follower:
                 raise StageError(f"TrainJob {self._name} was deleted, and not by its launcher")
             conditions = {c["type"]: c for c in job.get("status", {}).get("conditions", [])}
             if _is_true(conditions, "Complete"):
-                self._finish_logs()
+                self._see_all()
                 return
             if _is_true(conditions, "Failed"):
-                self._finish_logs()
+                self._see_all()
                 pods = sorted(self._pods.values(), key=reasons.node_of)
                 raise reasons.failure(pods, self._tails(), self._settings, conditions["Failed"])
             if datetime.now(UTC) > self._deadline:
@@ -83,9 +84,8 @@ class Follower:
         """Take in what happens to the pods, until one ends or it is time to look at the job."""
         ended = [pod for pod in self._pods.values() if reasons.has_ended(pod)]
         seconds = 1 if ended else self._patience.look
-        selector = f"jobset.sigs.k8s.io/jobset-name={self._name}"
         try:
-            for event in self._cluster.watch_pods(selector, self._since, seconds):
+            for event in self._cluster.watch_pods(self._selector, self._since, seconds):
                 pod = event["object"]
                 self._since = pod.metadata.resource_version
                 self._see(pod)
@@ -94,12 +94,18 @@ class Follower:
         except ApiException as error:
             self._since = None  # 410: what it goes on from is forgotten
             if error.status != 410 and not is_transient(error):
-                self._cluster.pods()  # explains what is forbidden
+                self._cluster.pods(self._selector)  # explains what is forbidden
             time.sleep(min(1, seconds))
         except Exception as error:
             if not is_transient(error):
                 raise
             time.sleep(min(1, seconds))
+
+    def _see_all(self) -> None:
+        """What the watch has not told yet, and all that the pods wrote."""
+        for pod in self._cluster.pods(self._selector):
+            self._see(pod)
+        self._finish_logs()
 
     def _see(self, pod: Any) -> None:
         uid = pod.metadata.uid

@@ -18,13 +18,9 @@ from typing import Any
 from kubeflow_trainer_api import models as m  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
-from lathe.launch.cluster import GROUP, VERSION, Cluster, TrainJob
+from lathe.launch.cluster import DEADLINE, FAILURES, GROUP, LABELS, VERSION, Cluster, TrainJob
 from lathe.launch.shape import Shape
 from lathe.settings import LaunchSettings
-
-LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
-SELECTOR = ",".join(f"{name}={value}" for name, value in LABELS.items())
-FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations
 
 REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 USER = 10001
@@ -82,6 +78,11 @@ def job_name(
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
     digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
     return f"lathe-{command[0]}-{digest[:12]}"
+
+
+def pods_of(name: str) -> str:
+    """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
+    return f"jobset.sigs.k8s.io/jobset-name={name}"
 
 
 def build(

@@ -125,10 +125,10 @@ def failure(
         if pod.status.phase == "Failed":  # evicted before or without an exit of its container
             why = f"was ended: {pod.status.reason}: {pod.status.message}"
             return NodeFailed(node_of(pod), 1, why, tails)
-    if pods:  # the one that failed went unseen
-        why = f"or another was lost ({condition.get('reason')}: {condition.get('message')})"
-        return NodeFailed(node_of(pods[0]), 1, why, tails)
-    return StageError(f"the TrainJob failed: {condition.get('reason')}: {condition.get('message')}")
+    why = f"{condition.get('reason')}: {condition.get('message')}"
+    if condition.get("reason") == "FailedJobs":  # the pod is gone, and was not seen to fail
+        return NodeFailed(0, 1, f"or another was lost ({why})", tails)
+    return StageError(f"the TrainJob failed ({why})")
 
 
 def _blame(pod: Pod) -> tuple[float, bool, int]:

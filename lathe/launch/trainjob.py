@@ -7,8 +7,8 @@ reads why, and starts again what is worth it: after a preemption always, until t
 other failures `Launch.restarts` times; after a user's mistake never. The saved states that the
 workers mirror into the store make the next one go on.
 
-Every attempt has the same name, and waits until the one before is gone with all of its pods: the
-API itself sees to it that two never write to the same output. A launcher that comes up again (a
+Every attempt has the same name, and waits until the one before is gone with all of its pods: two
+never write to the same output. A launcher that comes up again (a
 step's retry, in a new pod) finds the TrainJob by that name and makes itself the owner; one that is
 being deleted, because its owner is, is waited for and made anew.
 
@@ -25,9 +25,9 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from lathe.errors import Preempted, StageError, UserError
-from lathe.launch.cluster import Cluster, TrainJob, connect
+from lathe.launch.cluster import DEADLINE, FAILURES, Cluster, TrainJob, connect
 from lathe.launch.follow import Follower, Patience
-from lathe.launch.manifest import DEADLINE, FAILURES, Launcher, build, find_launcher
+from lathe.launch.manifest import Launcher, build, find_launcher, pods_of
 from lathe.launch.shape import Shape, WorkerFailed
 from lathe.settings import LaunchSettings
 
@@ -90,23 +90,26 @@ class _Attempts:
         self.name: str = self._build()["metadata"]["name"]
 
     def begin(self) -> TrainJob:
-        """A TrainJob of ours: the one that an earlier launcher of this run left, or a new one."""
+        """A TrainJob of ours: the one that an earlier launcher of this run left, or a new one.
+
+        What is left of one that is being deleted is waited for: its pods may still write.
+        """
+        told = False
         while True:
-            job = self._build()
-            if self._cluster.create(job):
+            found = self._cluster.get(self.name)
+            if found and "deletionTimestamp" not in found["metadata"]:
+                if self._adopt(found):
+                    return found
+            elif found or self._cluster.pods(pods_of(self.name)):
+                if not told:
+                    log.info("TrainJob %s is being deleted: waiting for its pods to end", self.name)
+                    told = True
+                if datetime.now(UTC) > self._deadline:
+                    raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
+                time.sleep(1)
+            elif self._cluster.create(job := self._build()):
                 log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
                 return job
-            found = self._cluster.get(self.name)
-            if found is None:
-                continue
-            if "deletionTimestamp" in found["metadata"]:
-                self._wait_until_gone()
-            elif self._cluster.set_owners(found, [self._launcher.owner]):
-                log.info("TrainJob %s adopted from an earlier launcher", self.name)
-                annotations = found["metadata"]["annotations"]
-                self._failures = int(annotations[FAILURES])
-                self._deadline = datetime.fromisoformat(annotations[DEADLINE])
-                return found
 
     def end(self, error: Preempted | WorkerFailed) -> None:
         """Make room for another attempt, or raise `error`."""
@@ -117,17 +120,15 @@ class _Attempts:
         left = self._settings.restarts - self._failures
         log.warning("%s: %s\nstarting again; restarts left: %d", self.name, error, left)
         self._cluster.delete(self.name)
-        self._wait_until_gone()
 
-    def _wait_until_gone(self) -> None:
-        said = False
-        while self._cluster.get(self.name):
-            if not said:
-                log.info("TrainJob %s is being deleted: waiting for its pods to end", self.name)
-                said = True
-            if datetime.now(UTC) > self._deadline:
-                raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
-            time.sleep(1)
+    def _adopt(self, found: TrainJob) -> bool:
+        if not self._cluster.set_owners(found, [self._launcher.owner]):
+            return False
+        log.info("TrainJob %s adopted from an earlier launcher", self.name)
+        annotations = found["metadata"]["annotations"]
+        self._failures = int(annotations[FAILURES])
+        self._deadline = datetime.fromisoformat(annotations[DEADLINE])
+        return True
 
     def _build(self) -> TrainJob:
         return build(

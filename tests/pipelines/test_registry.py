@@ -7,6 +7,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from lathe.errors import StageError, UserError
+from pipelines.compile import build
+from pipelines.preflight import Preflight
 from pipelines.registry import Reference, check_image, parse
 
 DIGEST = "sha256:" + "a" * 64
@@ -92,3 +94,17 @@ def test_what_cannot_be_asked(image):
 )
 def test_names(image, reference):
     assert parse(image) == Reference(*reference)
+
+
+def test_a_pipelines_missing_images_are_a_problem_and_others_only_told(registry):
+    address, kind = registry
+    pipeline = build("pretrain")
+    executors = pipeline.component_spec.implementation.graph.deployment_spec["executors"]
+    executors["exec-prepare"]["container"]["image"] = f"{address}/team/lathe-train:2.0"
+    executors["exec-pretrain"]["container"]["image"] = f"{address}/team/lathe-train:1.0"
+    preflight = Preflight()
+    preflight.images(pipeline)
+    assert len(preflight.problems) == (kind != "closed")
+    unchecked = "\n".join(preflight.unchecked)
+    assert "localhost/lathe-train:0.1.0: not checked: a name of this machine's own" in unchecked
+    assert unchecked.count("signed in") == 2 * (kind == "closed")

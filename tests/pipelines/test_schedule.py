@@ -55,21 +55,21 @@ def test_made_updated_and_removed(kfp):
 
 
 def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):
-    for name in ("full", "pretrain"):
+    for name in ("pretrain", "full"):
         assert schedule("set", name, "--cron", WEEKLY).exit_code == 0
-    made = next(r for r in kfp.recurring_runs.values() if r["display_name"] == "lathe-full")
+    made = next(r for r in kfp.recurring_runs.values() if r["display_name"] == "lathe-pretrain")
     for n in range(3):  # more than a page of them
         kfp.recurring_runs[f"copy-{n}"] = made | {"recurring_run_id": f"copy-{n}"}
-    assert schedule("set", "full", "--cron", DAILY).exit_code == 0
+    assert schedule("set", "pretrain", "--cron", DAILY).exit_code == 0
     names = sorted(run["display_name"] for run in kfp.recurring_runs.values())
     assert names == ["lathe-full", "lathe-pretrain"]
 
 
 def test_a_schedule_that_cannot_be_replaced_is_active_as_before(kfp):
-    schedule("set", "full", "--cron", WEEKLY)
+    schedule("set", "pretrain", "--cron", WEEKLY)
     (before,) = kfp.recurring_runs.values()
     kfp.refuse_recurring = True
-    result = schedule("set", "full", "--cron", DAILY)
+    result = schedule("set", "pretrain", "--cron", DAILY)
     assert result.exit_code == 1
     assert result.output.endswith(f"error: {kfp.url}: 400 the quota of schedules is used up\n")
     assert list(kfp.recurring_runs.values()) == [before] and before["mode"] == "ENABLE"
@@ -84,7 +84,7 @@ def test_a_schedule_that_cannot_be_replaced_is_active_as_before(kfp):
     ],
 )
 def test_a_wrong_cron_is_explained_and_nothing_is_sent(kfp, cron, message):
-    result = schedule("set", "full", "--cron", cron)
+    result = schedule("set", "pretrain", "--cron", cron)
     assert result.exit_code == 2
     assert re.match(f"error: cron '{re.escape(cron)}': {message}", result.output)
     assert not kfp.requests

@@ -22,6 +22,7 @@ from tests import fake_kfp
 from tests.fake_kfp import frame, task
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
+PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
 ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   cure: give another\n"
 
 
@@ -90,7 +91,7 @@ def test_a_second_time_the_version_is_there_and_other_machines_make_another(kfp)
 
 def test_the_recipe_too_says_which_machines(kfp):
     launch = ("-o", "Launch.nodes=2", "-o", "Launch.gpus_per_node=4")
-    assert submit("qat", *MODEL, *launch, "--gpus", "2").exit_code == 0
+    assert submit(*PRETRAIN, *launch, "--gpus", "2").exit_code == 0
     (run,) = kfp.runs.values()
     assert run["runtime_config"]["parameters"]["overrides"] == [
         "Launch.nodes=2",
@@ -101,11 +102,11 @@ def test_the_recipe_too_says_which_machines(kfp):
 
 
 def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
-    submit("qat", *MODEL)
+    submit(*PRETRAIN)
     monkeypatch.setattr("pipelines.submit.version_name", lambda *_: "0123456789ab")
     machines = ("--gpus", "4")
-    assert "uploaded" in submit("qat", *MODEL, *machines).output
-    assert "there already" in submit("qat", *MODEL, *machines).output
+    assert "uploaded" in submit(*PRETRAIN, *machines).output
+    assert "there already" in submit(*PRETRAIN, *machines).output
     names = [version["display_name"] for version in kfp.versions.values()]
     assert names[0] == "0123456789ab" and re.fullmatch("0123456789ab-[0-9a-f]{8}", names[1])
 
@@ -115,13 +116,13 @@ def test_followed_to_its_success(kfp):
     kfp.script = [
         frame("PENDING"),
         frame("RUNNING", task("root-driver", "SUCCEEDED"), task("prepare", "RUNNING", "run-1")),
-        frame("RUNNING", prepare, task("analyze", "PENDING")),
-        frame("SUCCEEDED", prepare, task("analyze", "SUCCEEDED", "run-2")),
+        frame("RUNNING", prepare, task("pretrain", "PENDING")),
+        frame("SUCCEEDED", prepare, task("pretrain", "SUCCEEDED", "run-2")),
     ]
-    result = submit("qat", *MODEL, "--follow")
+    result = submit(*PRETRAIN, "--follow")
     assert result.exit_code == 0, result.output
     told = [line.split("  ", 1)[1] for line in result.output.splitlines() if line[2:3] == ":"]
-    assert told == ["prepare", "prepare: done in 90 s", "analyze", "analyze: done in 90 s"]
+    assert told == ["prepare", "prepare: done in 90 s", "pretrain", "pretrain: done in 90 s"]
     assert result.output.endswith("the run has succeeded\n")
 
 
@@ -142,7 +143,7 @@ def test_a_failing_step_its_error_and_its_log(kfp, logs):
     ]
     if logs != "none":
         getattr(kfp, logs)[retried] = "[KFP Executor 1]: hello\n" + ERROR
-    result = submit("qat", *MODEL, "--follow")
+    result = submit(*PRETRAIN, "--follow")
     assert result.exit_code == 1
     assert "prepare: failed after 90 s" in result.output
     assert "error: the workflow has failed" in result.output
@@ -159,30 +160,30 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(kfp):
             return super().pop(index)
 
     kfp.script = Script([frame("RUNNING"), frame("SUCCEEDED")])
-    assert submit("qat", *MODEL, "--follow").exit_code == 0
+    assert submit(*PRETRAIN, "--follow").exit_code == 0
     assert len(kfp.sent("GET", ".*/runs/[^/]+")) == 4
 
 
 def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     kfp.token = "right-token"
-    result = submit("qat", *MODEL)
+    result = submit(*PRETRAIN)
     assert (result.exit_code, kfp.runs) == (2, {})
     assert "refuses these credentials (401)\n  cure: check LATHE_KFP_TOKEN_FILE" in result.output
     assert result.output.count("error:") == 1
 
     token = tmp_path / "token"
     monkeypatch.setenv("LATHE_KFP_TOKEN_FILE", str(token))
-    assert f"LATHE_KFP_TOKEN_FILE={token}: no such file" in submit("qat", *MODEL).output
+    assert f"LATHE_KFP_TOKEN_FILE={token}: no such file" in submit(*PRETRAIN).output
     for text, status in (("wrong-token", 2), ("right-token", 0)):
         token.write_text(text)
-        result = submit("qat", *MODEL)
+        result = submit(*PRETRAIN)
         assert result.exit_code == status
         assert text not in result.output
 
     kfp.token, kfp.cookie = "", "authservice_session=right-cookie"
     monkeypatch.delenv("LATHE_KFP_TOKEN_FILE")
     monkeypatch.setenv("LATHE_KFP_COOKIES", "authservice_session=right-cookie")
-    result = submit("qat", *MODEL)
+    result = submit(*PRETRAIN)
     assert result.exit_code == 0 and "right-cookie" not in result.output
 
 
@@ -199,19 +200,27 @@ def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
     pem.write_text(pem.read_text() + (tmp_path / "authority.pem").read_text())
     with fake_kfp.serve(certificate=pem) as server:
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
-        result = submit("qat", *MODEL)
+        result = submit(*PRETRAIN)
         assert result.exit_code == 2 and "cure: set LATHE_KFP_CA" in result.output
         monkeypatch.setenv("LATHE_KFP_CA", str(tmp_path / "authority.pem"))
-        result = submit("qat", *MODEL)
+        result = submit(*PRETRAIN)
         assert result.exit_code == 0, result.output
         assert len(server.runs) == 1
 
 
 def test_a_page_to_sign_in_is_no_server(kfp):
     kfp.is_a_login_page = True
-    result = submit("qat", *MODEL)
+    result = submit(*PRETRAIN)
     assert result.exit_code == 2
     assert f"{kfp.url}: answers, but not as Kubeflow Pipelines" in result.output
+
+
+def test_a_server_that_is_broken_is_one_of_the_problems(kfp):
+    kfp.failures = [500]
+    result = submit(*PRETRAIN, "--cloze", "here.jsonl")
+    assert result.exit_code == 2
+    assert f"error: {kfp.url}: 500 try again\n  cure: " in result.output
+    assert "error: cloze here.jsonl" in result.output
 
 
 def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
@@ -228,7 +237,7 @@ def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
     monkeypatch.setenv("LATHE_KFP_CONTEXT", "mine")
     monkeypatch.setenv("LATHE_KFP_UI", "https://pipelines.example/")
-    result = submit("qat", *MODEL)
+    result = submit(*PRETRAIN)
     assert result.exit_code == 0, result.output
     (run,) = kfp.runs
     assert f"https://pipelines.example/#/runs/details/{run}\n" in result.output
@@ -236,13 +245,13 @@ def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
 
 
 def test_the_store_must_be_writable(kfp, monkeypatch, s3):
-    result = submit("qat", *MODEL, "--root", f"{s3}/runs")
+    result = submit(*PRETRAIN, "--root", f"{s3}/runs")
     assert result.exit_code == 0, result.output
     assert list_uris(f"{s3}/runs/") == []
-    result = submit("qat", *MODEL, "--root", "s3://no-such-bucket/runs")
+    result = submit(*PRETRAIN, "--root", "s3://no-such-bucket/runs")
     assert result.exit_code == 2 and "no-such-bucket" in result.output
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
-    result = submit("qat", *MODEL, "--root", f"{s3}/runs")
+    result = submit(*PRETRAIN, "--root", f"{s3}/runs")
     assert result.exit_code == 2 and "AWS_SECRET_ACCESS_KEY" in result.output
     assert "wrong-secret" not in result.output
     assert len(kfp.runs) == 1
@@ -283,7 +292,7 @@ def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
 def test_as_a_user_runs_it_and_ends_following(kfp):
     """A process of its own, which an interrupt ends, and not the run."""
     kfp.script = [frame("RUNNING", task("prepare", "RUNNING", "run-1"))]
-    command = [sys.executable, "-m", "pipelines.submit", "qat", *MODEL, "--follow"]
+    command = [sys.executable, "-m", "pipelines.submit", *PRETRAIN, "--follow"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, preexec_fn=_default_interrupt
