@@ -1,11 +1,13 @@
 """A cluster for the launcher: the fake API server, with the pod that the launcher is in."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fake_kubernetes import FakeKubernetes
+from tests.fake_trainer import TRAINJOBS
 
 RUN_ID = "5f0c31b2-run"
 
@@ -37,3 +39,13 @@ def in_pod(
     for name, value in launcher_pod(server, "step-1").items():
         monkeypatch.setenv(name, value)
     return server
+
+
+@pytest.fixture
+def nothing_left(server: FakeKubernetes) -> Iterator[None]:
+    """However the test's launchers end, no TrainJob is left; pods may take a moment to end."""
+    yield
+    end = time.monotonic() + 60
+    while server.list(TRAINJOBS) or server.list("pods", labels="jobset.sigs.k8s.io/jobset-name"):
+        assert time.monotonic() < end, "a TrainJob or its pods are left"
+        time.sleep(0.05)

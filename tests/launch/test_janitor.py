@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from tests.fake_kubernetes import FakeKubernetes, Object
 from tests.fake_trainer import TRAINJOBS, Trainer
 from tests.launch.conftest import launcher_pod
-from tests.launch.test_trainjob import eventually, launcher, run_until_told
+from tests.launch.launchers import eventually, launcher, run_until_told
 
 OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
