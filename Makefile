@@ -12,6 +12,7 @@ RECIPE    ?=
 RUN       ?=
 TARGET    ?=
 BUDGET    ?=
+PRODUCTION ?=
 NODES     ?=
 GPUS      ?=
 NODE_POOL ?=
@@ -45,6 +46,7 @@ arguments = $(call quote,$(PIPELINE)) \
   $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
   $(call option,--recipe,RECIPE) \
   $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
+  $(call option,--production,PRODUCTION) \
   $(foreach v,$(call dotted),$(call override,$(v)))
 machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
   $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT)
@@ -53,7 +55,7 @@ machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN='
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= RUN='
 	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= (FOLLOW=1, CRON=)'
 
 .PHONY: run

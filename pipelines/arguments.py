@@ -11,7 +11,7 @@ from lathe.errors import UserError
 from pipelines.compile import PIPELINES
 
 OPTIONS = {
-    "corpus": "Text to train on: a file, folder or address.",
+    "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
     "tokenizer": "Tokenizer file or folder.",
     "model": "Checkpoint folder to start from.",
     "cloze": "LAMBADA-format file to evaluate on.",
@@ -20,6 +20,7 @@ OPTIONS = {
     "qat_recipe": "The recipe of quantization, likewise.",
     "target": "What `compress` aims at: latency=0.5.",
     "budget": "What it may cost: perplexity=0.05.",
+    "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
 }
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(PIPELINES)}.")]
 Overrides = Annotated[

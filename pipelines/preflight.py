@@ -11,6 +11,7 @@ from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 
 from lathe import storage
+from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.launch.nodes import check_node_pool
 from lathe.recipe import load_recipe
@@ -69,7 +70,7 @@ class Preflight:
     def arguments(self, name: str, arguments: dict[str, Any]) -> None:
         """Names, and addresses that a cluster can reach."""
         self.problems += wrong_names(name, arguments)
-        for key in ("model", "corpus", "tokenizer", "cloze"):
+        for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
                 self.check(key, _check_reachable, key, value)
 
@@ -117,7 +118,7 @@ class Preflight:
 
 
 def _check_reachable(key: str, value: str) -> None:
-    if storage.is_remote(value) or value.startswith(NO_ADDRESSES.get(key, ())):
+    if storage.is_remote(value.removeprefix(NEWEST)) or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(
         f"{key} {value}: a path of this machine, which the cluster does not see",

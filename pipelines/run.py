@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from lathe.data.newest import NEWEST
 from lathe.errors import UserError
 from lathe.recipe import load_recipe
 from lathe.storage import is_remote
@@ -90,7 +91,7 @@ def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
     parts = ("lathe", "components", "pipelines")
     files = [f for part in parts for f in sorted((REPOSITORY / part).rglob("*.py"))]
     for value in arguments.values():
-        if isinstance(value, str) and (path := Path(value)).exists():
+        if isinstance(value, str) and (path := Path(value.removeprefix(NEWEST))).exists():
             files += sorted(path.rglob("*")) if path.is_dir() else [path]
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps([recipes, stamps]).encode()).hexdigest()[:16]

@@ -52,37 +52,37 @@ class Cluster:
     def create(self, job: TrainJob) -> bool:
         """False if there is one of its name."""
         creating = self._custom.create_namespaced_custom_object
-        return self._ask(creating, *self._jobs, body=job, unless=409) is not None
+        return self.ask(creating, *self._jobs, body=job, unless=409) is not None
 
     def get(self, name: str) -> TrainJob | None:
         getting = self._custom.get_namespaced_custom_object
-        return cast(TrainJob | None, self._ask(getting, *self._jobs, name, unless=404))
+        return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
 
     def trainjobs(self) -> list[TrainJob]:
         """Those of ours."""
         labels = ",".join(f"{name}={value}" for name, value in LABELS.items())
         listing = self._custom.list_namespaced_custom_object
-        return list(self._ask(listing, *self._jobs, label_selector=labels)["items"])
+        return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
 
     def set_owners(self, job: TrainJob, owners: list[dict[str, str]]) -> bool:
         """False if it has gone."""
         patch = {"metadata": {"ownerReferences": owners}}
         patching = self._custom.patch_namespaced_custom_object
         name = job["metadata"]["name"]
-        return self._ask(patching, *self._jobs, name, body=patch, unless=404) is not None
+        return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
 
     def delete(self, name: str) -> None:
         """It goes when its pods have: they have the time to save what they did."""
         deleting = self._custom.delete_namespaced_custom_object
-        self._ask(deleting, *self._jobs, name, propagation_policy="Foreground", unless=404)
+        self.ask(deleting, *self._jobs, name, propagation_policy="Foreground", unless=404)
 
     def pod(self, name: str) -> Any:
         """A V1Pod, or None."""
-        return self._ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)
+        return self.ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)
 
     def pods(self, labels: str | None = None) -> list[Any]:
         listing = self._core.list_namespaced_pod
-        return list(self._ask(listing, self.namespace, label_selector=labels).items)
+        return list(self.ask(listing, self.namespace, label_selector=labels).items)
 
     def watch_pods(self, labels: str, since: str | None, seconds: int) -> Iterator[dict[str, Any]]:
         """Events as `kubernetes.watch` gives them, for so many seconds; it raises as it comes.
@@ -126,7 +126,7 @@ class Cluster:
     def _jobs(self) -> tuple[str, str, str, str]:
         return GROUP, VERSION, self.namespace, PLURAL
 
-    def _ask(
+    def ask(
         self, call: Callable[..., Any], *arguments: Any, unless: int = 0, **options: Any
     ) -> Any:
         """None where the answer has the status `unless`."""

@@ -35,9 +35,30 @@ def test_deploy_waits_for_the_gate_and_is_never_cached(compiled, name):
         spec["components"][branches[k]["componentRef"]["name"]]["dag"]["tasks"]
         for k in ("gate-passed", "gate-failed")
     )
-    assert [_name(t) for t in passed.values()] == ["deploy", "report"]
+    assert [_name(t) for t in passed.values()] == ["to-production", "deploy", "report"]
     assert [_name(t) for t in failed.values()] == ["report-2"]
     assert "enableCache" not in passed["deploy"]["cachingOptions"]
+
+
+@pytest.mark.parametrize("name", ["qat", "full"])
+def test_a_model_goes_live_only_where_releases_are_named_and_beside_the_live_one(compiled, name):
+    spec = next(yaml.load_all(compiled[name].read_text(), yaml.CSafeLoader))
+    tasks = {_name(task): task for task in _tasks(spec)}
+    conditions = {
+        key: tasks[key]["triggerPolicy"]["condition"]
+        for key in ("to-production", "as-good-as-live")
+    }
+    assert conditions == {
+        "to-production": "inputs.parameter_values['pipelinechannel--production'] != ''",
+        "as-good-as-live": "inputs.parameter_values['pipelinechannel--challenge-Output'] == true",
+    }
+    (last,) = spec["components"][tasks["as-good-as-live"]["componentRef"]["name"]]["dag"]["tasks"]
+    assert last == "release"
+    for key in ("resolve", "challenge", "release"):
+        assert "enableCache" not in tasks[key]["cachingOptions"]
+    assert "retryPolicy" not in tasks["release"] or not tasks["release"]["retryPolicy"].get(
+        "maxRetryCount"
+    )
 
 
 def test_full_compresses_the_pruned_model(compiled):

@@ -33,7 +33,12 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corp
     first = start(tmp_path, *arguments)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, out + err
-    assert re.findall(r"^\S.*", out, re.M)[:3] == ["prepare", "pretrain", "evaluate-dense"]
+    assert re.findall(r"^\S.*", out, re.M)[:4] == [
+        "resolve",
+        "prepare",
+        "pretrain",
+        "evaluate-dense",
+    ]
     assert "global step 3" in out and "KFP" not in out and "executor_input" not in out
     (model,) = tmp_path.glob("run/one/*/pretrain/model")
     assert (model / "model.safetensors").is_file()
