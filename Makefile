@@ -101,9 +101,21 @@ lint: dev-env ## Check style and types
 compile: env ## Write the pipelines' IR YAML to build/
 	$(BIN)/python -m pipelines.compile build
 
+.PHONY: manifests
+manifests: env ## Write the cluster's manifests, and the pipelines as objects, to build/manifests/
+	$(call render,build/manifests)
+	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
+
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
 	$(BIN)/python -m pipelines.compile tests/pipelines/golden
+	$(call render,tests/manifests/golden)
+
+define render
+mkdir -p $(1)
+kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
+kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
+endef
 
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay

@@ -23,6 +23,7 @@ import typer
 
 from lathe.errors import UserError
 from lathe.recipe import load_recipe
+from lathe.storage import is_remote
 from pipelines.arguments import recipe_names, takes_arguments, wrong_names
 from pipelines.log import StageLog
 from pipelines.summary import show
@@ -77,7 +78,8 @@ def check(name: str, arguments: dict[str, Any]) -> list[str]:
     for problem in wrong_names(name, arguments):
         raise problem
     for key in ("model", "cloze"):
-        if (path := arguments.get(key)) and not Path(path).exists():
+        path = arguments.get(key)
+        if path and not is_remote(path) and not Path(path).exists():
             raise UserError(f"{key}: no such file or folder: {path}", "check the path")
     names = recipe_names(name, arguments).values()
     return [load_recipe(n, arguments["overrides"]).model_dump_json() for n in names]
