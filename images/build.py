@@ -47,8 +47,8 @@ def tag(flavour: str) -> str:
     return f"{revision}{dirty}-{flavour}"
 
 
-def build(image: str, flavour: str, base: str, options: list[str]) -> str:
-    """Build one image under its two tags, and return its id.
+def build(image: str, name: str, flavour: str, base: str, options: list[str]) -> str:
+    """Build one image under its two tags, `name` and the version, and return its id.
 
     Args:
         base: image to build on; empty for the Containerfile's own, or NVIDIA's Triton.
@@ -66,36 +66,36 @@ def build(image: str, flavour: str, base: str, options: list[str]) -> str:
         command = [builder(), "build", "--iidfile", identity.name]
         if builder() != "docker":
             command += ["--format", "docker"]  # OCI's own format has no HEALTHCHECK
-        for name, value in arguments.items():
-            command += ["--build-arg", f"{name}={value}"]
-        for name in (tag(flavour), lathe.__version__):
-            command += ["--tag", f"localhost/lathe-{image}:{name}"]
+        for key, value in arguments.items():
+            command += ["--build-arg", f"{key}={value}"]
+        for part in (name, lathe.__version__):
+            command += ["--tag", f"localhost/lathe-{image}:{part}"]
         _run([*command, *options, "--file", f"images/{image}/Containerfile", "."])
         return identity.read().strip()
 
 
-def push(image: str, flavour: str, registry: str, options: list[str]) -> str:
-    """Push the image of this commit, and return its reference by digest.
+def push(image: str, name: str, registry: str, options: list[str]) -> str:
+    """Push the image of the tag `name`, and return its reference by digest.
 
     Raises:
         UserError: it is not built.
     """
-    local = f"localhost/lathe-{image}:{tag(flavour)}"
-    name = f"{registry.rstrip('/')}/lathe-{image}"
-    remote = f"{name}:{tag(flavour)}"
+    local = f"localhost/lathe-{image}:{name}"
+    repository = f"{registry.rstrip('/')}/lathe-{image}"
+    remote = f"{repository}:{name}"
     tool = builder()
     tagged = subprocess.run([tool, "tag", local, remote], capture_output=True, text=True)
     if tagged.returncode:
         raise UserError(
-            f"{local}: {tagged.stderr.strip()}", f"run `make images FLAVOUR={flavour}` first"
+            f"{local}: {tagged.stderr.strip()}", "run `make images` first, of the same FLAVOUR"
         )
     if tool == "docker":
         _run([tool, "push", *options, remote])
         digests = _output(tool, "image", "inspect", "--format", "{{json .RepoDigests}}", remote)
-        return next(digest for digest in json.loads(digests) if digest.startswith(f"{name}@"))
+        return next(digest for digest in json.loads(digests) if digest.startswith(f"{repository}@"))
     with tempfile.NamedTemporaryFile("r") as digest:
         _run([tool, "push", "--digestfile", digest.name, *options, remote])
-        return f"{name}@{digest.read().strip()}"
+        return f"{repository}@{digest.read().strip()}"
 
 
 def _created() -> str:
@@ -137,12 +137,13 @@ def main() -> None:
     try:
         if unknown := set(names) - set(IMAGES):
             raise UserError(f"no image {', '.join(unknown)}", f"take from: {', '.join(IMAGES)}")
+        made = tag(given.flavour)
         if given.push is None:
-            built = {name: build(name, given.flavour, given.base, options) for name in names}
+            built = {n: build(n, made, given.flavour, given.base, options) for n in names}
             for name, identity in built.items():
-                print(f"localhost/lathe-{name}:{tag(given.flavour)} {identity}")
+                print(f"localhost/lathe-{name}:{made} {identity}")
             return
-        pushed = {name: push(name, given.flavour, given.push, options) for name in names}
+        pushed = {name: push(name, made, given.push, options) for name in names}
     except (UserError, StageError) as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         sys.exit(error.status)
