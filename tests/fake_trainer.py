@@ -228,7 +228,7 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
     }
     env = trainer["env"] + [{"name": name, "value": value} for name, value in torch.items()]
     container: dict[str, Any] = {"name": "node", "image": trainer["image"], "env": env}
-    container |= {"command": trainer["command"], "args": trainer["args"]}
+    container |= {"command": ["lathe"], "args": trainer["args"]}  # the runtime's, the job's
     index = {"batch.kubernetes.io/job-completion-index": str(node)}
     labels = {
         **template["metadata"]["labels"],

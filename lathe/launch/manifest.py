@@ -1,9 +1,11 @@
 """A training command as a TrainJob of Kubeflow Trainer 2.3, from its typed models.
 
-What a TrainJob cannot set is its runtime's: `restartPolicy: Never`, `backoffLimit: 0` and
-`maxRestarts: 0` (see `lathe.launch.trainjob` for who starts again), gang scheduling
-(`podGroupPolicy`, where no Kueue queue admits a job as a whole), a pod's own PriorityClass, its
-service account (the workers ask nothing of the Kubernetes API) and image pull secrets.
+The command is the runtime's (`lathe`), so that another runtime may have another engine; the
+TrainJob gives its arguments. What it cannot set is the runtime's too: `restartPolicy: Never`,
+`backoffLimit: 0` and `maxRestarts: 0` (see `lathe.launch.trainjob` for who starts again), gang
+scheduling (`podGroupPolicy`, where no Kueue queue admits a job as a whole), a pod's own
+PriorityClass, its service account (the workers ask nothing of the Kubernetes API) and image pull
+secrets.
 """
 
 import hashlib
@@ -115,7 +117,6 @@ def build(
             active_deadline_seconds=max(1, int((deadline - datetime.now(UTC)).total_seconds())),
             trainer=m.TrainerV1alpha1Trainer(
                 image=launcher.image,
-                command=["lathe"],
                 args=list(command),
                 num_nodes=shape.nodes,
                 num_proc_per_node=shape.processes_per_node,

@@ -46,7 +46,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert job["spec"]["runtimeRef"]["name"] == "lathe-torch"
     work = job["spec"]["trainer"]
     assert work["image"] == "lathe-train:1"
-    assert work["command"] == ["lathe"] and work["args"] == COMMAND
+    assert "command" not in work and work["args"] == COMMAND
     assert work["numNodes"] == 2 and work["numProcPerNode"] == 2
     amounts = {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": "2"}
     assert work["resourcesPerNode"] == {"limits": amounts, "requests": amounts}
