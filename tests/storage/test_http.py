@@ -16,6 +16,8 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
     assert fetch(str(tmp_path), Path("unused")) == tmp_path
     with pytest.raises(UserError, match="nothing: no such file or folder"):
         fetch(str(tmp_path / "nothing"), Path("unused"))
+    with pytest.raises(UserError, match="an empty address"):  # which Path takes for here
+        fetch("", Path("unused"))
 
 
 class Flaky(BaseHTTPRequestHandler):
