@@ -6,7 +6,6 @@ field selectors; custom objects are held to their definitions where these lie be
 """
 
 import copy
-import functools
 import re
 import threading
 import time
@@ -14,13 +13,10 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import jsonschema
-import yaml
+from tests.crds import CRDS, validator
 
-CRDS = Path(__file__).resolve().parents[2] / "shared" / "crds"
 FOREGROUND = "foregroundDeletion"
 SYSTEM = {"uid", "creationTimestamp", "deletionTimestamp", "generation", "resourceVersion"}
 
@@ -252,40 +248,14 @@ def _merge(found: Any, changes: Any) -> Any:
 
 
 def _validate(key: Key, body: Object) -> None:
-    schema = _schema(key.resource)
-    errors = [] if schema is None else list(schema.iter_errors(body))
+    plural, _, group = key.resource.partition(".")
+    if "kubeflow" not in group:
+        return
+    schema = validator(group, plural, body["apiVersion"].rpartition("/")[2])
+    if schema is None:
+        warnings.warn(f"{key.resource} is not validated: no {CRDS}", stacklevel=1)
+        return
+    errors = list(schema.iter_errors(body))
     if errors:
         said = "; ".join(f"{'.'.join(map(str, e.path))}: {e.message[:300]}" for e in errors)
         raise Refused(422, "Invalid", f'{key.resource} "{key.name}" is invalid: {said}')
-
-
-@functools.cache
-def _schema(resource: str) -> jsonschema.Draft202012Validator | None:
-    plural, _, group = resource.partition(".")
-    path = CRDS / f"{group}_{plural}.yaml"
-    if not path.is_file():
-        if "kubeflow" in group:
-            warnings.warn(f"{resource} is not validated: {path} is absent", stacklevel=1)
-        return None
-    definition = yaml.load(path.read_text(), yaml.CSafeLoader)
-    schema = _closed(definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
-    schema["properties"]["metadata"] = {"type": "object"}
-    return jsonschema.Draft202012Validator(schema)
-
-
-def _closed(schema: Any) -> Any:
-    """A definition's OpenAPI schema as a JSON schema in which an unknown field is an error."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
-    closed = {name: _closed(part) for name, part in schema.items() if name != "properties"}
-    if "properties" in schema:
-        closed["properties"] = {name: _closed(part) for name, part in schema["properties"].items()}
-        if "x-kubernetes-preserve-unknown-fields" not in schema:
-            closed.setdefault("additionalProperties", False)
-    if schema.get("nullable"):
-        closed["type"] = [schema["type"], "null"]
-    return closed

@@ -13,7 +13,6 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
-CRDS = ROOT.parent / "shared" / "crds"
 OVERLAYS = ("kind", "production")
 COMPONENTS = sorted(
     path.parent.name for path in (MANIFESTS / "components").glob("*/kustomization.yaml")
