@@ -16,7 +16,7 @@ from lathe.errors import StageError, UserError
 # that help and a mistake in the settings come at once.
 if TYPE_CHECKING:
     from lathe.settings import Recipe
-    from lathe.train.stage import TrainResult
+    from lathe.train.result import TrainResult
 
 app = typer.Typer(
     help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.scorers import Scorer, TorchScorer, onnx_scorer, served_scorer
-from lathe.model.checkpoint import WEIGHTS, Checkpoint, load_checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig, read_config
+from lathe.model.folder import WEIGHTS
 from lathe.serve.session import MODEL
 from lathe.settings import OfflineEvalSettings
 from lathe.storage import sha256

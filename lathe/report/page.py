@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lathe.evaluate.gate import GateResult
-from lathe.model.checkpoint import checkpoint_digest
+from lathe.model.folder import checkpoint_digest
 from lathe.report.figures import Measure, comparison, loss_curve
 from lathe.report.html import Picture, picture, render
 from lathe.report.sensitivity import find_achieved, section

@@ -69,7 +69,7 @@ class Measure:
     def _tokens(self) -> Iterator[Tensor]:
         """(B, T + 1) each."""
         for i in range(len(self.batches)):
-            yield self.batches[i].to(self.table.device)
+            yield torch.from_numpy(self.batches[i]).to(self.table.device)
 
 
 def _hits(model: GPT, tokens: Tensor) -> int:

@@ -16,7 +16,7 @@ import torch
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 from torch import Tensor
 
-from lathe.compress.quantize import make_plan, quantizable
+from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.measure import WORSE, Measure
@@ -30,7 +30,7 @@ from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.config import QuantizationPlan
+from lathe.model.config import HEAD, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.progress import track
 from lathe.report.sensitivity import sensitivity_page
@@ -144,7 +144,8 @@ def rank(
             "give validation a larger share of Data.Eval.dataset.split",
         )
     device = choose_device(recipe.Global.device)
-    calibration = [tokens.to(device) for tokens in calibration_batches(recipe, data)]
+    batches = calibration_batches(recipe, data)
+    calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
     model = without_quantization(checkpoint.model).to(device).eval()
     plan = checkpoint.model.config.quantization or _calibrated(recipe, model, calibration, journal)
     names = list(plan.activation_scales)
@@ -257,7 +258,7 @@ def _calibrated(
 def _part(plan: QuantizationPlan, names: Iterable[str]) -> QuantizationPlan:
     """The plan with `names` alone in INT8."""
     scales = {n: scale for n, scale in plan.activation_scales.items() if n in frozenset(names)}
-    return replace(plan, quantize_embedding=fake_quant.HEAD in scales, activation_scales=scales)
+    return replace(plan, quantize_embedding=HEAD in scales, activation_scales=scales)
 
 
 def _spearman(linears: Sequence[LinearScore]) -> float | None:
@@ -295,6 +296,6 @@ def _settings_that_matter(recipe: Recipe) -> str:
 
 
 def _n_params(model: GPT, name: str) -> int:
-    if name == fake_quant.HEAD:
+    if name == HEAD:
         return model.wte.weight.numel()
     return sum(parameter.numel() for parameter in model.get_submodule(name).parameters())

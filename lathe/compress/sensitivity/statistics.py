@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lathe.model import fake_quant
-from lathe.model.config import QuantizationPlan
+from lathe.model.config import HEAD, QuantizationPlan
 from lathe.model.gpt import GPT
 
 SAMPLE = 2**16  # values of a tensor that its quartiles are taken from
@@ -85,12 +85,12 @@ def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
 
 def weight_of(model: GPT, name: str) -> Tensor:
     """The weight (out, in) of a linear; of the tied head the embedding's table."""
-    return model.get_parameter("wte.weight" if name == fake_quant.HEAD else f"{name}.weight")
+    return model.get_parameter("wte.weight" if name == HEAD else f"{name}.weight")
 
 
 def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
     """The weight of the linear `name` as the plan has it read."""
-    if name == fake_quant.HEAD:
+    if name == HEAD:
         return fake_quant.fake_quantize_weight(weight, "channel_wise_abs_max")
     return fake_quant.fake_quantize_weight(weight, plan.weight_quantize_type, plan.weight_bits)
 
@@ -130,13 +130,13 @@ def input_distributions(
             lambda _, args, name=name: watch(name, *args)
         )
         for name in names
-        if name != fake_quant.HEAD
+        if name != HEAD
     ]
     try:
         for tokens in batches:
             hidden = model.hidden(tokens)
-            if fake_quant.HEAD in names:
-                watch(fake_quant.HEAD, hidden)
+            if HEAD in names:
+                watch(HEAD, hidden)
     finally:
         for handle in handles:
             handle.remove()
