@@ -14,12 +14,13 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import QuantizationPlan
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.paddle.start import start as start_paddle
 from lathe.settings import Recipe
 from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult
+from lathe.train.result import TrainResult, read_result
 from lathe.train.stage import Work, run_training
 
 log = logging.getLogger("lathe")
@@ -37,6 +38,10 @@ def quantize(
         UserError: `model` is already quantized, a skip names no linear of it; see also
             `run_training`.
     """
+    if recipe.Compress.engine == "paddle":
+        skips = ["--sensitivity", sensitivity] if sensitivity else []
+        start_paddle("quantize", recipe, model, "--data", data, *skips, "--output", output)
+        return read_result(output)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
         inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
