@@ -1,19 +1,11 @@
-"""What every component does round its stage: plain logs, the recipe, errors, figures."""
+"""What every component does round its stage: plain logs, the recipe, errors."""
 
-import json
 import logging
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-
-from kfp import dsl
 
 from lathe.errors import StageError, UserError
-from lathe.launch.local import start_workers
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 
@@ -44,36 +36,6 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
         raise SystemExit(error.status) from error
 
 
-def train_in_workers(
-    recipe: str, overrides: Sequence[str], settings: Recipe, *command: object
-) -> None:
-    """Run a training verb of the command line in the processes that the recipe asks for.
-
-    Does nothing where one process is enough. Calling the stage afterwards does the work in the
-    one case, and finds it done in the other.
-    """
-    options = ["--recipe", recipe, *(part for value in overrides for part in ("-o", value))]
-    start_workers([*map(str, command), *options], settings.Distributed)
-
-
-def paths(*artifacts: dsl.Artifact | None) -> list[Path | None]:
-    """Where the artifacts are; None for an optional input that was not given."""
-    return [Path(artifact.path) if artifact else None for artifact in artifacts]
-
-
-def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
-    """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata.
-
-    The metrics file is written too: an artifact without a file never hits KFP's cache.
-    """
-    figures = _figures(result if isinstance(result, dict) else asdict(result))
-    for name, value in figures.items():
-        metrics.log_metric(name, value)
-    Path(metrics.path).write_text(json.dumps(figures, indent=2))
-    for artifact in artifacts:
-        artifact.metadata.update(figures)
-
-
-def _figures(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
-    return {k: v for k, v in numbers.items() if math.isfinite(v)}
+def options(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """The recipe and its overrides as the command line takes them."""
+    return ["--recipe", recipe, *(part for value in overrides for part in ("-o", value))]

@@ -5,12 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lathe.console import log_to_stderr, show, with_error
 from lathe.errors import StageError, UserError
+from lathe.remote import input_path, output_path, upload_outputs
 
 # The stages bring torch: the verb that runs imports its own, after its recipe has been read, so
 # that help and a mistake in the settings come at once.
@@ -22,11 +23,13 @@ app = typer.Typer(
     help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"
     "The verbs in their order: prepare, pretrain, prune, analyze, quantize, evaluate, gate, "
     "export, deploy, client. Their defaults follow on each other under run/, so that each can be "
-    "tried without an option. Settings come from a recipe: `lathe recipe` lists them.",
+    "tried without an option. Folders and files may be addresses, as s3://bucket/run/data. "
+    "Settings come from a recipe: `lathe recipe` lists them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=lambda *_: upload_outputs(),
 )
 
 RecipeName = Annotated[
@@ -38,10 +41,24 @@ Overrides = Annotated[
         "--override", "-o", metavar="KEY=VALUE", help="Replace a setting; may be repeated."
     ),
 ]
-Data = Annotated[Path, typer.Option(help="Folder that `lathe prepare` wrote.")]
-Model = Annotated[Path, typer.Argument(help="Checkpoint, or HF GPT-2, folder.")]
-Output = Annotated[Path, typer.Option(help="Folder to write.")]
-OutputBeside = Annotated[Path | None, typer.Option(help="Folder to write.")]
+
+
+def _input(help: str) -> Any:
+    return typer.Option(help=help, parser=input_path, metavar="PATH")
+
+
+def _input_argument(help: str) -> Any:
+    return typer.Argument(help=help, parser=input_path)
+
+
+def _output(help: str) -> Any:
+    return typer.Option(help=help, parser=output_path, metavar="PATH")
+
+
+Data = Annotated[Path, _input("Folder that `lathe prepare` wrote.")]
+Model = Annotated[Path, _input_argument("Checkpoint, or HF GPT-2, folder.")]
+Output = Annotated[Path, _output("Folder to write.")]
+OutputBeside = Annotated[Path | None, _output("Folder to write.")]
 
 RUN = Path("run")
 
@@ -106,9 +123,7 @@ def blend(
 @app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")
 def pretrain(
     data: Data = RUN / "data",
-    init: Annotated[
-        Path | None, typer.Option(help="Checkpoint, or HF GPT-2, folder to start from.")
-    ] = None,
+    init: Annotated[Path | None, _input("Checkpoint, or HF GPT-2, folder to start from.")] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "dense",
@@ -203,7 +218,7 @@ def quantize(
     model: Model = RUN / "pruned",
     data: Data = RUN / "data",
     sensitivity: Annotated[
-        Path | None, typer.Option(help="Folder of `lathe analyze`: its choice stays in float.")
+        Path | None, _input("Folder of `lathe analyze`: its choice stays in float.")
     ] = None,
     recipe: RecipeName = "tiny-qat",
     override: Overrides = None,
@@ -219,13 +234,13 @@ def quantize(
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(help="Checkpoint, HF GPT-2, or `lathe export`, folder.")
+        Path, _input_argument("Checkpoint, HF GPT-2, or `lathe export`, folder.")
     ] = RUN / "int8",
     data: Annotated[
-        Path | None, typer.Option(help="Folder of `lathe prepare`, for its held-out sets.")
+        Path | None, _input("Folder of `lathe prepare`, for its held-out sets.")
     ] = None,
-    cloze: Annotated[Path | None, typer.Option(help="LAMBADA-format JSONL.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text file, for the perplexity.")] = None,
+    cloze: Annotated[Path | None, _input("LAMBADA-format JSONL.")] = None,
+    text: Annotated[Path | None, _input("Text file, for the perplexity.")] = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -265,14 +280,14 @@ def evaluate(
 )
 def gate(
     baseline: Annotated[
-        Path, typer.Argument(help="Folder of `lathe evaluate`: what to be as good as.")
+        Path, _input_argument("Folder of `lathe evaluate`: what to be as good as.")
     ] = RUN / "dense-eval",
     candidate: Annotated[
-        Path, typer.Argument(help="Folder of `lathe evaluate`: what to let through.")
+        Path, _input_argument("Folder of `lathe evaluate`: what to let through.")
     ] = RUN / "int8-eval",
     recipe: RecipeName = "base",
     override: Overrides = None,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = RUN / "gate.json",
+    output: Annotated[Path, _output("JSON file to write.")] = RUN / "gate.json",
 ) -> None:
     """Say whether a model has lost too much beside another, example by example.
 
@@ -309,7 +324,7 @@ def compress(
     model: Model = RUN / "dense",
     data: Data = RUN / "data",
     cloze: Annotated[
-        Path | None, typer.Option(help="LAMBADA-format JSONL; held-out examples unless given.")
+        Path | None, _input("LAMBADA-format JSONL; held-out examples unless given.")
     ] = None,
     recipe: RecipeName = "tiny",
     prune_recipe: Annotated[str, typer.Option(help="Of pruning and its finetuning.")] = (
@@ -328,12 +343,12 @@ def compress(
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(_load(name, override) for name in names)
     from lathe.compress.search import PAGE, compress, parse_goal, require_met
-    from lathe.launch.local import start_workers
+    from lathe.launch.start import start_workers
 
     def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
         of_verb = 1 if verb == "prune" else 2
         options = ["--recipe", names[of_verb], *_as_options(override)]
-        start_workers([verb, *options, *map(str, arguments)], settings[of_verb].Distributed)
+        start_workers([verb, *options, *map(str, arguments)], settings[of_verb])
         stage()
 
     goal = parse_goal(target, budget)
@@ -367,12 +382,9 @@ def export(
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
 def deploy(
-    exported: Annotated[Path, typer.Argument(help="Folder of `lathe export`.")] = RUN / "int8-onnx",
-    model: Annotated[Path, typer.Option(help="The checkpoint it was exported from.")] = RUN
-    / "int8",
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of `lathe prepare`, for held-out prompts.")
-    ] = None,
+    exported: Annotated[Path, _input_argument("Folder of `lathe export`.")] = RUN / "int8-onnx",
+    model: Annotated[Path, _input("The checkpoint it was exported from.")] = RUN / "int8",
+    data: Annotated[Path | None, _input("Folder of `lathe prepare`, for held-out prompts.")] = None,
     keep_running: Annotated[bool, typer.Option(help="Leave the server up.")] = True,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
@@ -541,7 +553,7 @@ def bench_serve(
     epilog='Example: lathe generate run/dense "The day" -o Generation.decode_strategy=beam_search'
 )
 def generate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint, or HF GPT-2, folder.")],
+    model: Annotated[Path, _input_argument("Checkpoint, or HF GPT-2, folder.")],
     prompts: Annotated[list[str], typer.Argument(help="Texts to go on from.")],
     recipe: RecipeName = "tiny",
     override: Overrides = None,
@@ -582,11 +594,11 @@ def report(
         list[Path],
         typer.Argument(help="Checkpoint folders; the others are compared with the first."),
     ],
-    sensitivity: Annotated[Path | None, typer.Option(help="Folder of `lathe analyze`.")] = None,
+    sensitivity: Annotated[Path | None, _input("Folder of `lathe analyze`.")] = None,
     deployed: Annotated[Path | None, typer.Option(help="Folder of `lathe deploy`.")] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
-    output: Annotated[Path, typer.Option(help="HTML file to write.")] = RUN / "report.html",
+    output: Annotated[Path, _output("HTML file to write.")] = RUN / "report.html",
 ) -> None:
     """Compare models in one self-contained HTML page: quality, size, latency, curves, samples.
 
@@ -676,9 +688,9 @@ def _if_folder(path: Path) -> Path | None:
 
 def _train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
     """Run a training stage here, or the whole command again in the workers that it asks for."""
-    from lathe.launch.local import start_workers
+    from lathe.launch.start import start_workers
 
-    if start_workers(sys.argv[1:], settings.Distributed):
+    if start_workers(sys.argv[1:], settings):
         return
     result = stage()
     if os.environ.get("RANK", "0") != "0":

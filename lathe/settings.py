@@ -1,6 +1,6 @@
 """The typed settings of every stage, in the groups and key names of PaddleFleetX.
 
-`Prepare`, `Sensitivity`, `Export`, `Serving` and `Gate` are Lathe's own groups.
+`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving` and `Gate` are Lathe's own groups.
 """
 
 from typing import Annotated, Any, Literal, get_args
@@ -171,6 +171,29 @@ class DistributedSettings(Settings):
     grace_seconds: Positive = 30
 
 
+class LaunchSettings(Settings):
+    """The machines that training runs on.
+
+    Several `nodes` are groups of processes on this machine or, within a cluster, the pods of a
+    Kubeflow TrainJob, which all other settings are about: `gpus_per_node` (0: processes on the
+    CPU), `node_pool` (value of the node label lathe/node-pool), `runtime` (a
+    ClusterTrainingRuntime), `queue` (a Kueue LocalQueue), `priority` (a PriorityClass), and
+    `restarts` after failures of our own; a preemption is not one.
+    """
+
+    nodes: Positive = 1
+    gpus_per_node: NonNegative = 0
+    node_pool: str | None = None
+    runtime: str = "lathe-torch"
+    cpus_per_node: Positive = 4
+    memory_per_node: str = "32Gi"
+    shared_memory: str = "8Gi"
+    queue: str | None = None
+    priority: str | None = None
+    deadline_hours: Annotated[float, Field(gt=0)] = 240.0
+    restarts: NonNegative = 2
+
+
 class LearningRate(Settings):
     name: Literal["CosineAnnealingWithWarmupDecay"] = "CosineAnnealingWithWarmupDecay"
     decay_steps: Positive = 360000
@@ -328,6 +351,7 @@ class Recipe(Settings):
     Data: DataSettings = DataSettings()
     Model: ModelSettings = ModelSettings()
     Distributed: DistributedSettings = DistributedSettings()
+    Launch: LaunchSettings = LaunchSettings()
     Optimizer: OptimizerSettings = OptimizerSettings()
     Compress: CompressSettings = CompressSettings()
     Sensitivity: SensitivitySettings = SensitivitySettings()

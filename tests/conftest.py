@@ -11,6 +11,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.recipe import load_recipe
 from tests import small_run
+from tests.s3 import s3, s3_server  # noqa: F401
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from lathe.train.state import saved_steps
+from lathe.train.saved import saved_steps
 
 SMALL = (
     "Model.hidden_size=32",

@@ -26,9 +26,10 @@ def analyze(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.compress.sensitivity.stage import analyze
 
     with stage(recipe, overrides) as settings:
-        result = analyze(settings, Path(model.path), Path(data.path), Path(sensitivity.path))
+        result = analyze(settings, *local(model, data), Path(sensitivity.path))
         record(result, metrics, sensitivity)

@@ -45,16 +45,17 @@ def choose(
     import shutil
     from pathlib import Path
 
-    from components.stage import paths, record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.compress.search import PAGE, choose, parse_goal, require_met
 
     with stage(recipe, overrides) as settings:
         goal, folder = parse_goal(target, budget), Path(trials.path)
-        candidates = list(zip(ratios, paths(*evaluations), paths(*exports), strict=True))
-        found = choose(settings, goal, paths(dense_evaluation, dense_export), candidates, folder)
+        candidates = list(zip(ratios, local(*evaluations), local(*exports), strict=True))
+        found = choose(settings, goal, local(dense_evaluation, dense_export), candidates, folder)
         shutil.copyfile(folder / PAGE, page.path)
         index = found.trials.index(require_met(found))
         for source, copy in ((models[index], chosen), (exports[index], exported)):
-            shutil.copytree(source.path, copy.path)
+            shutil.copytree(*local(source), copy.path)
             copy.metadata.update(source.metadata)
-        record(found.best, metrics)
+        record(found.best, metrics, chosen, exported, trials, page)

@@ -28,11 +28,12 @@ def deploy(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.serve.deploy import deploy
 
     with stage(recipe, overrides) as settings:
-        graph, checkpoint, prompts = Path(exported.path), Path(model.path), Path(data.path)
+        graph, checkpoint, prompts = local(exported, model, data)
         result = deploy(settings, graph, checkpoint, Path(deployed.path), prompts)
         deployed.metadata["format"] = "triton"
         record(result, metrics, deployed)

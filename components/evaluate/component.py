@@ -28,11 +28,13 @@ def evaluate(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.evaluate.stage import evaluate
+    from lathe.remote import input_path
 
     with stage(recipe, overrides) as settings:
-        examples = Path(cloze) if cloze else None
-        folder, corpus = Path(model.path), Path(data.path)
+        examples = input_path(cloze) if cloze else None
+        folder, corpus = local(model, data)
         result = evaluate(settings, folder, Path(evaluation.path), corpus, examples)
         record(result, metrics, evaluation)

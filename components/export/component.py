@@ -26,10 +26,11 @@ def export(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.export.stage import export
 
     with stage(recipe, overrides) as settings:
-        result = export(settings, Path(model.path), Path(data.path), Path(exported.path))
+        result = export(settings, *local(model, data), Path(exported.path))
         exported.metadata["format"] = "onnx"
         record(result, metrics, exported)

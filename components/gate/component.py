@@ -30,11 +30,12 @@ def gate(
     import logging
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.evaluate.gate import gate
 
     with stage(recipe, overrides) as settings:
-        result = gate(settings, Path(baseline.path), Path(candidate.path), Path(verdict.path))
+        result = gate(settings, *local(baseline, candidate), Path(verdict.path))
         for reason in result.reasons:
             logging.getLogger("lathe").info(reason)
         record(result, metrics, verdict)

@@ -28,10 +28,13 @@ def prepare(
     """
     from pathlib import Path
 
-    from components.stage import record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.data.prepare import prepare
+    from lathe.remote import input_path
 
     with stage(recipe, overrides) as settings:
-        tokenizer = tokenizer or (model.path if model else "")
-        result = prepare(settings, Path(data.path), corpus or None, tokenizer or None)
+        (of_model,) = local(model)
+        given = input_path(tokenizer) if tokenizer else of_model
+        result = prepare(settings, Path(data.path), corpus or None, given and str(given))
         record(result, metrics, data)

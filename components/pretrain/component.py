@@ -26,13 +26,18 @@ def pretrain(
     """
     from pathlib import Path
 
-    from components.stage import record, stage, train_in_workers
+    from components.artifacts import local, record
+    from components.stage import options, stage
+    from components.training import train
+    from lathe.remote import input_path
     from lathe.train.pretrain import pretrain
 
     with stage(recipe, overrides) as settings:
-        start = Path(init) if init else None
-        command = ["pretrain", "--data", data.path, "--output", model.path]
+        command = ["pretrain", "--data", data, "--output", model, *options(recipe, overrides)]
         command += ["--init", init] if init else []
-        train_in_workers(recipe, overrides, settings, *command)
-        result = pretrain(settings, Path(data.path), Path(model.path), start)
-        record(result, metrics, model)
+
+        def work():
+            start = input_path(init) if init else None
+            return pretrain(settings, *local(data), Path(model.path), start)
+
+        record(train(settings, command, model, work), metrics, model)

@@ -28,13 +28,18 @@ def prune(
     """
     from pathlib import Path
 
-    from components.stage import record, stage, train_in_workers
+    from components.artifacts import local, record
+    from components.stage import options, stage
+    from components.training import train
     from lathe.compress.prune import prune
 
     if ratio >= 0:
         overrides = [*overrides, f"Compress.Prune.ratio={ratio}"]
     with stage(recipe, overrides) as settings:
-        command = ["prune", model.path, "--data", data.path, "--output", pruned.path]
-        train_in_workers(recipe, overrides, settings, *command)
-        result = prune(settings, Path(model.path), Path(data.path), Path(pruned.path))
-        record(result, metrics, pruned)
+        command = ["prune", model, "--data", data, "--output", pruned]
+        command += options(recipe, overrides)
+
+        def work():
+            return prune(settings, *local(model, data), Path(pruned.path))
+
+        record(train(settings, command, pruned, work), metrics, pruned)

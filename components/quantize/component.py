@@ -28,12 +28,17 @@ def quantize(
     """
     from pathlib import Path
 
-    from components.stage import record, stage, train_in_workers
+    from components.artifacts import local, record
+    from components.stage import options, stage
+    from components.training import train
     from lathe.compress.quantize import quantize
 
     with stage(recipe, overrides) as settings:
-        skips = Path(sensitivity.path)
-        command = ["quantize", model.path, "--data", data.path, "--sensitivity", skips]
-        train_in_workers(recipe, overrides, settings, *command, "--output", quantized.path)
-        result = quantize(settings, Path(model.path), Path(data.path), Path(quantized.path), skips)
-        record(result, metrics, quantized)
+        command = ["quantize", model, "--data", data, "--sensitivity", sensitivity]
+        command += ["--output", quantized, *options(recipe, overrides)]
+
+        def work():
+            inputs, output = local(model, data), Path(quantized.path)
+            return quantize(settings, *inputs, output, *local(sensitivity))
+
+        record(train(settings, command, quantized, work), metrics, quantized)

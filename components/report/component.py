@@ -43,17 +43,18 @@ def report(
         metrics: The table's figures.
     """
     from dataclasses import asdict
+    from pathlib import Path
 
-    from components.stage import paths, record, stage
+    from components.artifacts import local, record
+    from components.stage import stage
     from lathe.report.stage import report_run
     from lathe.report.summary import Candidate
 
-    dense = paths(dense_model, dense_evaluation, dense_export)
-    pruned = paths(pruned_model, pruned_evaluation, pruned_export)
-    int8 = paths(int8_model, int8_evaluation, int8_export)
-    html, ranked, rehearsal = paths(page, sensitivity, deployed)
     with stage(recipe, overrides) as settings:
+        dense = local(dense_model, dense_evaluation, dense_export)
+        pruned = local(pruned_model, pruned_evaluation, pruned_export)
+        int8 = local(int8_model, int8_evaluation, int8_export)
         models = {"dense": dense, "pruned": pruned, "INT8": int8}
         candidates = [Candidate(name, *folders) for name, folders in models.items() if folders[0]]
-        rows = report_run(settings, candidates, html, ranked, rehearsal)
+        rows = report_run(settings, candidates, Path(page.path), *local(sensitivity, deployed))
         record({f"{r.name}.{k}": v for r in rows for k, v in asdict(r).items()}, metrics, page)

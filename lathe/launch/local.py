@@ -1,68 +1,24 @@
-"""Run a worker command on local processes with torch's elastic agent (what torchrun is)."""
+"""Run a worker command on local processes, as one node or as several on the loopback interface."""
 
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from lathe.errors import Preempted, UserError
+from lathe.launch.node import HANDLED, LOOPBACK, Node, run_node
+from lathe.launch.shape import Shape, WorkerFailed
 
-from lathe.errors import Preempted, StageError, UserError
-from lathe.settings import DistributedSettings
-
-TAIL_LINES = 20
-HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How many processes, and where: `nodes` machines with `processes_per_node` each."""
-
-    nodes: int = 1
-    processes_per_node: int = 1
-
-    @property
-    def processes(self) -> int:
-        return self.nodes * self.processes_per_node
-
-
-def local_shape(settings: DistributedSettings) -> Shape:
-    """The processes that these degrees ask of this machine; `auto` is one a GPU, or one."""
-    inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree
-    automatic = max(1, torch.cuda.device_count() // inner)
-    dp = automatic if settings.dp_degree == "auto" else settings.dp_degree
-    return Shape(processes_per_node=dp * inner)
-
-
-def start_workers(command: Sequence[str], settings: DistributedSettings) -> bool:
-    """`launch` the command where the settings ask for several processes.
-
-    Returns:
-        False where one is enough, or this process is itself a worker: do the work here.
-    """
-    shape = local_shape(settings)
-    if shape.processes == 1 or "RANK" in os.environ:
-        return False
-    launch(command, shape, settings.grace_seconds)
-    return True
-
-
-class WorkerFailed(StageError):
-    """A worker ended badly: its rank, exit code (negative: the signal) and last lines."""
-
-    def __init__(self, rank: int, exit_code: int, tail: str) -> None:
-        super().__init__(f"rank {rank} ended with exit code {exit_code}; its last lines:\n{tail}")
-        self.rank, self.exit_code, self.tail = rank, exit_code, tail
-        if exit_code == UserError.status:
-            self.status = exit_code
+POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 5.0  # beyond what the nodes themselves give their workers
 
 
 def launch(command: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
@@ -85,62 +41,122 @@ def launch(command: Sequence[str], shape: Shape, grace_seconds: int = 30) -> Non
 
 def run(arguments: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
     """As `launch`, for any arguments of this Python."""
-    with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, _signals_restored():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=shape.processes,
-            role="rank",  # opens every line of a worker: [rank0]:
-            run_id="local",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.NONE, tee=Std.ALL),
-            signals_to_handle=",".join(HANDLED),
-            shutdown_timeout=grace_seconds,
-        )
-        # Without this every worker takes all cores and they fight for them.
-        threads = os.environ.get("OMP_NUM_THREADS") or str(
-            max(1, (os.cpu_count() or 1) // shape.processes)
-        )
-        worker = [f"OMP_NUM_THREADS={threads}", sys.executable, "-u", *arguments]
-        try:
-            elastic_launch(config, "env")(*worker)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            tail = _tail(Path(logs), failure.local_rank)
-            if failure.exitcode == Preempted.status:
-                raise Preempted(_said(tail)) from None
-            raise WorkerFailed(rank, failure.exitcode, tail) from None
-        except SignalException as error:
-            tails = [_tail(Path(logs), rank) for rank in range(shape.processes)]
-            if all(Preempted.kind in tail for tail in tails):
-                raise Preempted(_said(tails[0])) from None
-            raise SystemExit(128 + error.sigval) from None
+    if shape.nodes == 1:
+        run_node(arguments, Node(shape), grace_seconds)
+        return
+    with tempfile.TemporaryDirectory(prefix="lathe-nodes-") as outcomes:
+        _Nodes(arguments, shape, grace_seconds, Path(outcomes)).run()
 
 
-def _said(tail: str) -> str:
-    """What a preempted worker's last words are, without their kind."""
-    return tail.rpartition(f"{Preempted.kind}: ")[2].splitlines()[0]
+class _Signalled(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
-def _tail(logs: Path, local_rank: int) -> str:
-    """The last lines of a rank: of its stderr, or of its stdout when that is empty."""
-    for stream in ("stderr.log", "stdout.log"):
-        for path in logs.glob(f"*/attempt_0/{local_rank}/{stream}"):
-            lines = path.read_text(errors="replace").splitlines()
-            if lines:
-                return "\n".join(lines[-TAIL_LINES:])
-    return "(it wrote nothing)"
+class _Nodes:
+    """Nodes that are processes of this machine, each in a process group of its own."""
+
+    def __init__(
+        self, arguments: Sequence[str], shape: Shape, grace_seconds: int, outcomes: Path
+    ) -> None:
+        self.arguments, self.shape, self.grace_seconds = arguments, shape, grace_seconds
+        self.outcomes = [outcomes / str(rank) for rank in range(shape.nodes)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> None:
+        with _signals_raised():
+            try:
+                self._start()
+                failed = self._first_failure()
+            except _Signalled as signalled:
+                self._end(signalled.number)
+                self._raise_if_preempted()
+                raise SystemExit(128 + signalled.number) from None
+            except BaseException:
+                self._end(signal.SIGTERM)
+                raise
+            self._end(signal.SIGTERM)
+        if failed is not None:
+            self._raise_failure(failed)
+
+    def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind((LOOPBACK, 0))
+            port = int(free.getsockname()[1])
+        for rank, outcome in enumerate(self.outcomes):
+            command = [sys.executable, "-u", "-m", "lathe.launch.node"]
+            command += [str(outcome), str(self.grace_seconds), *self.arguments]
+            environment = os.environ | Node(self.shape, rank, LOOPBACK, port).environment()
+            self.processes.append(
+                subprocess.Popen(command, env=environment, start_new_session=True)
+            )
+
+    def _first_failure(self) -> int | None:
+        """Wait; the node that ended badly first, None when all ended well."""
+        while True:
+            statuses = [process.poll() for process in self.processes]
+            for rank, status in enumerate(statuses):
+                if status:
+                    return rank
+            if all(status == 0 for status in statuses):
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def _end(self, number: int) -> None:
+        """Ask every node to end, wait, and kill what is left of their groups."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.send_signal(number)
+        deadline = time.monotonic() + self.grace_seconds + PATIENCE_SECONDS
+        while any(p.poll() is None for p in running) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            process.wait()
+
+    def _raise_failure(self, rank: int) -> None:
+        self._raise_if_preempted()
+        failures = [o for o in self._outcomes() if "preempted" not in o]
+        if not failures:
+            first = rank * self.shape.processes_per_node
+            status = self.processes[rank].returncode
+            raise WorkerFailed(first, status, f"(node {rank} ended before its workers)")
+        raise WorkerFailed(**min(failures, key=_suspicion))
+
+    def _raise_if_preempted(self) -> None:
+        """Preempted is what every node says: otherwise a part of the state may be missing."""
+        said = [outcome.get("preempted") for outcome in self._outcomes()]
+        if len(said) == self.shape.nodes and all(said):
+            raise Preempted(said[0])
+
+    def _outcomes(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in self.outcomes if path.is_file()]
+
+
+def _suspicion(failure: dict[str, Any]) -> int:
+    """Who failed first, of nodes that end within a moment: the others lost their peer, which is an
+    ordinary error (or SIGABRT); who was killed, or tells the user something, did not."""
+    code = failure["exit_code"]
+    if code == UserError.status or (code < 0 and code != -signal.SIGABRT):
+        return 0
+    return 1
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
-    """The agent replaces the handlers of this process and leaves its own behind."""
-    before = {name: signal.getsignal(getattr(signal, name)) for name in HANDLED}
+def _signals_raised() -> Iterator[None]:
+    """A signal to end raises `_Signalled` once; further ones wait until the block is left."""
+
+    def handler(number: int, frame: object) -> None:
+        for name in HANDLED:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        raise _Signalled(number)
+
+    before = {name: signal.signal(getattr(signal, name), handler) for name in HANDLED}
     try:
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for name, old in before.items():
+            signal.signal(getattr(signal, name), old)

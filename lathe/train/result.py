@@ -23,7 +23,7 @@ FREE: Any = {
     "Model": {"use_recompute", "recompute_granularity", "sequence_parallel", "virtual_pp_degree"},
     **dict.fromkeys(
         (
-            *("Distributed", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
+            *("Distributed", "Launch", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
             *("Sensitivity", "Prepare"),
         ),
         True,

@@ -21,8 +21,9 @@ from lathe.train.batches import open_data
 from lathe.train.distill import Teacher
 from lathe.train.parallel import Stage, Weights, build_stages
 from lathe.train.result import TrainResult, claim, read_result, run_identity
-from lathe.train.state import load_tensors, saved_steps
-from lathe.train.trainer import STATE, Progress, Trainer
+from lathe.train.saved import STATE
+from lathe.train.state import load_tensors
+from lathe.train.trainer import Progress, Trainer
 from lathe.train.workers import Workers, join_workers
 
 log = logging.getLogger("lathe")
@@ -75,9 +76,9 @@ def run_training(
         if workers.is_first:
             claim(output, identity)
         workers.barrier()
-        if (output / MARKER).is_file():
+        if workers.agree((output / MARKER).is_file):
             log.info("%s is finished: nothing to do", output)
-            return read_result(output)
+            return workers.agree(lambda: read_result(output))
         work = make()
         config = work.model.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
@@ -89,11 +90,11 @@ def run_training(
                 work.after_step(stage.gpt, workers.replicas)
 
         guide = _load_teacher(recipe, teacher, config, workers) if teacher is not None else None
-        at = Trainer(recipe, stages, tokens, output, workers, after_step, guide).run()
+        trainer = Trainer(recipe, stages, tokens, output, workers, after_step, guide)
+        at = trainer.run()
         if workers.is_first:
-            _write_checkpoint(recipe, output, work, at)
-        workers.barrier()
-    return read_result(output)
+            _write_checkpoint(recipe, output, work, at, trainer.states.newest())
+        return workers.agree(lambda: read_result(output))
 
 
 def _own_weights(model: GPT) -> Weights:
@@ -115,11 +116,11 @@ def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Wor
     return teacher
 
 
-def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress) -> None:
+def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress, state: Path) -> None:
     """The whole model, gathered from the last saved state, which is then deleted."""
     model = work.model.to_empty(device="cpu")
     load_tensors(
-        saved_steps(output / STATE)[-1],
+        state,
         {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
     )
     if work.before_save is not None:

@@ -1,22 +1,21 @@
 """What a killed run needs to go on to the same bits: one folder a saved step, committed by rename.
 
-`state/step_00000200/` holds the shards of every process (torch.distributed.checkpoint, as
-safetensors) and, written last, `trainer.json`. Tensors are named after the whole model, so that
-any other layout of processes can read them.
+The shards of every process are torch.distributed.checkpoint's, as safetensors. Tensors are named
+after the whole model, so that any other layout of processes can read them.
 """
 
 import json
-import logging
 import os
-import re
+import secrets
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -26,44 +25,38 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from lathe.errors import StageError
+from lathe.errors import StageError, UserError
+from lathe.train.mirror import Mirror
 from lathe.train.parallel import Stage
+from lathe.train.saved import CARD, PARTIAL, committed_steps, saved_steps, step_name
 from lathe.train.workers import Workers
-
-log = logging.getLogger("lathe")
-
-STEP = re.compile(r"step_(\d{8})")
-CARD = "trainer.json"
-PARTIAL = ".partial"
-
-
-def saved_steps(folder: Path) -> list[Path]:
-    """Committed and whole states, oldest first; a broken one is passed over with a warning."""
-    found = sorted(p for p in folder.glob("step_*") if STEP.fullmatch(p.name))
-    return [path for path in found if _is_whole(path)]
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        sizes = json.loads((path / CARD).read_text())["files"]
-        broken = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
-    except (OSError, ValueError, KeyError) as error:
-        broken = [str(error)]
-    if broken:
-        log.warning("%s is broken (%s): not used", path, ", ".join(broken))
-    return not broken
 
 
 class States:
-    """Saves of one run. A save is copied at once and written behind the training's back."""
+    """Saves of one run. A save is copied at once and written behind the training's back.
+
+    Nodes may share the disk or have one each. On disks of their own each node keeps what its
+    processes hold, and the output must have a mirror, where all of it comes together.
+    """
 
     def __init__(self, folder: Path, keep: int, workers: Workers) -> None:
         self.folder, self.keep, self.workers = folder, keep, workers
-        self._writing: tuple[Future[Any], Path, dict[str, Any]] | None = None
-        if workers.is_first:
+        self.mirror = Mirror.of(folder.parent)
+        self._behind = ThreadPoolExecutor(1, "states")
+        self._writing: tuple[Future[None], Path, dict[str, Any]] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._leads_disk = _leads_disk(folder, workers)
+        disks: list[bool] = [False] * workers.size
+        dist.all_gather_object(disks, self._leads_disk, group=workers.files)
+        self._one_disk = sum(disks) == 1
+        if not self._one_disk and self.mirror is None:
+            raise UserError(
+                f"{folder.parent}: the nodes do not share this folder",
+                "give an address (s3://bucket/prefix) as output, or a folder on a shared disk",
+            )
+        if self._leads_disk:
             for partial in folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(partial)
-            folder.mkdir(parents=True, exist_ok=True)
         workers.barrier()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
@@ -73,18 +66,30 @@ class States:
             extra: JSON values of the run; the first process's are kept.
         """
         self.wait()
-        partial = self.folder / f"step_{step:08d}{PARTIAL}"
+        partial = self.folder / f"{step_name(step)}{PARTIAL}"
         future = async_save(
             dict(tensors),
             storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
             process_group=self.workers.files,
         )
         assert isinstance(future, Future)
-        self._writing = future, partial, extra
+        self._writing = self._behind.submit(self._write, future, partial), partial, extra
+
+    def _write(self, future: Future[Any], partial: Path) -> None:
+        future.result()
+        if self.mirror and self._leads_disk:
+            self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
 
     def poll(self) -> None:
-        """Commit a save whose writing has ended; call it now and then."""
-        if self._writing and self._writing[0].done():
+        """Commit a save whose writing has ended; all processes call it now and then."""
+        if self._writing is None:
+            return
+        done = self._writing[0].done()
+        if not self._one_disk:  # to commit takes all of them
+            waiting = torch.tensor(float(not done))
+            dist.all_reduce(waiting, group=self.workers.files)
+            done = waiting.item() == 0
+        if done:
             self.wait()
 
     def wait(self) -> None:
@@ -92,6 +97,7 @@ class States:
 
         Raises:
             StageError: the save failed, e.g. on a full disk.
+            UserError: the mirror's store did not take it.
         """
         if self._writing is None:
             return
@@ -99,8 +105,7 @@ class States:
         self._writing = None
         try:
             future.result()
-            if self.workers.is_first:
-                self._commit(partial, extra)
+            self._commit(partial, extra)
         except (CheckpointException, OSError) as error:
             reason = error if isinstance(error, OSError) else _first_failure(error)
             raise StageError(
@@ -109,13 +114,51 @@ class States:
             ) from error
 
     def _commit(self, partial: Path, extra: dict[str, Any]) -> None:
-        files = {path.name: path.stat().st_size for path in partial.iterdir()}
-        (partial / CARD).write_text(json.dumps({**extra, "files": files}))
-        final = partial.with_name(partial.name.removesuffix(PARTIAL))
+        """One disk: the first process alone. Several: all take part, each leader for its disk."""
+        files: list[dict[str, int]] = [{}]
+        if self._leads_disk:
+            files = [{path.name: path.stat().st_size for path in partial.iterdir()}]
+        if not self._one_disk:
+            mine, files = files[0], [{}] * self.workers.size
+            dist.all_gather_object(files, mine, group=self.workers.files)
+        if not self._leads_disk:
+            return
+        final = _final(partial)
+        sizes = dict(pair for found in files for pair in found.items())
+        card = partial / CARD
+        card.write_text(json.dumps({**extra, "files": sizes}))
         shutil.rmtree(final, ignore_errors=True)  # a broken one, passed over on resuming
         os.replace(partial, final)
-        for old in saved_steps(self.folder)[: -self.keep]:
+        for old in committed_steps(self.folder)[: -self.keep]:
             shutil.rmtree(old)
+        if self.mirror and self.workers.is_first:
+            self.mirror.copy(final.name, [final / CARD])
+            self.mirror.commit(final.name, self.keep)
+
+    def newest(self) -> Path:
+        """The last saved state, whole, for the first process."""
+        if not self._one_disk:
+            assert self.mirror is not None
+            self.mirror.restore()
+        return saved_steps(self.folder)[-1]
+
+
+def _final(partial: Path) -> Path:
+    return partial.with_name(partial.name.removesuffix(PARTIAL))
+
+
+def _leads_disk(folder: Path, workers: Workers) -> bool:
+    """Whether this process does what is done once a disk: it is the first of all, or the first of
+    a node that does not see what the first of all writes."""
+    token, probe = workers.agree(secrets.token_hex), folder / ".first"
+    if workers.is_first:
+        probe.write_text(token)
+    workers.barrier()
+    sees = probe.is_file() and probe.read_text() == token
+    workers.barrier()
+    if workers.is_first:
+        probe.unlink()
+    return workers.is_first or (int(os.environ.get("LOCAL_RANK", 0)) == 0 and not sees)
 
 
 def read_card(path: Path) -> dict[str, Any]:

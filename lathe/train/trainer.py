@@ -34,13 +34,12 @@ from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.preemption import watch_for_preemption
+from lathe.train.saved import STATE, saved_steps
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
 from lathe.train.workers import DIMS, Workers
 
 log = logging.getLogger("lathe")
-
-STATE = "state"
 
 
 @dataclass
@@ -268,7 +267,7 @@ class Trainer:
         self.states.save(self.at.step, tensors, extra)
 
     def _resume(self) -> None:
-        saved = state.saved_steps(self.output / STATE)
+        saved = saved_steps(self.output / STATE)
         card = state.read_card(saved[-1]) if saved else None
         if card:
             self.at = Progress(**card["progress"])

@@ -3,9 +3,10 @@
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
 
 _GROUPS = itertools.count()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Workers:
         """In place, over all processes."""
         dist.all_reduce(values)
         return values
+
+    def agree(self, value: Callable[[], T]) -> T:
+        """What the first process finds, for all. It travels as a pickle, between our processes."""
+        found: list[Any] = [value() if self.is_first else None]
+        dist.broadcast_object_list(found, src=0, group=self.files)
+        result: T = found[0]
+        return result
 
     def barrier(self) -> None:
         dist.barrier(self.files)

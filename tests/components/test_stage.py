@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components.stage import record, stage
+from components.artifacts import record
+from components.stage import stage
 from lathe.errors import UserError
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lathe.launch.local import Shape, WorkerFailed, run
+from lathe.launch.local import run
+from lathe.launch.shape import Shape, WorkerFailed
 
 TWO = Shape(processes_per_node=2)
+TWO_NODES = Shape(nodes=2, processes_per_node=2)
 
 
 def script(folder: Path, body: str) -> str:
@@ -57,57 +59,83 @@ def test_processes_form_a_group(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_failure_names_the_rank_and_stops_the_others(tmp_path):
+def test_two_nodes_form_one_group(tmp_path):
+    worker = script(
+        tmp_path,
+        """
+        import os, sys, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(total)
+        place = f"{os.environ['GROUP_RANK']} {os.environ['LOCAL_RANK']}"
+        open(f"{sys.argv[1]}/{dist.get_rank()}", "w").write(f"{total.item()} {place}")
+        dist.destroy_process_group()
+        """,
+    )
+    run([worker, str(tmp_path)], TWO_NODES)
+    said = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert said == ["10.0 0 0", "10.0 0 1", "10.0 1 0", "10.0 1 1"]
+
+
+@pytest.mark.parametrize("shape", [TWO, TWO_NODES], ids=["one node", "two nodes"])
+def test_failure_names_the_rank_and_stops_the_others(tmp_path, shape):
     worker = script(
         tmp_path,
         """
         import os, sys, time
         rank = os.environ["RANK"]
         open(f"{sys.argv[1]}/pid{rank}", "w").write(str(os.getpid()))
-        if rank == "1":
+        if rank == sys.argv[2]:
             sys.exit("no tokens left to read")
         time.sleep(600)
         """,
     )
-    with pytest.raises(WorkerFailed, match=r"rank 1 .*exit code 1.*\n.*no tokens left") as caught:
-        run([worker, str(tmp_path)], TWO)
-    assert caught.value.rank == 1
-    assert not alive(int((tmp_path / "pid0").read_text()))
+    last = shape.processes - 1
+    message = rf"rank {last} .*exit code 1.*\n.*no tokens left"
+    with pytest.raises(WorkerFailed, match=message) as caught:
+        run([worker, str(tmp_path), str(last)], shape)
+    assert caught.value.rank == last
+    assert not any(alive(int(path.read_text())) for path in tmp_path.glob("pid*"))
 
 
-def test_killed_rank_fails_the_launch(tmp_path):
+@pytest.mark.parametrize("shape", [TWO, TWO_NODES], ids=["one node", "two nodes"])
+def test_killed_rank_fails_the_launch(tmp_path, shape):
     worker = script(
         tmp_path,
         """
-        import os, signal, time
-        if os.environ["RANK"] == "0":
+        import os, signal, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        dist.barrier()  # fails in the others, as their peer is gone
         """,
     )
     with pytest.raises(WorkerFailed) as caught:
-        run([worker], TWO)
+        run([worker], shape)
     assert (caught.value.rank, caught.value.exit_code) == (0, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number):
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
     worker = script(
         tmp_path,
         """
         import os, sys, time
+        from lathe.launch.parent import end_with_parent
+        end_with_parent()
         open(f"{sys.argv[1]}/pid{os.environ['RANK']}", "w").write(str(os.getpid()))
         time.sleep(600)
         """,
     )
     code = (
-        "import sys; from lathe.launch.local import Shape, run; "
-        "run(sys.argv[1:], Shape(processes_per_node=2))"
+        "import sys; from lathe.launch.local import run; from lathe.launch.shape import Shape; "
+        "run(sys.argv[2:], Shape(int(sys.argv[1]), 2))"
     )
-    command = [sys.executable, "-c", code, worker, str(tmp_path)]
+    command = [sys.executable, "-c", code, str(nodes), worker, str(tmp_path)]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as launcher:
-        pids = [tmp_path / f"pid{rank}" for rank in (0, 1)]
+        pids = [tmp_path / f"pid{rank}" for rank in range(2 * nodes)]
         assert wait_for(lambda: all(p.exists() and p.read_text() for p in pids))
         launcher.send_signal(number)
-        assert launcher.wait(20) == 128 + number
-    assert not any(alive(int(p.read_text())) for p in pids)
+        assert launcher.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
+    assert wait_for(lambda: not any(alive(int(p.read_text())) for p in pids), 5)

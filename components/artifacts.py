@@ -1,0 +1,61 @@
+"""Where a component's artifacts are: on this machine for its stage, in the store for the others."""
+
+import atexit
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from lathe.remote import bring
+from lathe.storage import is_remote, upload
+
+STORE = "LATHE_STORE"
+"""Environment variable: the address below which a local run puts every artifact."""
+
+
+def local(*artifacts: dsl.Artifact | None) -> list[Path | None]:
+    """Folders or files of input artifacts, fetched where KFP has not done so; None for an optional
+    input that was not given."""
+    return [_local(artifact) if artifact else None for artifact in artifacts]
+
+
+def _local(artifact: dsl.Artifact) -> Path:
+    path = Path(artifact.path)
+    if path.exists() or not is_remote(artifact.uri):
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="lathe-input-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    bring(artifact.uri, folder / path.name)
+    return folder / path.name
+
+
+def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
+    """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, and upload
+    the artifacts of a local run that was given a store; on a cluster KFP does so.
+
+    The metrics file is written too: an artifact without a file never hits KFP's cache.
+    """
+    figures = _figures(result if isinstance(result, dict) else asdict(result))
+    for name, value in figures.items():
+        metrics.log_metric(name, value)
+    Path(metrics.path).write_text(json.dumps(figures, indent=2))
+    for artifact in artifacts:
+        artifact.metadata.update(figures)
+    if store := os.environ.get(STORE):
+        for artifact in (metrics, *artifacts):
+            path = Path(artifact.path)
+            address = "/".join([store.rstrip("/"), *path.parts[-3:]])  # run, task, output
+            upload(path, address)
+            artifact.uri = address
+
+
+def _figures(values: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
+    return {k: v for k, v in numbers.items() if math.isfinite(v)}

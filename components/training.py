@@ -1,0 +1,70 @@
+"""A component that trains: in its own process, in several of its machine, or as a TrainJob."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from lathe.errors import UserError
+from lathe.launch.shape import shape_of
+from lathe.launch.start import start_workers
+from lathe.settings import Recipe
+from lathe.storage import fetch, is_remote
+from lathe.train.mirror import Mirror
+from lathe.train.result import TrainResult
+
+
+def train(
+    settings: Recipe, command: Sequence[object], output: dsl.Model, stage: Callable[[], TrainResult]
+) -> dict[str, Any]:
+    """Run a training verb of the command line in the processes that the recipe asks for.
+
+    Args:
+        command: the verb and its options; an artifact stands for its folder or, to a TrainJob,
+            which shares no disk with this pod, for its address.
+        output: the checkpoint. Where it has an address its saved states are kept beside it, so
+            that a retry on another machine goes on.
+        stage: the same work in this process; it finds what workers have finished.
+
+    Returns:
+        The figures of the finished checkpoint.
+    """
+    if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
+        from lathe.launch.trainjob import run
+
+        run([_address(part) for part in command], shape_of(settings), settings.Launch)
+        with tempfile.TemporaryDirectory() as folder:
+            card = fetch(f"{output.uri}/lathe.json", Path(folder))
+            figures: dict[str, Any] = json.loads(card.read_text())["metrics"]
+        return figures
+    mirror = None
+    if is_remote(output.uri):
+        mirror = Mirror.make(Path(output.path), output.uri)
+        mirror.restore()
+    start_workers([_path(part) for part in command], settings)
+    result = stage()
+    if mirror:
+        mirror.finish()
+        shutil.rmtree(output.path)  # KFP records the address, and has nothing left to upload
+    return asdict(result)
+
+
+def _address(part: object) -> str:
+    if isinstance(part, dsl.Artifact):
+        if not is_remote(part.uri):
+            raise UserError(
+                f"{part.name}: {part.uri} is no address, and a TrainJob's pods share no disk",
+                "run the pipeline with a pipeline root in an object store",
+            )
+        return part.uri
+    return str(part)
+
+
+def _path(part: object) -> str:
+    return part.path if isinstance(part, dsl.Artifact) else str(part)

@@ -1,0 +1,151 @@
+"""One node of a group of workers: torch's elastic agent (what torchrun is) with its processes.
+
+`python -m lathe.launch.node OUTCOME GRACE ARGUMENT...` is a node that `lathe.launch.local` starts.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lathe.errors import Preempted, StageError
+from lathe.launch.parent import end_with_parent
+from lathe.launch.shape import Shape, WorkerFailed
+from lathe.storage import atomic_file
+
+TAIL_LINES = 20
+HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node's place among `shape.nodes`, and where the first one listens."""
+
+    shape: Shape
+    rank: int = 0
+    address: str = LOOPBACK
+    port: int = 0
+
+    def environment(self) -> dict[str, str]:
+        """As torchrun and Kubeflow's Trainer name it."""
+        return {
+            "PET_NNODES": str(self.shape.nodes),
+            "PET_NPROC_PER_NODE": str(self.shape.processes_per_node),
+            "PET_NODE_RANK": str(self.rank),
+            "PET_MASTER_ADDR": self.address,
+            "PET_MASTER_PORT": str(self.port),
+        }
+
+
+def this_node() -> Node | None:
+    """The node that the environment describes; None outside of a group of nodes."""
+    if "PET_NNODES" not in os.environ:
+        return None
+    shape = Shape(int(os.environ["PET_NNODES"]), int(os.environ["PET_NPROC_PER_NODE"]))
+    address, port = os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"])
+    return Node(shape, int(os.environ["PET_NODE_RANK"]), address, port)
+
+
+def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
+    """Run this Python with `arguments` in every process of the node, and wait for all.
+
+    Raises:
+        WorkerFailed, Preempted, SystemExit: see `lathe.launch.local.launch`.
+    """
+    alone = node.shape.nodes == 1
+    with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, _signals_restored():
+        config = LaunchConfig(
+            min_nodes=node.shape.nodes,
+            max_nodes=node.shape.nodes,
+            nproc_per_node=node.shape.processes_per_node,
+            role="rank",  # opens every line of a worker: [rank0]:
+            run_id="lathe",
+            rdzv_backend="c10d" if alone else "static",
+            rdzv_endpoint=f"{node.address}:{node.port}",
+            rdzv_configs={} if alone else {"rank": node.rank, "timeout": 900},
+            local_addr=LOOPBACK if node.address == LOOPBACK else None,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.NONE, tee=Std.ALL),
+            signals_to_handle=",".join(HANDLED),
+            shutdown_timeout=grace_seconds,
+        )
+        # Without this every worker takes all cores and they fight for them.
+        on_this_machine = node.shape.processes_per_node * (
+            node.shape.nodes if node.address == LOOPBACK else 1
+        )
+        threads = os.environ.get("OMP_NUM_THREADS") or str(
+            max(1, (os.cpu_count() or 1) // on_this_machine)
+        )
+        worker = [f"OMP_NUM_THREADS={threads}", sys.executable, "-u", *arguments]
+        try:
+            elastic_launch(config, "env")(*worker)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            tail = _tail(Path(logs), failure.local_rank)
+            if failure.exitcode == Preempted.status:
+                raise Preempted(_said(tail)) from None
+            raise WorkerFailed(rank, failure.exitcode, tail) from None
+        except SignalException as error:
+            ranks = range(node.shape.processes_per_node)
+            tails = [_tail(Path(logs), rank) for rank in ranks]
+            if all(Preempted.kind in tail for tail in tails):
+                raise Preempted(_said(tails[0])) from None
+            raise SystemExit(128 + error.sigval) from None
+
+
+def _said(tail: str) -> str:
+    """What a preempted worker's last words are, without their kind."""
+    return tail.rpartition(f"{Preempted.kind}: ")[2].splitlines()[0]
+
+
+def _tail(logs: Path, local_rank: int) -> str:
+    """The last lines of a rank: of its stderr, or of its stdout when that is empty."""
+    for stream in ("stderr.log", "stdout.log"):
+        for path in logs.glob(f"*/attempt_0/{local_rank}/{stream}"):
+            lines = path.read_text(errors="replace").splitlines()
+            if lines:
+                return "\n".join(lines[-TAIL_LINES:])
+    return "(it wrote nothing)"
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent replaces the handlers of this process and leaves its own behind."""
+    before = {name: signal.getsignal(getattr(signal, name)) for name in HANDLED}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def main(outcome: Path, grace_seconds: int, arguments: Sequence[str]) -> None:
+    """Run the node that the environment describes; what it raises is left in `outcome`, as JSON."""
+    end_with_parent()
+    node = this_node()
+    assert node is not None
+    try:
+        run_node(arguments, node, grace_seconds)
+    except StageError as error:
+        said: dict[str, Any] = {"preempted": str(error)}
+        if isinstance(error, WorkerFailed):
+            said = {"rank": error.rank, "exit_code": error.exit_code, "tail": error.tail}
+        with atomic_file(outcome) as work:
+            work.write_text(json.dumps(said))
+        raise SystemExit(error.status) from None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,55 @@
+"""How many processes a piece of work needs, and on how many machines."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lathe.errors import StageError, UserError
+from lathe.settings import Recipe
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many processes, and where: `nodes` machines with `processes_per_node` each."""
+
+    nodes: int = 1
+    processes_per_node: int = 1
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
+class WorkerFailed(StageError):
+    """A worker ended badly: its rank, exit code (negative: the signal) and last lines."""
+
+    def __init__(self, rank: int, exit_code: int, tail: str) -> None:
+        super().__init__(f"rank {rank} ended with exit code {exit_code}; its last lines:\n{tail}")
+        self.rank, self.exit_code, self.tail = rank, exit_code, tail
+        if exit_code == UserError.status:
+            self.status = exit_code
+
+
+def shape_of(recipe: Recipe) -> Shape:
+    """The processes that the recipe's degrees ask for, divided among `Launch.nodes`.
+
+    `dp_degree: auto` takes a process for each GPU (of this machine, or `Launch.gpus_per_node` of
+    every node), or the fewest there can be.
+
+    Raises:
+        UserError: the processes do not divide among the nodes.
+    """
+    settings, nodes = recipe.Distributed, recipe.Launch.nodes
+    inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree
+    gpus = nodes * (recipe.Launch.gpus_per_node or torch.cuda.device_count())
+    if settings.dp_degree == "auto":
+        processes = max(gpus // inner, -(-nodes // inner)) * inner
+    else:
+        processes = settings.dp_degree * inner
+    if processes % nodes:
+        raise UserError(
+            f"Distributed asks for {processes} processes, and Launch.nodes is {nodes}: every node "
+            "has the same number",
+            "let the product of the degrees be a multiple of Launch.nodes",
+        )
+    return Shape(nodes, processes // nodes)

@@ -1,0 +1,76 @@
+"""Addresses in place of paths on the command line.
+
+Stages know folders. An input's address is fetched before the stage begins, into a folder that
+depends on the address alone; an output's is a folder there too, uploaded when the stage has
+succeeded. Workers are given the same command and find what their parent fetched.
+"""
+
+import os
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from lathe.storage import digest, exists, fetch, is_remote
+from lathe.train.mirror import Mirror
+
+_outputs: list[Mirror] = []
+
+
+def input_path(text: str | Path) -> Path:
+    """Where an input is on this machine: a path as it is, an address (`http(s)://`, `s3://`,
+    `minio://`; an object, or a prefix as a folder) fetched.
+
+    Raises:
+        UserError: see `lathe.storage.fetch`.
+    """
+    uri = str(text)
+    if not is_remote(uri):
+        return Path(text)
+    place = _place(uri)
+    if not _is_worker():
+        bring(uri, place)
+    return place
+
+
+def bring(uri: str, place: Path) -> None:
+    """Fetch an object to the file `place`, or what is below a prefix to the folder."""
+    prefix = uri.rstrip("/") + "/"
+    is_s3 = urlsplit(uri).scheme not in ("http", "https")
+    if uri.endswith("/") or (is_s3 and exists(prefix)):
+        fetch(prefix, place)
+    else:
+        fetch(uri, place.parent)
+
+
+def output_path(text: str | Path) -> Path:
+    """The folder or file to write for an output; see `upload_outputs`.
+
+    An address that a training stage of an earlier attempt wrote to goes on from there.
+    """
+    uri = str(text)
+    if not is_remote(uri):
+        return Path(text)
+    place = _place(uri)
+    if not _is_worker():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        mirror = Mirror.make(place, uri)
+        mirror.restore()
+        _outputs.append(mirror)
+    return place
+
+
+def upload_outputs() -> None:
+    """Send what stages of this command wrote to its addresses; of several nodes, the first does."""
+    while _outputs:
+        mirror = _outputs.pop()
+        if os.environ.get("PET_NODE_RANK", "0") == "0":
+            mirror.finish()
+
+
+def _is_worker() -> bool:
+    return "RANK" in os.environ
+
+
+def _place(uri: str) -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = PurePosixPath(urlsplit(uri).path).name or "download"
+    return cache / "lathe" / digest(uri.rstrip("/"))[:16] / name

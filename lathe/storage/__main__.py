@@ -1,0 +1,39 @@
+"""`python -m lathe.storage fetch URI FOLDER` and `put PATH URI`: what a container runs."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from lathe.errors import UserError
+from lathe.storage import fetch, upload
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lathe.storage",
+        description="Bring files from a store, or to one; what broke off goes on. "
+        "The store and its credentials: the AWS variables, or LATHE_S3_SECRET_DIR.",
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("fetch", help="an object or a prefix into a folder")
+    verb.add_argument("uri", help="s3://bucket/key, s3://bucket/prefix/ or https://...")
+    verb.add_argument("folder", type=Path)
+    verb = verbs.add_parser("put", help="a file to an object, or a folder to a prefix")
+    verb.add_argument("path", type=Path)
+    verb.add_argument("uri", help="s3://bucket/key or s3://bucket/prefix/")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        if given.verb == "fetch":
+            print(fetch(given.uri, given.folder))
+        else:
+            upload(given.path, given.uri)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""From the store: ranges in parallel, going on where an earlier fetch broke off, then renamed."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from minio import Minio
+
+from lathe.errors import UserError
+from lathe.storage.failures import Damaged, retried
+from lathe.storage.files import atomic_file, digest, sha256
+from lathe.storage.manifest import MARKER, OWN_NAMES, Entry, from_json, require_relative
+from lathe.storage.parallel import in_order, progress
+from lathe.storage.parts import part_count, part_size
+from lathe.storage.s3 import (
+    Stored,
+    get_text,
+    is_unfinished,
+    list_below,
+    parse,
+    s3_client,
+    stat,
+)
+
+STAGE = ".lathe.partial"
+READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file to fetch: an object, its name below the folder, its SHA-256 where one is known."""
+
+    name: str
+    stored: Stored
+    sha256: str | None
+
+
+def fetch_s3(uri: str, folder: Path) -> Path:
+    bucket, key = parse(uri)
+    client = s3_client()
+    if not key.endswith("/") and (found := stat(client, bucket, key)):
+        name = require_relative(PurePosixPath(key).name, uri)
+        _fetch(client, bucket, uri, [Wanted(name, found, None)], folder)
+        return folder / name
+    _fetch(client, bucket, uri, _below(client, bucket, key.removesuffix("/") + "/", uri), folder)
+    return folder
+
+
+def _below(client: Minio, bucket: str, prefix: str, uri: str) -> list[Wanted]:
+    """What a prefix holds: all that its manifest names, or every object where it has none."""
+    below = list_below(client, bucket, prefix)
+    if not below:
+        what = "no object below it" if uri.endswith("/") else "not found (NoSuchKey)"
+        raise UserError(f"{uri}: {what}", "check the bucket and the prefix")
+    if is_unfinished(below):
+        raise UserError(
+            f"{uri}: an upload to it has not ended", "wait for it, or run the upload again"
+        )
+    if MARKER not in below:
+        return [
+            Wanted(require_relative(name, f"s3://{bucket}/{stored.key}"), stored, None)
+            for name, stored in below.items()
+            if name not in OWN_NAMES
+        ]
+    where = f"s3://{bucket}/{prefix}{MARKER}"
+    files = from_json(get_text(client, bucket, prefix + MARKER), where)
+    for name, entry in files.items():
+        _require_listed(uri, name, entry, below.get(name))
+    return [Wanted(name, below[name], entry.sha256) for name, entry in files.items()]
+
+
+def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) -> None:
+    if stored is None or stored.size != entry.size:
+        found = "absent" if stored is None else f"{stored.size} bytes"
+        raise UserError(
+            f"{uri}: torn: {name} is {found}, {MARKER} says {entry.size} bytes",
+            "upload the folder again",
+        )
+
+
+def _fetch(client: Minio, bucket: str, uri: str, wanted: list[Wanted], folder: Path) -> None:
+    with _stage(folder) as stage:
+        missing = [w for w in wanted if not _is_there(folder / w.name, w)]
+        work = {w.name: stage / digest(f"{bucket}/{w.stored.key}")[:32] for w in missing}
+        _require_space(uri, stage, [(w.stored.size, work[w.name]) for w in missing])
+        with progress(f"fetch {uri}", sum(w.stored.size for w in missing)) as p:
+
+            def get_small(w: Wanted) -> int:
+                def nothing(size: int) -> None:
+                    """A bar is drawn by one thread only."""
+
+                _get_file(client, bucket, w, work[w.name], nothing)
+                return w.stored.size
+
+            small = [w for w in missing if part_count(w.stored.size) <= 1]
+            for size in in_order(get_small, small):
+                p.advance(size)
+            for w in missing:
+                if part_count(w.stored.size) > 1:
+                    _get_file(client, bucket, w, work[w.name], p.advance)
+        for w in missing:
+            target = folder / w.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(work[w.name], target)
+        shutil.rmtree(stage)
+
+
+@contextmanager
+def _stage(folder: Path) -> Iterator[Path]:
+    """A hidden folder in `folder` for what is on its way, one process's at a time.
+
+    It stays after a failure, so that the next fetch goes on, unless nothing had arrived.
+    """
+    stage = folder / STAGE
+    while True:
+        stage.mkdir(parents=True, exist_ok=True)
+        handle = os.open(stage, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not stage.exists() or stage.stat().st_ino != os.fstat(handle).st_ino:
+                continue  # the one before has ended and removed it
+            try:
+                yield stage
+            finally:
+                if stage.exists() and not any(stage.iterdir()):
+                    stage.rmdir()
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_there(target: Path, w: Wanted) -> bool:
+    """Whether an earlier fetch has already brought it; only a digest can tell."""
+    return (
+        w.sha256 is not None
+        and target.is_file()
+        and target.stat().st_size == w.stored.size
+        and sha256(target) == w.sha256
+    )
+
+
+def _require_space(uri: str, stage: Path, files: list[tuple[int, Path]]) -> None:
+    held = sum(work.stat().st_blocks * 512 for _, work in files if work.exists())
+    needed, free = sum(size for size, _ in files) - held, shutil.disk_usage(stage).free
+    if needed > free:
+        raise UserError(
+            f"{uri}: needs {needed / 1e9:.3g} GB, and {stage.parent} has {free / 1e9:.3g} GB free",
+            "free some space, or give a folder on a larger disk",
+        )
+
+
+class _Record:
+    """Beside a partial file: of which object it is, and which of its parts have arrived."""
+
+    def __init__(self, work: Path, stored: Stored) -> None:
+        self._path = work.with_name(f"{work.name}.json")
+        self._of = {"etag": stored.etag, "size": stored.size}
+        try:
+            saved = json.loads(self._path.read_text())
+            self.done = set(saved["done"]) if work.exists() and saved["of"] == self._of else set()
+        except (OSError, ValueError, KeyError, TypeError):
+            self.done = set()
+
+    def add(self, part: int) -> None:
+        self.done.add(part)
+        with atomic_file(self._path) as new:
+            new.write_text(json.dumps({"of": self._of, "done": sorted(self.done)}))
+
+    def forget(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def _get_file(
+    client: Minio, bucket: str, w: Wanted, work: Path, advance: Callable[[int], None]
+) -> None:
+    """Bring an object to the partial file `work`, and check its digest on the way."""
+    record = _Record(work, w.stored)
+    size, step = w.stored.size, part_size(w.stored.size)
+    file = os.open(work, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(file, size)
+
+        def get(part: int) -> int:
+            if part not in record.done:
+                start = part * step
+                _get_range(client, bucket, w.stored, start, min(step, size - start), file)
+            return part
+
+        hashed = hashlib.sha256()
+        parts = range(part_count(size))
+        for part in in_order(get, parts) if len(parts) > 1 else map(get, parts):
+            if part not in record.done:
+                record.add(part)
+            data = os.pread(file, step, part * step)
+            hashed.update(data)
+            advance(len(data))
+    finally:
+        os.close(file)
+    if w.sha256 is not None and hashed.hexdigest() != w.sha256:
+        record.forget()
+        raise UserError(
+            f"s3://{bucket}/{w.stored.key}: torn: its SHA-256 is not the one in {MARKER}",
+            "upload the folder again",
+        )
+
+
+@retried
+def _get_range(
+    client: Minio, bucket: str, stored: Stored, start: int, length: int, file: int
+) -> None:
+    """Write bytes [start, start + length) of the object to the same place in an open file."""
+    response = client.get_object(
+        bucket, stored.key, start, length, {"If-Match": f'"{stored.etag}"'}
+    )
+    try:
+        etag = response.headers.get("etag", "").strip('"')
+        if etag != stored.etag:  # a store that passes over If-Match
+            raise UserError(
+                f"s3://{bucket}/{stored.key}: it changed while it was fetched", "run it again"
+            )
+        at = start
+        for chunk in response.stream(READ_BYTES):
+            at += os.pwrite(file, chunk, at)
+        if at != start + length:
+            raise Damaged(f"{at - start} of {length} bytes came")
+    finally:
+        response.close()
+        response.release_conn()

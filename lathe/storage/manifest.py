@@ -1,0 +1,68 @@
+"""The manifest of a prefix: which files it holds. It is put last, so it marks a whole prefix."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lathe.errors import UserError
+
+MARKER = ".lathe.json"
+# There while an upload or a removal is under way: without the marker, the prefix holds nothing yet.
+UNFINISHED = ".lathe.unfinished"
+OWN_NAMES = (MARKER, UNFINISHED)
+
+
+@dataclass(frozen=True)
+class Entry:
+    size: int  # bytes
+    sha256: str  # lower-case hex
+
+
+def to_json(files: Mapping[str, Entry]) -> str:
+    """Relative names, with `/`, and what each file is, as the marker's text."""
+    listed = {name: {"size": e.size, "sha256": e.sha256} for name, e in sorted(files.items())}
+    return json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str, where: str) -> dict[str, Entry]:
+    """What `to_json` wrote.
+
+    Raises:
+        UserError: not a manifest, or a name in it that leaves the folder; names `where`.
+    """
+    try:
+        files = {
+            name: Entry(size=_size(value["size"]), sha256=_sha256(value["sha256"]))
+            for name, value in json.loads(text)["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{where}: not a manifest of Lathe ({type(error).__name__}: {error})",
+            "upload the folder again",
+        ) from error
+    for name in files:
+        require_relative(name, where)
+    return files
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"size {value!r}")
+    return value
+
+
+def _sha256(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError(f"sha256 {value!r}")
+    return value
+
+
+def require_relative(name: str, where: str) -> str:
+    """`name`, where it names a file below a folder: no `..`, no empty part, no NUL."""
+    if {"", ".", ".."} & set(name.split("/")) or "\0" in name:
+        raise UserError(
+            f"{where}: {name!r} is no name of a file below a folder ('..' or an empty part)",
+            "rename the object",
+        )
+    return name

@@ -1,0 +1,66 @@
+"""Fetching from a web server on loopback."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.storage import fetch
+from tests.s3 import free_port
+
+
+def test_a_path_is_itself(tmp_path: Path) -> None:
+    assert fetch(str(tmp_path), Path("unused")) == tmp_path
+    with pytest.raises(UserError, match="nothing: no such file or folder"):
+        fetch(str(tmp_path / "nothing"), Path("unused"))
+
+
+class Flaky(BaseHTTPRequestHandler):
+    """/busy answers 503 twice and then works; /cut never sends all it announces."""
+
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        self.requests.append(self.path)
+        busy = self.path == "/busy" and self.requests.count("/busy") <= 2
+        codes = {"/secret": 403, "/moved": 302}
+        self.send_response(503 if busy else codes.get(self.path, 200))
+        self.send_header("Location", "/busy")
+        self.send_header("Content-Length", "9" if self.path == "/cut" else "5")
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http() -> Iterator[str]:
+    Flaky.requests = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Flaky)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_http_is_tried_again_and_follows_redirects(http: str, tmp_path: Path) -> None:
+    assert fetch(f"{http}/busy", tmp_path).read_bytes() == b"hello"
+    assert Flaky.requests == ["/busy"] * 3
+    assert fetch(f"{http}/moved", tmp_path) == tmp_path / "moved"
+
+
+def test_http_errors(http: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"secret: access refused \(403\)"):
+        fetch(f"{http}/secret", tmp_path)
+    assert Flaky.requests == ["/secret"]  # trying again would not help
+    with pytest.raises(UserError, match="5 of 9 bytes"):
+        fetch(f"{http}/cut", tmp_path)
+    with pytest.raises(UserError, match="no answer"):
+        fetch(f"http://127.0.0.1:{free_port()}/x", tmp_path)
+    assert list(tmp_path.iterdir()) == []
