@@ -26,8 +26,8 @@ from torch.distributions import Categorical, kl_divergence
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.journal import Journal
-from lathe.compress.sensitivity.stage import LinearScore, analyze, choose_skips
-from lathe.compress.sensitivity.statistics import Distribution
+from lathe.compress.sensitivity.result import Distribution, LinearScore, choose_skips
+from lathe.compress.sensitivity.stage import analyze
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint

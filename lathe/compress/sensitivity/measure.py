@@ -26,7 +26,6 @@ from lathe.train.batches import EvalBatches
 from lathe.train.loss import CHUNK_ELEMENTS, next_token_loss
 
 Metric = Literal["loss", "accuracy", "kl"]
-WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
 
 
 class Measure:
