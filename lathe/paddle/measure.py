@@ -1,4 +1,7 @@
-"""How good a Paddle model is on the validation batches; see `lathe.compress.sensitivity.measure`."""
+"""How good a Paddle model is on the validation batches, as the torch engine measures it.
+
+See `lathe.compress.sensitivity.measure`.
+"""
 
 import math
 
