@@ -14,6 +14,7 @@ from lathe.console import log_to_stderr
 from lathe.errors import StageError, UserError
 from lathe.paddle.environment import prepare
 from lathe.paddle.start import MARK_VARIABLE
+from lathe.remote import upload_outputs
 
 if TYPE_CHECKING:
     from lathe.settings import Recipe
@@ -24,6 +25,7 @@ app = typer.Typer(
     help="The stages of lathe that PaddlePaddle and PaddleSlim can do, with lathe's options.",
     no_args_is_help=True,
     add_completion=False,
+    result_callback=lambda *_: upload_outputs(),
     pretty_exceptions_enable=False,
 )
 
@@ -102,6 +104,9 @@ def export(
     model: Model,
     data: Data,
     output: Output,
+    served: Annotated[
+        Path | None, typer.Option(help="Folder of `lathe export`, to compare with.")
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
@@ -109,7 +114,7 @@ def export(
     settings = _load(recipe, override)
     from lathe.paddle.export import export
 
-    export(settings, model, data, output)
+    export(settings, model, data, output, served)
 
 
 def main() -> None:
@@ -118,6 +123,8 @@ def main() -> None:
         _log_for_starter(os.environ[MARK_VARIABLE])
     else:
         log_to_stderr()
+    if "PADDLE_TRAINER_ID" in os.environ:
+        os.environ["RANK"] = os.environ["PADDLE_TRAINER_ID"]  # what the rest of lathe looks at
     try:
         prepare()
         app(prog_name="python -m lathe.paddle")

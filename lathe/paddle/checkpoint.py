@@ -82,7 +82,7 @@ def save_checkpoint(
 def weights_of(model: GPT) -> Arrays:
     """The float weights by name, in Paddle's layout; what fake quantization adds stays out."""
     return {
-        name: parameter.numpy().astype(np.float32, copy=False)
+        name: parameter.numpy().astype(np.float32)
         for name, parameter in model.named_parameters()
         if is_weight(name)
     }
