@@ -11,6 +11,7 @@ RECIPE    ?=
 RUN       ?=
 TARGET    ?=
 BUDGET    ?=
+ENGINE    ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
@@ -30,15 +31,24 @@ option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN='
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN= ENGINE=torch|paddle'
+
+# PaddleSlim's pruners know other criteria than the pipelines' own recipe asks for.
+PRUNES := $(if $(filter prune,$(PIPELINE)),--recipe,$(if $(filter full compress,$(PIPELINE)),--prune-recipe))
+ifeq ($(ENGINE),paddle)
+ENGINE_OPTIONS := -o Compress.engine=paddle $(if $(RECIPE),,$(PRUNES:=$(if $(PRUNES), tiny-prune-paddle)))
+else ifneq ($(filter-out torch,$(ENGINE)),)
+$(error ENGINE=$(ENGINE): take torch or paddle)
+endif
 
 .PHONY: run
-run: env serve-env ## Run a pipeline on this machine, from text to Triton
+run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
 	@$(BIN)/python -m pipelines.run $(call quote,$(PIPELINE)) \
 	  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
 	  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
 	  $(call option,--recipe,RECIPE) $(call option,--name,RUN) \
 	  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
+	  $(ENGINE_OPTIONS) \
 	  $(foreach v,$(call dotted),$(call override,$(v)))
 
 .PHONY: serve
@@ -54,11 +64,11 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
 .PHONY: test
-test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some of them)
+test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)
 	$(BIN)/python -m pytest -m "not slow and not soak" $(TESTS)
 
 .PHONY: test-all
-test-all: dev-env serve-env ## Run all tests but the soak
+test-all: dev-env serve-env paddle-env ## Run all tests but the soak
 	$(BIN)/python -m pytest -m "not soak" $(TESTS)
 
 .PHONY: soak
@@ -75,9 +85,21 @@ lint: dev-env ## Check style and types
 compile: env ## Write the pipelines' IR YAML to build/
 	$(BIN)/python -m pipelines.compile build
 
+.PHONY: manifests
+manifests: env ## Write the cluster's manifests, and the pipelines as objects, to build/manifests/
+	$(call render,build/manifests)
+	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
+
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
 	$(BIN)/python -m pipelines.compile tests/pipelines/golden
+	$(call render,tests/manifests/golden)
+
+define render
+mkdir -p $(1)
+kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
+kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
+endef
 
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
@@ -91,6 +113,9 @@ env: .venv/.train ## Make .venv, in which everything but Triton runs
 
 .PHONY: serve-env
 serve-env: .venv-serve/.serve ## Make .venv-serve, in which Triton runs
+
+.PHONY: paddle-env
+paddle-env: .venv-paddle/.paddle ## Make .venv-paddle, in which the PaddleSlim engine runs
 
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
@@ -109,6 +134,14 @@ dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 	$(call venv,.venv-serve)
 	.venv-serve/bin/python -m pip install -q -r $<
 	.venv-serve/bin/python -m pip install -q --no-deps -e .
+	touch $@
+
+# Wheels of paddlepaddle 2.6.2 and what it needs are for Python 3.11 at the latest.
+.venv-paddle/.paddle: PYTHON := python3.11
+.venv-paddle/.paddle: images/paddle/requirements.lock pyproject.toml
+	$(call venv,.venv-paddle)
+	.venv-paddle/bin/python -m pip install -q -r $<
+	.venv-paddle/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
 define venv

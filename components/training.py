@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,14 @@ from kfp import dsl
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
 from lathe.launch.start import start_workers
+from lathe.model.folder import MARKER
 from lathe.settings import Recipe
 from lathe.storage import fetch, is_remote
 from lathe.train.mirror import Mirror
-from lathe.train.result import TrainResult
 
 
 def train(
-    settings: Recipe, command: Sequence[object], output: dsl.Model, stage: Callable[[], TrainResult]
+    settings: Recipe, command: Sequence[object], output: dsl.Model, stage: Callable[[], object]
 ) -> dict[str, Any]:
     """Run a training verb of the command line in the processes that the recipe asks for.
 
@@ -30,7 +29,7 @@ def train(
             which shares no disk with this pod, for its address.
         output: the checkpoint. Where it has an address its saved states are kept beside it, so
             that a retry on another machine goes on.
-        stage: the same work in this process; it finds what workers have finished.
+        stage: the same work in this process, where one is enough.
 
     Returns:
         The figures of the finished checkpoint.
@@ -40,19 +39,23 @@ def train(
 
         run([_address(part) for part in command], shape_of(settings), settings.Launch)
         with tempfile.TemporaryDirectory() as folder:
-            card = fetch(f"{output.uri}/lathe.json", Path(folder))
-            figures: dict[str, Any] = json.loads(card.read_text())["metrics"]
-        return figures
+            return _figures(fetch(f"{output.uri}/{MARKER}", Path(folder)))
     mirror = None
     if is_remote(output.uri):
         mirror = Mirror.make(Path(output.path), output.uri)
         mirror.restore()
-    start_workers([_path(part) for part in command], settings)
-    result = stage()
+    if not start_workers([_path(part) for part in command], settings):
+        stage()
+    figures = _figures(Path(output.path) / MARKER)
     if mirror:
         mirror.finish()
         shutil.rmtree(output.path)  # KFP records the address, and has nothing left to upload
-    return asdict(result)
+    return figures
+
+
+def _figures(card: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(card.read_text())["metrics"]
+    return figures
 
 
 def _address(part: object) -> str:

@@ -23,6 +23,7 @@ import typer
 
 from lathe.errors import UserError
 from lathe.recipe import load_recipe
+from lathe.storage import is_remote
 from pipelines.compile import PIPELINES
 from pipelines.log import StageLog
 from pipelines.summary import show
@@ -87,7 +88,8 @@ def check(name: str, arguments: dict[str, Any]) -> list[str]:
                 "PIPELINE=pretrain` writes",
             )
     for key in ("model", "cloze"):
-        if (path := arguments.get(key)) and not Path(path).exists():
+        path = arguments.get(key)
+        if path and not is_remote(path) and not Path(path).exists():
             raise UserError(f"{key}: no such file or folder: {path}", "check the path")
     names = [arguments.get(key, inputs[key].default) for key in inputs if key.endswith("recipe")]
     return [load_recipe(n, arguments["overrides"]).model_dump_json() for n in names]

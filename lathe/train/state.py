@@ -49,6 +49,7 @@ class States:
         disks: list[bool] = [False] * workers.size
         dist.all_gather_object(disks, self._leads_disk, group=workers.files)
         self._one_disk = sum(disks) == 1
+        self._agreement = dist.new_group(backend="gloo")  # a save uses the other one meanwhile
         if not self._one_disk and self.mirror is None:
             raise UserError(
                 f"{folder.parent}: the nodes do not share this folder",
@@ -87,7 +88,7 @@ class States:
         done = self._writing[0].done()
         if not self._one_disk:  # to commit takes all of them
             waiting = torch.tensor(float(not done))
-            dist.all_reduce(waiting, group=self.workers.files)
+            dist.all_reduce(waiting, group=self._agreement)
             done = waiting.item() == 0
         if done:
             self.wait()

@@ -1,5 +1,6 @@
 """A pipeline run on this machine: its log, its errors, its end."""
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.storage import fetch, list_uris, upload
 from pipelines.log import StageLog
 from pipelines.run import check, fingerprint
 
@@ -53,6 +56,56 @@ def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     assert "pretrain" not in out
 
 
+TWO_BY_TWO = ("-o", "Launch.nodes=2", "-o", "Distributed.dp_degree=4")
+TWO_BY_TWO += ("-o", "Global.local_batch_size=1", "-o", "Global.micro_batch_size=1")
+
+
+def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpus):
+    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
+    run = start(tmp_path, *arguments, "--name", "nodes", *TWO_BY_TWO)
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, out + err
+    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", out).groups())
+    assert round(total / each) == 4  # parts of the batch
+    (figures,) = tmp_path.glob("run/nodes/*/pretrain/metrics")
+    assert json.loads(figures.read_text())["step"] == 3
+    assert "evaluate-dense\n" in out
+
+
+def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, corpus):
+    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
+    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    for line in run.stdout:
+        if "global step 3" in line:
+            break
+    workers = processes(tmp_path, "-m lathe pretrain")
+    ranks = {environment(pid)["RANK"]: pid for pid in workers if "RANK" in environment(pid)}
+    assert sorted(ranks) == ["0", "1", "2", "3"]
+    os.kill(ranks["3"], signal.SIGKILL)
+    _, err = run.communicate(timeout=120)
+    assert run.returncode == 1
+    assert "pretrain: rank 3 ended with exit code -9" in err
+    assert not processes(tmp_path, "lathe") and not processes(tmp_path)
+
+
+def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3, monkeypatch):
+    monkeypatch.setenv("LATHE_STORE", f"{s3}/runs")
+    upload(corpus, f"{s3}/corpus")
+    recipes = ("--recipe", recipe, "--prune-recipe", recipe, "--qat-recipe", recipe)
+    run = start(tmp_path, "full", *recipes, "--corpus", f"{s3}/corpus/", "--name", "one")
+    out, err = run.communicate(timeout=400)
+    assert run.returncode == 0, out + err
+    (folder,) = (path for path in tmp_path.glob("run/one/full-*") if path.is_dir())
+    tasks = {path.name for path in folder.iterdir() if path.is_dir()}
+    kept = {uri.rstrip("/").rsplit("/", 1)[1] for uri in list_uris(f"{s3}/runs/{folder.name}/")}
+    assert {"prepare", "pretrain", "quantize", "evaluate-int8", "deploy"} <= kept <= tasks
+    model = fetch(f"{s3}/runs/{folder.name}/quantize/quantized/", tmp_path / "fetched")
+    assert load_checkpoint(model).digest
+    # No step read what another left on this disk.
+    log = (tmp_path / "run/one/run.log").read_text()
+    assert not re.search(r'"uri": "/[^"]*/(data|model|pruned|quantized)".*\n.*"inputs"', log)
+
+
 def test_a_wrong_recipe_key_is_found_before_any_stage(tmp_path, recipe):
     run = start(tmp_path, "pretrain", "--recipe", recipe, "-o", "Engine.max_step=1")
     out, err = run.communicate(timeout=60)
@@ -75,17 +128,22 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     assert not processes(tmp_path)
 
 
-def processes(folder: Path) -> list[str]:
-    """Command lines that name the folder: the stages' own."""
+def processes(folder: Path, of: str = "executor_main") -> list[int]:
+    """The stages' own, which name the folder in their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_text().replace("\0", " ")
         except OSError:
             continue
-        if "executor_main" in command and str(folder) in command:
-            found.append(command)
+        if of in command and str(folder) in command:
+            found.append(int(path.parent.name))
     return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Write the pipelines as Kubernetes objects: `python -m pipelines.objects FILE VERSION`.
+
+Where Pipelines keeps its definitions in the Kubernetes API, these do for a repository that a GitOps
+controller applies what `make submit` does by hand.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kfp import compiler
+
+from lathe.storage import atomic_file
+from pipelines.compile import PIPELINES
+
+NAMESPACE = "lathe"
+LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
+
+
+def write(path: Path, version: str) -> None:
+    """A Pipeline `lathe-<name>` and its PipelineVersion `lathe-<name>-<version>` of each, in one
+    YAML file.
+
+    Args:
+        version: lower-case letters, digits, dots and dashes. What a version says never changes,
+            so name it after the commit.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as work, work.open("w") as file:
+        yaml.safe_dump_all((thing for name in PIPELINES for thing in _objects(name, version)), file)
+
+
+def _objects(name: str, version: str) -> list[dict[str, Any]]:
+    options = compiler.KubernetesManifestOptions(
+        pipeline_name=f"lathe-{name}",
+        pipeline_version_name=f"lathe-{name}-{version}",
+        pipeline_version_display_name=version,
+        namespace=NAMESPACE,
+        include_pipeline_manifest=True,
+    )
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        compiler.Compiler().compile(
+            PIPELINES[name],
+            file.name,
+            kubernetes_manifest_format=True,
+            kubernetes_manifest_options=options,
+        )
+        objects = list(yaml.safe_load_all(Path(file.name).read_text()))
+    for thing in objects:
+        thing["metadata"]["labels"] = LABELS
+    return objects
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,20 @@
+"""Every overlay alone, and with every component on top."""
+
+import pytest
+
+from tests.manifests.rendered import VARIANTS, Object, variant
+from tests.serve.conftest import checkpoint, exported, repository, serving, triton
+
+__all__ = ["checkpoint", "exported", "repository", "serving", "triton"]
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
+def objects(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Object]:
+    return variant(request.param, tmp_path_factory.mktemp("variant"))
+
+
+@pytest.fixture(scope="session")
+def production(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    return variant("production", tmp_path_factory.mktemp("variant"))

@@ -1,0 +1,110 @@
+"""The manifests as Kubernetes would get them, and what one can ask of them."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MANIFESTS = ROOT / "manifests"
+CRDS = ROOT.parent / "shared" / "crds"
+OVERLAYS = ("kind", "production")
+COMPONENTS = sorted(
+    path.parent.name for path in (MANIFESTS / "components").glob("*/kustomization.yaml")
+)
+OVERLAYS_OWN = ("production+autoscaling", "production+pod-monitor")
+COMBINED = [f"{overlay}+{name}" for overlay in OVERLAYS for name in COMPONENTS]
+ALL = "+".join(["kind", *COMPONENTS])
+VARIANTS = [*OVERLAYS, *(name for name in COMBINED if name not in OVERLAYS_OWN), ALL]
+
+Object = dict[str, Any]
+
+
+class Pod(NamedTuple):
+    owner: str
+    labels: dict[str, str]
+    spec: Object
+
+    @property
+    def containers(self) -> list[Object]:
+        return [*self.spec.get("initContainers", []), *self.spec["containers"]]
+
+
+@cache
+def text(folder: Path) -> str:
+    """What `kubectl kustomize` makes of a folder; skips where there is no kubectl."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl on this machine")
+    command = ["kubectl", "kustomize", str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    assert made.stderr == "", made.stderr  # deprecated fields
+    return made.stdout
+
+
+def variant(name: str, folder: Path) -> list[Object]:
+    """An overlay, or one with components, `overlay+component`, built in the empty `folder`."""
+    overlay, *components = name.split("+")
+    source = MANIFESTS / "overlays" / overlay
+    if components:
+        above = Path(os.path.relpath(MANIFESTS, folder))
+        kustomization = {
+            "resources": [str(above / "overlays" / overlay)],
+            "components": [str(above / "components" / component) for component in components],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        source = folder
+    return list(yaml.load_all(text(source), Loader=yaml.CSafeLoader))
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [o for o in objects if o["kind"] in kinds]
+
+
+def named(objects: list[Object], kind: str, name: str) -> Object:
+    (found,) = (o for o in of_kind(objects, kind) if o["metadata"]["name"] == name)
+    return found
+
+
+def pods(objects: list[Object]) -> list[Pod]:
+    """Every pod that an object describes, wherever it does."""
+    return [pod for o in objects for pod in _pods(o, f"{o['kind']}/{o['metadata']['name']}")]
+
+
+def _pods(value: Any, owner: str) -> Iterator[Pod]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _pods(item, owner)
+    elif isinstance(value, dict):
+        if "containers" in value.get("spec", {}):
+            yield Pod(owner, value.get("metadata", {}).get("labels", {}), value["spec"])
+        elif "containers" in value:  # KServe's predictor is both
+            yield Pod(owner, value.get("labels", {}), value)
+        else:
+            for item in value.values():
+                yield from _pods(item, owner)
+
+
+def matches(selector: Object | None, labels: dict[str, str]) -> bool:
+    """Whether a label selector, None for none, selects these labels."""
+    if selector is None:
+        return False
+    if any(labels.get(k) != v for k, v in selector.get("matchLabels", {}).items()):
+        return False
+    for term in selector.get("matchExpressions", []):
+        value = labels.get(term["key"])
+        holds = {
+            "In": value in term.get("values", []),
+            "NotIn": value not in term.get("values", []),
+            "Exists": value is not None,
+            "DoesNotExist": value is None,
+        }[term["operator"]]
+        if not holds:
+            return False
+    return True

@@ -1,0 +1,88 @@
+"""Who may do what: every right has a user, and nobody has more than is written here."""
+
+import pytest
+
+from tests.manifests.rendered import Object, of_kind, pods
+
+TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
+DEPLOY = {
+    *(("apps", "deployments:lathe-serve", verb) for verb in ("get", "patch")),
+    ("", "pods", "list"),
+    ("", "pods/log", "get"),
+}
+TRAINJOBS = ("create", "get", "list", "patch", "delete")
+KINDS = ("pipelines", "pipelines/versions", "experiments")
+RUNS = ("create", "get", "list", "terminate")
+JOBS = ("create", "get", "list", "delete", "enable", "disable")
+EXPECTED = {
+    "lathe-pipeline": {
+        *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
+        *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
+        ("", "configmaps:kfp-launcher", "get"),
+        *(("", f"secrets:{key}", "get") for key in ("mlpipeline-minio-artifact", "lathe-s3")),
+        *(("", "pods", verb) for verb in ("get", "list", "watch")),
+        ("", "pods/log", "get"),
+        *DEPLOY,
+    },
+    "lathe-submit": {
+        *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
+        *((KFP, "runs", verb) for verb in RUNS),
+        *((KFP, "jobs", verb) for verb in JOBS),
+        ("", "nodes", "list"),
+    },
+    "lathe-deploy": DEPLOY,
+    "lathe-janitor": {
+        *((TRAINER, "trainjobs", verb) for verb in ("list", "delete")),
+        ("", "pods", "list"),
+    },
+    "lathe-serve": set(),
+}
+
+
+def name(thing: Object) -> str:
+    return str(thing["metadata"]["name"])
+
+
+def rights(objects: list[Object], account: str) -> set[tuple[str, str, str]]:
+    """Every (group, resource or resource:name, verb) that bindings give to a service account."""
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": "lathe"}
+    roles = {(o["kind"], name(o)): o["rules"] for o in of_kind(objects, "Role", "ClusterRole")}
+    bound = [
+        rule
+        for binding in of_kind(objects, "RoleBinding", "ClusterRoleBinding")
+        if subject in binding["subjects"]
+        for rule in roles[binding["roleRef"]["kind"], binding["roleRef"]["name"]]
+    ]
+    return {
+        (group, f"{resource}:{only}" if only else resource, verb)
+        for rule in bound
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for only in rule.get("resourceNames", [""])
+        for verb in rule["verbs"]
+    }
+
+
+@pytest.mark.parametrize("account", EXPECTED)
+def test_no_more_and_no_less(objects: list[Object], account: str) -> None:
+    assert rights(objects, account) == EXPECTED[account]
+
+
+def test_every_role_has_a_user_and_every_user_exists(objects: list[Object]) -> None:
+    accounts = {name(o) for o in of_kind(objects, "ServiceAccount")}
+    assert accounts == set(EXPECTED)
+    bindings = of_kind(objects, "RoleBinding", "ClusterRoleBinding")
+    used = {(b["roleRef"]["kind"], b["roleRef"]["name"]) for b in bindings}
+    assert used == {(o["kind"], name(o)) for o in of_kind(objects, "Role", "ClusterRole")}
+    subjects = [subject for binding in bindings for subject in binding["subjects"]]
+    assert {subject["name"] for subject in subjects} <= accounts
+    assert {pod.spec.get("serviceAccountName") for pod in pods(objects)} <= accounts | {None}
+
+
+def test_only_who_asks_the_cluster_gets_a_token(objects: list[Object]) -> None:
+    accounts = {name(o): o for o in of_kind(objects, "ServiceAccount")}
+    for pod in pods(objects):
+        account = accounts.get(pod.spec.get("serviceAccountName", ""), {})
+        automount = account.get("automountServiceAccountToken", True)
+        has_token = pod.spec.get("automountServiceAccountToken", automount)
+        assert has_token == (pod.owner == "CronJob/lathe-janitor"), pod.owner

@@ -1,0 +1,164 @@
+"""Who may speak with whom, asked of the policies as a cluster would ask them."""
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import pytest
+
+from tests.manifests.rendered import Object, matches, of_kind, pods, variant
+
+
+@dataclass(frozen=True)
+class Peer:
+    namespace: str
+    labels: dict[str, str] = field(default_factory=dict)
+    namespace_labels: dict[str, str] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    address: str = "10.1.2.3"
+
+
+TRAIN = Peer("lathe", {"app.kubernetes.io/component": "train"})
+JANITOR = Peer("lathe", {"app.kubernetes.io/component": "janitor"})
+SERVE = Peer(
+    "lathe",
+    {"app.kubernetes.io/component": "serve"},
+    ports={"http": 8000, "grpc": 8001, "metrics": 8002},
+)
+STEP = Peer("lathe", {"workflows.argoproj.io/workflow": "qat-x"})
+STRANGER = Peer("lathe")
+CLIENT = Peer("lathe", {"lathe/client": "true"})
+APPLICATION = Peer("shop", namespace_labels={"lathe/client": "true"})
+OTHER = Peer("shop")
+PROMETHEUS = Peer("monitoring", {"app.kubernetes.io/name": "prometheus"})
+DNS = Peer("kube-system", {"k8s-app": "kube-dns"})
+PIPELINES = Peer("kubeflow", {"app": "ml-pipeline"})
+METADATA = Peer("kubeflow", {"component": "metadata-grpc-server"})
+STORE = Peer("kubeflow", {"app": "seaweedfs"})
+API = Peer("", address="10.0.0.1")
+INTERNET = Peer("", address="151.101.0.223")
+
+# In the overlay kind: from, to, port, whether.
+FLOWS = [
+    *((source, DNS, 53, True) for source in (STEP, TRAIN, SERVE, JANITOR, STRANGER)),
+    *((source, STORE, 8333, True) for source in (STEP, TRAIN, SERVE)),
+    (JANITOR, STORE, 8333, False),
+    *((source, API, 6443, True) for source in (STEP, JANITOR)),
+    *((source, API, 6443, False) for source in (TRAIN, SERVE)),
+    (STEP, PIPELINES, 8887, True),
+    (STEP, PIPELINES, 8888, True),
+    (STEP, METADATA, 8080, True),
+    *((source, PIPELINES, 8888, False) for source in (TRAIN, SERVE, JANITOR, STRANGER)),
+    (TRAIN, TRAIN, 29400, True),
+    (TRAIN, TRAIN, 41234, True),
+    *((source, TRAIN, 29400, False) for source in (STEP, SERVE, STRANGER, OTHER, CLIENT)),
+    *((source, SERVE, port, True) for source in (CLIENT, APPLICATION) for port in (8000, 8001)),
+    *((source, SERVE, 8002, False) for source in (CLIENT, APPLICATION)),
+    (PROMETHEUS, SERVE, 8002, True),
+    (PROMETHEUS, SERVE, 8001, False),
+    *((source, SERVE, 8001, False) for source in (OTHER, STRANGER, TRAIN, STEP)),
+    *((source, INTERNET, 443, False) for source in (STEP, TRAIN, SERVE, JANITOR)),
+    (OTHER, STEP, 8080, False),
+]
+
+
+def permits(objects: list[Object], source: Peer, target: Peer, port: int) -> bool:
+    """Whether both ends let a connection through; ends outside of `lathe` let all through."""
+    leaves = source.namespace != "lathe" or _passes(objects, "egress", source, target, port)
+    enters = target.namespace != "lathe" or _passes(objects, "ingress", target, source, port)
+    return leaves and enters
+
+
+def _passes(objects: list[Object], way: str, mine: Peer, other: Peer, port: int) -> bool:
+    policies = [
+        policy["spec"]
+        for policy in of_kind(objects, "NetworkPolicy")
+        if way.title() in policy["spec"]["policyTypes"]
+        and matches(policy["spec"]["podSelector"], mine.labels)
+    ]
+    served = (mine if way == "ingress" else other).ports
+    return not policies or any(
+        _has_port(rule, served, port) and _has_peer(rule, way, mine, other)
+        for policy in policies
+        for rule in policy.get(way, [])
+    )
+
+
+def _has_port(rule: Object, served: dict[str, int], port: int) -> bool:
+    if "ports" not in rule:
+        return True
+    return port in [served.get(p["port"], p["port"]) for p in rule["ports"]]
+
+
+def _has_peer(rule: Object, way: str, mine: Peer, other: Peer) -> bool:
+    return any(_is_peer(peer, mine, other) for peer in rule["from" if way == "ingress" else "to"])
+
+
+def _is_peer(peer: dict[str, Any], mine: Peer, other: Peer) -> bool:
+    if block := peer.get("ipBlock"):
+        inside = [ip_address(other.address) in ip_network(n) for n in block.get("except", [])]
+        return ip_address(other.address) in ip_network(block["cidr"]) and not any(inside)
+    if not other.namespace:
+        return False
+    if "namespaceSelector" in peer:
+        labels = {"kubernetes.io/metadata.name": other.namespace, **other.namespace_labels}
+        here = matches(peer["namespaceSelector"], labels)
+    else:
+        here = mine.namespace == other.namespace
+    return here and ("podSelector" not in peer or matches(peer["podSelector"], other.labels))
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    return variant("kind", tmp_path_factory.mktemp("variant"))
+
+
+@pytest.mark.parametrize("source, target, port, expected", FLOWS)
+def test_flows(kind: list[Object], source: Peer, target: Peer, port: int, expected: bool) -> None:
+    assert permits(kind, source, target, port) is expected
+
+
+def test_production_reaches_its_store_and_nothing_else(production: list[Object]) -> None:
+    for source in (STEP, TRAIN, SERVE):
+        assert permits(production, source, INTERNET, 443)
+        assert not permits(production, source, INTERNET, 80)
+        assert not permits(production, source, STORE, 8333)
+    assert not permits(production, JANITOR, INTERNET, 443)
+
+
+def test_public_egress_is_for_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    opened = variant("kind+public-egress", tmp_path_factory.mktemp("variant"))
+    assert permits(opened, STEP, INTERNET, 443) and permits(opened, STEP, INTERNET, 80)
+    assert not permits(opened, TRAIN, INTERNET, 443)
+    assert not permits(opened, STEP, Peer("", address="169.254.169.254"), 80)
+
+
+def test_policies_and_services_select_pods_that_exist(objects: list[Object]) -> None:
+    known = [pod.labels for pod in pods(objects)] + [STEP.labels, CLIENT.labels]
+    selectors = {p["metadata"]["name"]: p["spec"] for p in of_kind(objects, "NetworkPolicy")}
+    for name, spec in selectors.items():
+        assert any(matches(spec["podSelector"], labels) for labels in known), name
+    for thing in of_kind(objects, "Deployment", "PodDisruptionBudget", "PodMonitor"):
+        assert any(matches(thing["spec"]["selector"], labels) for labels in known)
+    for service in of_kind(objects, "Service"):
+        assert any(matches({"matchLabels": service["spec"]["selector"]}, k) for k in known)
+
+
+def test_named_ports_are_served(objects: list[Object]) -> None:
+    by_labels = [
+        (pod.labels, {p["name"] for c in pod.containers for p in c.get("ports", [])})
+        for pod in pods(objects)
+    ]
+    for policy in of_kind(objects, "NetworkPolicy"):
+        for rule in policy["spec"].get("ingress", []):
+            wanted = {p["port"] for p in rule.get("ports", [])}
+            selected = [n for k, n in by_labels if matches(policy["spec"]["podSelector"], k)]
+            assert all(wanted <= names for names in selected) and selected
+    for service in of_kind(objects, "Service"):
+        wanted = {p["targetPort"] for p in service["spec"]["ports"]}
+        selector = {"matchLabels": service["spec"]["selector"]}
+        assert [wanted <= names for k, names in by_labels if matches(selector, k)] == [True]
+    for monitor in of_kind(objects, "PodMonitor"):
+        ports = {e["port"] for e in monitor["spec"]["podMetricsEndpoints"]}
+        selector = monitor["spec"]["selector"]
+        assert [ports <= names for k, names in by_labels if matches(selector, k)] == [True]

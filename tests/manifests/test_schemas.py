@@ -1,0 +1,135 @@
+"""Every object is valid, unknown fields included: built-in kinds by Kubernetes' own schemas, the
+operators' kinds by theirs."""
+
+import copy
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from google.protobuf import json_format
+
+from pipelines import objects as pipeline_objects
+from pipelines.compile import PIPELINES
+from tests.manifests.rendered import CRDS, MANIFESTS, Object, named, of_kind, pods, variant
+
+KUBERNETES = "1.32"
+CUSTOM = ("trainer.kubeflow.org", "serving.kserve.io", "pipelines.kubeflow.org")
+NO_SCHEMA = {"PodMonitor", "ClusterQueue", "LocalQueue", "ResourceFlavor"}  # kinds nobody gave us
+
+
+def closed(schema: Any) -> Any:
+    """A structural schema that refuses what it does not name, as the API server would prune it."""
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    result = {k: closed(v) for k, v in schema.items() if k != "properties"}
+    if "properties" in schema:
+        result["properties"] = {k: closed(v) for k, v in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            result.setdefault("additionalProperties", False)
+    return result
+
+
+@cache
+def validator(kind: str, group: str, version: str) -> jsonschema.Draft202012Validator:
+    path = CRDS / f"{group}_{kind.lower()}s.yaml"
+    if not path.is_file():
+        pytest.skip(f"development data absent: {path}")
+    crd = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
+    (found,) = (v for v in crd["spec"]["versions"] if v["name"] == version)
+    schema = closed(found["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(schema)
+
+
+def problems(thing: Object) -> list[str]:
+    return _problems(json.dumps(thing))
+
+
+@cache  # most objects are the same in every variant
+def _problems(written: str) -> list[str]:
+    thing = json.loads(written)
+    group, _, version = thing["apiVersion"].rpartition("/")
+    if group in CUSTOM:
+        found = validator(thing["kind"], group, version).iter_errors(thing)
+        return ["/".join(map(str, e.path)) + f": {e.message[:200]}" for e in found]
+    try:
+        kubernetes_validate.validate(thing, KUBERNETES, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [error.message]
+    return []
+
+
+def test_built_in_kinds(objects: list[Object]) -> None:
+    for thing in objects:
+        if thing["kind"] not in NO_SCHEMA and not thing["apiVersion"].startswith(CUSTOM):
+            assert problems(thing) == [], thing["metadata"]["name"]
+
+
+@pytest.mark.shared
+def test_operators_kinds(objects: list[Object]) -> None:
+    checked = [thing for thing in objects if thing["apiVersion"].startswith(CUSTOM)]
+    assert len(checked) >= 2
+    for thing in checked:
+        assert problems(thing) == [], thing["metadata"]["name"]
+
+
+@pytest.mark.shared
+def test_the_pipelines_as_objects(tmp_path: Path) -> None:
+    pipeline_objects.write(tmp_path / "pipelines.yaml", "1a2b3c4")
+    written = list(
+        yaml.load_all((tmp_path / "pipelines.yaml").read_text(), Loader=yaml.CSafeLoader)
+    )
+    names = {f"lathe-{name}" for name in PIPELINES}
+    assert {o["metadata"]["name"] for o in written if o["kind"] == "Pipeline"} == names
+    versions = [o for o in written if o["kind"] == "PipelineVersion"]
+    assert {o["spec"]["pipelineName"] for o in versions} == names
+    assert {o["metadata"]["name"] for o in versions} == {f"{name}-1a2b3c4" for name in names}
+    for thing in written:
+        assert problems(thing) == []
+        assert thing["metadata"]["namespace"] == "lathe"
+        assert thing["metadata"]["labels"]["app.kubernetes.io/part-of"] == "lathe"
+    for thing in versions:
+        spec = thing["spec"]
+        assert f"lathe-{spec['pipelineSpec']['pipelineInfo']['name']}" == spec["pipelineName"]
+        assert spec["platformSpec"]["platforms"]["kubernetes"]
+
+
+def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
+    """Config maps, secrets and node pools, by the names that the pipelines have for them."""
+    shapes = list(yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text()))
+    keys = {o["metadata"]["name"]: set(o["stringData"]) for o in shapes}
+    maps = {o["metadata"]["name"]: set(o["data"]) for o in of_kind(production, "ConfigMap")}
+    pod = next(p.spec for p in pods(production) if p.owner == "ClusterTrainingRuntime/lathe-torch")
+    for pipeline in PIPELINES.values():
+        platforms = pipeline.platform_spec.platforms["kubernetes"]
+        executors = json_format.MessageToDict(platforms)["deploymentSpec"]["executors"]
+        for executor in executors.values():
+            for source in executor.get("configMapAsEnv", []):
+                used = {item["configMapKey"] for item in source["keyToEnv"]}
+                assert used <= maps[source["configMapName"]]
+            for source in executor.get("secretAsEnv", []):
+                used = {item["secretKey"] for item in source["keyToEnv"]}
+                assert used <= keys[source["secretName"]]
+            if "nodeSelector" in executor:
+                assert executor["nodeSelector"]["labels"] == pod["nodeSelector"]
+                assert executor["tolerations"] == pod["tolerations"]
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    "kind, name", [("ClusterTrainingRuntime", "lathe-torch"), ("Service", "lathe-serve")]
+)
+def test_unknown_fields_are_refused(kind: str, name: str, tmp_path: Path) -> None:
+    thing = copy.deepcopy(named(variant("kind", tmp_path), kind, name))
+    assert problems(thing) == []
+    thing["spec"]["tempalte"] = {}
+    assert any("tempalte" in problem for problem in problems(thing))

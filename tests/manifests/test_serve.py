@@ -1,0 +1,220 @@
+"""The Deployment's own command line on a real tritonserver."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+import pytest
+import yaml
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from lathe.serve.client import Client
+from lathe.serve.environment import find_environment
+from lathe.serve.server import free_ports
+from lathe.serve.state import LOOPBACK
+from lathe.settings import ServingSettings
+from lathe.storage import upload
+from tests.manifests.rendered import MANIFESTS, ROOT, Object, named, of_kind
+from tests.s3 import ACCESS_KEY, SECRET_KEY
+
+KEY = "not-a-secret"
+LONG = {"max_tokens": 400, "min_tokens": 400, "decode_strategy": "greedy_search"}
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen[bytes]
+    log: Path
+    http: str
+    grpc: str
+    metrics: str
+
+
+def pod(production: list[Object]) -> Object:
+    spec: Object = named(production, "Deployment", "lathe-serve")["spec"]["template"]["spec"]
+    return spec
+
+
+def arguments(production: list[Object]) -> list[str]:
+    (container,) = pod(production)["containers"]
+    assert container["command"] == ["tritonserver"]
+    given: list[str] = container["args"]
+    return given
+
+
+@pytest.fixture
+def release(
+    triton: None, repository: Path, production: list[Object], s3: str, tmp_path: Path
+) -> Path:
+    """A release in a store, brought to a folder by the initContainer's command and environment."""
+    uri = f"{s3}/lathe/gpt/sha256-0"
+    upload(repository, uri)
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    for key, value in (("accesskey", ACCESS_KEY), ("secretkey", SECRET_KEY)):
+        (secret / key).write_text(value)
+    (fetch,) = pod(production)["initContainers"]
+    environment = find_environment()
+    values = {
+        "LATHE_RELEASE": uri,
+        "AWS_ENDPOINT_URL": os.environ["AWS_ENDPOINT_URL"],
+        "AWS_REGION": "us-east-1",
+        "LATHE_S3_SECRET_DIR": str(secret),
+    }
+    changes = {
+        "python": str(environment.python),
+        "$(LATHE_RELEASE)": uri,
+        "/models/release": str(tmp_path / "release"),
+    }
+    variables = {variable["name"]: values[variable["name"]] for variable in fetch["env"]}
+    subprocess.run(
+        [changes.get(word, word) for word in fetch["command"]],
+        env={"PYTHONPATH": str(ROOT), **variables},
+        check=True,
+        timeout=60,
+    )
+    return tmp_path / "release"
+
+
+@pytest.fixture
+def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[Server]:
+    """Paths, ports and the key put in; what a container has to itself is named beside it."""
+    environment = find_environment()
+    ports = free_ports(ServingSettings(http_port=0, grpc_port=0, metrics_port=0))
+    changes = {"/models/release": str(release), "$(TRITON_ADMIN_KEY)": KEY}
+    changes |= {
+        f"port={old}": f"port={new}" for old, new in zip((8000, 8001, 8002), ports, strict=True)
+    }
+    line = "\n".join(arguments(production))
+    for old, new in changes.items():
+        assert old in line
+        line = line.replace(old, str(new))
+    beside = [f"--{way}-address=127.0.0.1" for way in ("http", "grpc", "metrics")]
+    beside += [f"--backend-directory={environment.link_backends(tmp_path / 'backends')}"]
+    beside += [f"--backend-config=python,shm-region-prefix-name=lathe_{tmp_path.name}"]
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [environment.binary, *line.splitlines(), *beside],
+            env=environment.variables(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports))
+    try:
+        deadline = time.monotonic() + 60
+        while status(f"http://{running.http}/v2/health/ready") != 200:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield running
+    finally:
+        process.kill()
+        process.wait()
+        for region in Path("/dev/shm").glob(f"lathe_{tmp_path.name}*"):
+            region.unlink()
+
+
+def status(url: str, body: bytes | None = None, **headers: str) -> int:
+    request = urllib.request.Request(url, data=body, headers=headers)
+    try:
+        with LOOPBACK.open(request, timeout=10) as reply:
+            reply.read()
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_it_generates_and_its_restricted_endpoints_refuse(
+    server: Server, production: list[Object]
+) -> None:
+    with Client(server.grpc, "gpt", timeout_seconds=30) as client:
+        assert len(client.generate("x", max_tokens=5, min_tokens=5).tokens) == 5
+        assert re.fullmatch("[0-9a-f]{64}", client.served_digest())
+    asked = json.dumps({"text_input": "x", "max_tokens": 3}).encode()
+    assert status(f"http://{server.http}/v2/models/gpt/generate", asked) == 200
+
+    closed = {
+        "v2/repository/index": b"{}",
+        "v2/repository/models/gpt/unload": b"{}",
+        "v2/systemsharedmemory/status": None,
+        "v2/cudasharedmemory/status": None,
+        "v2/trace/setting": None,
+        "v2/logging": None,
+    }
+    for path, body in closed.items():
+        url = f"http://{server.http}/{path}"
+        assert status(url, body) == status(url, body, **{"triton-admin": "wrong"}) == 403, path
+    key = {"triton-admin": KEY}
+    assert status(f"http://{server.http}/v2/repository/index", b"{}", **key) == 200
+    # The key opens the endpoint; the control mode still loads and unloads nothing.
+    assert status(f"http://{server.http}/v2/repository/models/gpt/unload", b"{}", **key) >= 400
+    assert status(f"http://{server.http}/v2/models/gpt/ready") == 200
+    _check_grpc(server)
+    _check_metrics(server, production)
+    assert KEY not in server.log.read_text()
+
+
+def _check_grpc(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc, [("grpc.enable_http_proxy", 0)]) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        calls = [
+            (stub.RepositoryIndex, service_pb2.RepositoryIndexRequest()),
+            (
+                stub.RepositoryModelUnload,
+                service_pb2.RepositoryModelUnloadRequest(model_name="gpt"),
+            ),
+            (stub.SystemSharedMemoryStatus, service_pb2.SystemSharedMemoryStatusRequest()),
+            (stub.TraceSetting, service_pb2.TraceSettingRequest()),
+            (stub.LogSettings, service_pb2.LogSettingsRequest()),
+        ]
+        for call, request in calls:
+            with pytest.raises(grpc.RpcError, match="restricted"):
+                call(request, timeout=10)
+        call, request = calls[0]
+        opened = call(request, timeout=10, metadata=[("triton-grpc-protocol-triton-admin", KEY)])
+        assert {model.name for model in opened.models} == {"gpt", "gpt-score"}
+
+
+def _check_metrics(server: Server, production: list[Object]) -> None:
+    """What the autoscaler asks for, and what the adapter passes on, is what the server exports."""
+    with LOOPBACK.open(f"http://{server.metrics}/metrics", timeout=10) as reply:
+        exported = set(re.findall(r"^(\w+)(?:\{| )", reply.read().decode(), re.M))
+    (scaler,) = of_kind(production, "HorizontalPodAutoscaler")
+    asked = {metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}
+    adapter = yaml.safe_load((MANIFESTS / "components/autoscaling/adapter.yaml").read_text())
+    (rule,) = adapter["rules"]["custom"]
+    pattern = re.search(r'__name__=~"([^"]+)"', rule["seriesQuery"])
+    assert pattern is not None
+    passed = {name for name in exported if re.fullmatch(pattern[1], name)}
+    assert asked == passed != set()
+
+
+def test_a_stream_in_flight_ends_before_the_server_does(server: Server) -> None:
+    with Client(server.grpc, "gpt", timeout_seconds=60) as client:
+        stream = client.stream("x", **LONG)
+        tokens = len(next(stream).tokens)
+        server.process.send_signal(signal.SIGTERM)
+        tokens += sum(len(piece.tokens) for piece in stream)
+    assert tokens == LONG["max_tokens"]
+    assert server.process.wait(30) == 0
+
+
+def test_every_option_is_the_binarys(triton: None, production: list[Object]) -> None:
+    environment = find_environment()
+    command = [environment.binary, "--help"]
+    shown = subprocess.run(
+        command, env=environment.variables(), capture_output=True, text=True, check=False
+    )
+    known = set(re.findall(r"^\s+(--[\w-]+)", shown.stdout + shown.stderr, re.M))
+    given = {argument.split("=")[0] for argument in arguments(production)}
+    assert given <= known and len(given) > 10
