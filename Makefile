@@ -34,9 +34,13 @@ help: ## List the targets
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN= ENGINE=torch|paddle'
 
 # PaddleSlim's pruners know other criteria than the pipelines' own recipe asks for.
-PRUNES := $(if $(filter prune,$(PIPELINE)),--recipe,$(if $(filter full compress,$(PIPELINE)),--prune-recipe))
 ifeq ($(ENGINE),paddle)
-ENGINE_OPTIONS := -o Compress.engine=paddle $(if $(RECIPE),,$(PRUNES:=$(if $(PRUNES), tiny-prune-paddle)))
+ENGINE_OPTIONS := -o Compress.engine=paddle
+ifneq ($(filter full compress,$(PIPELINE)),)
+ENGINE_OPTIONS += --prune-recipe tiny-prune-paddle
+else ifeq ($(PIPELINE)$(RECIPE),prune)
+ENGINE_OPTIONS += --recipe tiny-prune-paddle
+endif
 else ifneq ($(filter-out torch,$(ENGINE)),)
 $(error ENGINE=$(ENGINE): take torch or paddle)
 endif

@@ -25,6 +25,7 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe.paddle.gpt import GPT
+from lathe.paddle.qkv import by_head, by_projection
 from lathe.settings import Recipe
 
 Arrays = dict[str, NDArray[np.float32]]
@@ -67,12 +68,14 @@ def save_checkpoint(
     recipe: Recipe,
     parent: str | None = None,
     metrics: dict[str, Any] | None = None,
+    weights: Arrays | None = None,
 ) -> None:
-    """Write a checkpoint into `folder`: float weights, the plan in `config.json`."""
+    """Write a checkpoint into `folder`: float weights, by default the model's own, and the plan in
+    `config.json`."""
 
     def write_weights(path: Path) -> None:
-        weights = to_files(weights_of(model), model.config.head_dim)
-        save_file({PREFIX + name: array for name, array in weights.items()}, path, {"format": "pt"})
+        files = to_files(weights or weights_of(model), model.config.head_dim)
+        save_file({PREFIX + name: array for name, array in files.items()}, path, {"format": "pt"})
 
     write_folder(
         folder, write_weights, model.config, tokenizer, stage, recipe, parent, metrics, "paddle"
@@ -111,20 +114,9 @@ def set_weights(model: GPT, weights: Mapping[str, NDArray[Any]], path: Path) -> 
 def to_files(weights: Arrays, head_dim: int) -> Arrays:
     """HF's order of qkv, all of q first."""
     return {
-        name: _by_projection(array, head_dim) if ".c_attn." in name else array
+        name: by_projection(array, head_dim) if ".c_attn." in name else array
         for name, array in weights.items()
     }
-
-
-def by_head(array: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """(..., 3 * H * D) of a fused qkv: all of q, of k, of v -> head by head, as `GPT` has."""
-    parts = array.reshape(*array.shape[:-1], 3, -1, head_dim)
-    return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(array.shape)
-
-
-def _by_projection(array: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    parts = array.reshape(*array.shape[:-1], -1, 3, head_dim)
-    return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(array.shape)
 
 
 def _read_weights(path: Path, config: GPTConfig) -> Arrays:

@@ -14,7 +14,9 @@ from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
+from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, run_training
+from lathe.paddle.workers import Workers
 from lathe.settings import PruneSettings, Recipe
 from lathe.train.result import TrainResult
 
@@ -42,10 +44,11 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     settings = recipe.Compress.Prune
     require_supported(settings)
 
-    def make() -> Work:
+    def make(workers: Workers) -> Work:
         dense = load_checkpoint(model)
         pruned, kept = cut(dense.model, settings, model)
         small = _with_dropout(pruned, recipe)
+        divide(small, workers)
         before, after = dense.model.config.n_params(), pruned.config.n_params()
         log.info(
             "pruned by PaddleSlim: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",

@@ -9,6 +9,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
+from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, run_training
 from lathe.paddle.workers import Workers
 from lathe.settings import Recipe
@@ -29,7 +30,7 @@ def quantize(
         inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
     settings = recipe.Compress.Quantization
 
-    def make() -> Work:
+    def make(workers: Workers) -> Work:
         start = load_checkpoint(model)
         config = start.model.config
         if config.quantization is not None:
@@ -37,11 +38,14 @@ def quantize(
         dropouts = recipe.Model.hidden_dropout_prob, recipe.Model.attention_probs_dropout_prob
         trainable = GPT(config, *dropouts)
         set_weights(trainable, weights_of(start.model), model)
+        divide(trainable, workers)
         plan = make_plan(config, settings, skip_names(config, settings, sensitivity))
         pact = settings.activation_preprocess_type == "PACT"
         fake_quant.insert(trainable, plan, pact, settings.moving_rate)
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
+        if workers.size > 1:
+            fake_quant.share_ranges(trainable)
         log.info("%d linears are INT8, by PaddleSlim", len(plan.activation_scales))
 
         def after_step(workers: Workers) -> None:

@@ -13,6 +13,7 @@ from lathe.errors import UserError
 from lathe.model.folder import MARKER
 from lathe.paddle.checkpoint import save_checkpoint
 from lathe.paddle.gpt import GPT
+from lathe.paddle.parallel import whole_weights
 from lathe.paddle.trainer import STATE, Trainer
 from lathe.paddle.workers import Workers, join_workers
 from lathe.settings import Recipe
@@ -39,9 +40,12 @@ def run_training(
     data: Path,
     output: Path,
     inputs: dict[str, str],
-    make: Callable[[], Work],
+    make: Callable[[Workers], Work],
 ) -> TrainResult:
     """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
+
+    Args:
+        make: builds the model, divided as the recipe asks; not called when `output` is finished.
 
     Raises:
         UserError: as `lathe.train.stage.run_training`; `Compress.Distill` and recomputation, which
@@ -56,7 +60,7 @@ def run_training(
         if (output / MARKER).is_file():
             log.info("%s is finished: nothing to do", output)
             return read_result(output)
-        work = make()
+        work = make(workers)
         config = work.model.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
 
@@ -64,7 +68,9 @@ def run_training(
             if work.after_step is not None:
                 work.after_step(workers)
 
-        at = Trainer(recipe, work.model, tokens, output, workers, after_step).run()
+        trainer = Trainer(recipe, work.model, tokens, output, workers, after_step)
+        at = trainer.run()
+        weights = whole_weights(work.model, trainer.net, workers)
         if workers.is_first:
             if work.before_save is not None:
                 work.before_save(work.model)
@@ -77,7 +83,7 @@ def run_training(
                 "n_params": config.n_params(),
             }
             parts = work.model, work.tokenizer, work.stage, recipe, work.parent, figures
-            save_checkpoint(output, *parts)
+            save_checkpoint(output, *parts, weights)
             shutil.rmtree(output / STATE)
         workers.barrier()
     return read_result(output)

@@ -16,11 +16,13 @@ from typing import Any
 
 import paddle
 import paddle.distributed as dist
+from paddle.distributed import fleet
 from safetensors.numpy import load_file, save_file
 
 from lathe.data.tokens import TokenDataset
-from lathe.errors import Preempted, UserError
+from lathe.errors import Preempted, StageError, UserError
 from lathe.paddle.gpt import GPT, next_token_loss
+from lathe.paddle.parallel import shard
 from lathe.paddle.workers import Workers, seed_everything
 from lathe.progress import bar
 from lathe.settings import Recipe
@@ -88,6 +90,16 @@ class Trainer:
             init_loss_scaling=precision.scale_loss,
             use_dynamic_loss_scaling=precision.use_dynamic_loss_scaling,
         )
+        self.net: Any = model
+        if workers.sharding > 1:
+            parts = model, self.optimizer, self.scaler, recipe.Distributed.sharding
+            self.net, self.optimizer, self.scaler = shard(*parts)
+        elif workers.mp > 1:
+            self.optimizer = fleet.distributed_optimizer(self.optimizer)
+            self.scaler = fleet.distributed_scaler(self.scaler)
+        self.state = output / STATE
+        if workers.is_divided:
+            self.state /= f"part_{workers.rank}"
         self.at = Progress()
 
     def run(self) -> Progress:
@@ -145,10 +157,10 @@ class Trainer:
         loss = 0.0
         for tokens in arrays:
             with self._precision():
-                part = next_token_loss(self.model, paddle.to_tensor(tokens)) / len(arrays)
+                part = next_token_loss(self.net, paddle.to_tensor(tokens)) / len(arrays)
             self.scaler.scale(part).backward()
             loss += float(part)
-        if self.workers.data_size > 1:
+        if self.workers.data_size > 1 and not self.workers.is_divided:
             self._average_gradients()
         norm = self._gradient_norm()
         loss, asked = self.workers.sum([loss / self.workers.size, float(preempted)])
@@ -194,7 +206,7 @@ class Trainer:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         flat = paddle.concat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        flat = flat / self.workers.size
+        flat = flat / self.workers.data_size
         parts = paddle.split(flat, [gradient.size for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.set_value(part.reshape(gradient.shape))
@@ -212,7 +224,7 @@ class Trainer:
         total, samples = 0.0, 0.0
         for index in range(self.workers.data_rank, len(self.validation), self.workers.data_size):
             tokens = paddle.to_tensor(self.validation[index])
-            total += float(next_token_loss(self.model, tokens)) * len(tokens)
+            total += float(next_token_loss(self.net, tokens)) * len(tokens)
             samples += len(tokens)
         total, samples = self.workers.sum([total, samples])
         self.at.eval_loss = total / samples if samples else math.nan
@@ -227,23 +239,26 @@ class Trainer:
         return Trace(self.output, self.at.step, self.batch, epoch, frequency)
 
     def _save(self) -> None:
-        """Weights, ranges and moments, by rank 0: all processes have the same."""
-        if self.workers.is_first:
+        """Weights, ranges and moments, by rank 0 where all processes have the same."""
+        if self.workers.is_first or self.workers.is_divided:
             tensors = {f"{MODEL}{n}": t.numpy() for n, t in self.model.state_dict().items()}
             for name, tensor in self.optimizer.state_dict().items():
                 if isinstance(tensor, paddle.Tensor):
                     tensors[OPTIMIZER + self._lasting_name(name)] = tensor.numpy()
-            with atomic_folder(self.output / STATE, CARD) as work:
+            with atomic_folder(self.state, CARD) as work:
                 save_file(tensors, work / TENSORS)
                 (work / CARD).write_text(json.dumps(asdict(self.at)))
         self.workers.barrier()
 
     def _resume(self) -> None:
-        card = self.output / STATE / CARD
-        if not card.is_file():
+        card = self.state / CARD
+        step = json.loads(card.read_text())["step"] if card.is_file() else 0
+        if self.workers.sum([step])[0] != step * self.workers.size:
+            raise StageError(f"{self.output / STATE}: the parts are of different steps: delete it")
+        if not step:
             return
         self.at = Progress(**json.loads(card.read_text()))
-        tensors = load_file(self.output / STATE / TENSORS)
+        tensors = load_file(self.state / TENSORS)
         self.model.set_state_dict(_below(MODEL, tensors))
         names = {f"{n}/": f"{p.name}_" for n, p in self.model.named_parameters()}
         moments = {}

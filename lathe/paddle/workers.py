@@ -19,7 +19,7 @@ class Workers:
     rank, size: of all processes.
     data_rank, data_size: of the parts into which a global batch is divided, along `dp` and
         `sharding`.
-    mp: processes that every linear is divided over.
+    mp, sharding: processes that every linear, and the optimizer's state, are divided over.
     """
 
     rank: int
@@ -27,6 +27,12 @@ class Workers:
     data_rank: int
     data_size: int
     mp: int = 1
+    sharding: int = 1
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a process has but a part of the model's state."""
+        return self.mp > 1 or self.sharding > 1
 
     @property
     def is_first(self) -> bool:
@@ -76,7 +82,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     fleet.init(is_collective=True, strategy=strategy)
     groups = fleet.get_hybrid_communicate_group()
     data_rank = groups.get_data_parallel_rank() * sharding + groups.get_sharding_parallel_rank()
-    yield Workers(dist.get_rank(), size, data_rank, dp * sharding, mp)
+    yield Workers(dist.get_rank(), size, data_rank, dp * sharding, mp, sharding)
 
 
 def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:
