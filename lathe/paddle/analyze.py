@@ -50,6 +50,8 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
 class PaddleSubject:
     """See `lathe.compress.sensitivity.rank.Subject`."""
 
+    engine = "paddle"
+
     def __init__(
         self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
     ) -> None:

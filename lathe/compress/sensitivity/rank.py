@@ -43,10 +43,12 @@ class Subject(Protocol):
     Attributes:
         names: its linears that may be INT8.
         float_already: those that the checkpoint has in float.
+        engine: the framework that computes.
     """
 
     names: Sequence[str]
     float_already: Sequence[str]
+    engine: str
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
         """The metric of every validation batch, with `quantized` alone in INT8."""
@@ -136,6 +138,7 @@ def rank(
         budget=settings.budget,
         predicted=predicted,
         rank_correlation=None if settings.mode == "fisher" else _spearman(linears),
+        engine=subject.engine,
     )
 
 

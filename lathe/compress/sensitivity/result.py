@@ -82,6 +82,7 @@ class SensitivityResult:
     budget: float
     predicted: float
     rank_correlation: float | None
+    engine: str = "torch"
 
 
 def choose_skips(

@@ -59,6 +59,8 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
 class TorchSubject:
     """See `lathe.compress.sensitivity.rank.Subject`."""
 
+    engine = "torch"
+
     def __init__(
         self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
     ) -> None:
