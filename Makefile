@@ -1,6 +1,7 @@
 # The front door. `make` lists the targets.
 #
 #   make run PIPELINE=qat MODEL=path CORPUS=path -- -o Engine.max_steps=200 -o Global.seed=1
+#   make submit PIPELINE=qat MODEL=s3://bucket/model NODES=2 GPUS=8 FOLLOW=1 -- -o Global.seed=1
 
 PIPELINE  ?= full
 CORPUS    ?=
@@ -12,8 +13,21 @@ RUN       ?=
 TARGET    ?=
 BUDGET    ?=
 ENGINE    ?=
+PRODUCTION ?=
+NODES     ?=
+GPUS      ?=
+NODE_POOL ?=
+QUEUE     ?=
+ROOT      ?=
+FOLLOW    ?=
+CRON      ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
+IMAGES    ?=
+BASE      ?=
+REGISTRY  ?=
+FLAVOUR   ?= cpu
+LOCK      := $(if $(filter cuda,$(FLAVOUR)),cuda.lock,requirements.lock)
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
 
 BIN := .venv/bin
@@ -27,11 +41,23 @@ dotted   = $(foreach v,$(.VARIABLES),$(if $(findstring .,$(v)),$(if $(filter com
 override = -o $(call quote,$(1)=$(value $(1)))
 option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 
+# What every pipeline takes, wherever it runs, and what it takes on a cluster.
+arguments = $(call quote,$(PIPELINE)) \
+  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
+  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
+  $(call option,--recipe,RECIPE) \
+  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
+  $(call option,--production,PRODUCTION) \
+  $(foreach v,$(call dotted),$(call override,$(v)))
+machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
+  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT)
+
 .PHONY: help
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= RUN= ENGINE=torch|paddle'
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= RUN= ENGINE=torch|paddle'
+	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= (FOLLOW=1, CRON=)'
 
 # PaddleSlim's pruners know other criteria than the pipelines' own recipe asks for.
 ifeq ($(ENGINE),paddle)
@@ -47,13 +73,19 @@ endif
 
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
-	@$(BIN)/python -m pipelines.run $(call quote,$(PIPELINE)) \
-	  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
-	  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
-	  $(call option,--recipe,RECIPE) $(call option,--name,RUN) \
-	  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
-	  $(ENGINE_OPTIONS) \
-	  $(foreach v,$(call dotted),$(call override,$(v)))
+	@$(BIN)/python -m pipelines.run $(ENGINE_OPTIONS) $(arguments) $(call option,--name,RUN)
+
+.PHONY: submit
+submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
+	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow)
+
+.PHONY: schedule
+schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
+	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) --cron $(call quote,$(value CRON))
+
+.PHONY: unschedule
+unschedule: env ## Take a pipeline's schedule away
+	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE))
 
 .PHONY: serve
 serve: env serve-env ## Start the server on the model deployed last
@@ -69,11 +101,15 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(BIN)/python -m pytest -m "not slow and not soak" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not soak and not containers" $(TESTS)
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak
-	$(BIN)/python -m pytest -m "not soak" $(TESTS)
+	$(BIN)/python -m pytest -m "not soak and not containers" $(TESTS)
+
+.PHONY: test-containers
+test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)
+	$(BIN)/python -m pytest -m containers $(or $(TESTS),tests/images)
 
 .PHONY: soak
 soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)
@@ -96,7 +132,8 @@ manifests: env ## Write the cluster's manifests, and the pipelines as objects, t
 
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
-	$(BIN)/python -m pipelines.compile tests/pipelines/golden
+	LATHE_TRAIN_IMAGE= LATHE_PADDLE_IMAGE= LATHE_SERVE_IMAGE= \
+	  $(BIN)/python -m pipelines.compile tests/pipelines/golden
 	$(call render,tests/manifests/golden)
 
 define render
@@ -104,6 +141,33 @@ mkdir -p $(1)
 kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
 kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
 endef
+
+.PHONY: lock
+lock: dev-env ## Make the lock files agree with their .in files (delete one first to renew it)
+	$(call compile,images/train/requirements) || \
+	  $(call compile,images/train/requirements,,--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	$(call compile,images/train/cuda)
+	$(call compile,images/serve/requirements)
+	$(call compile,images/serve/cuda,3.12)
+	$(call compile,images/paddle/requirements)
+	$(call compile,images/paddle/cuda)
+	$(call compile,images/kfp,,--no-deps)
+	$(call compile,requirements-dev,,--no-emit-package torch)
+
+compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
+  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(2),3.11) \
+  --python-platform x86_64-manylinux_2_35 $(3) $(1).in -o $(1).lock
+
+.PHONY: images
+images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --base=$(call quote,$(BASE)) \
+	  --options=$(call quote,$(BUILD_OPTIONS))
+
+.PHONY: push
+push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
+	$(if $(REGISTRY),,$(error make push needs REGISTRY=, such as REGISTRY=registry.example.com/team))
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --push=$(call quote,$(REGISTRY)) \
+	  --options=$(call quote,$(PUSH_OPTIONS))
 
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
@@ -124,27 +188,31 @@ paddle-env: .venv-paddle/.paddle ## Make .venv-paddle, in which the PaddleSlim e
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
-.venv/.train: images/train/requirements.lock pyproject.toml
+.venv/.train: images/train/$(LOCK) pyproject.toml
 	$(call venv,.venv)
-	$(BIN)/python -m pip install -q -r $<
+	$(call install,.venv,$<) || $(call install,.venv,$<) --extra-index-url $(TORCH_INDEX)
 	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 
 .venv/.dev: requirements-dev.lock .venv/.train
-	$(BIN)/python -m pip install -q -r $<
+	$(call install,.venv,$<)
 	touch $@
 
 .venv-serve/.serve: images/serve/requirements.lock pyproject.toml
 	$(call venv,.venv-serve)
-	.venv-serve/bin/python -m pip install -q -r $<
+	$(call install,.venv-serve,$<)
 	.venv-serve/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
-# Wheels of paddlepaddle 2.6.2 and what it needs are for Python 3.11 at the latest.
+# PyPI has torch for CUDA only; the hashes say what may come from its own index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
+
+# paddlepaddle 2.6.2 and what it needs have wheels for Python 3.11 at the latest.
 .venv-paddle/.paddle: PYTHON := python3.11
 .venv-paddle/.paddle: images/paddle/requirements.lock pyproject.toml
 	$(call venv,.venv-paddle)
-	.venv-paddle/bin/python -m pip install -q -r $<
+	$(call install,.venv-paddle,$<)
 	.venv-paddle/bin/python -m pip install -q --no-deps -e .
 	touch $@
 

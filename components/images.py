@@ -1,6 +1,33 @@
 """The container images that the components run in: the one place that names them."""
 
+import json
 import os
+from pathlib import Path
 
-TRAIN = os.environ.get("LATHE_TRAIN_IMAGE", "localhost/lathe-train:0.1.0")
-"""Python, torch, onnxruntime and lathe, as locked in images/train/requirements.lock."""
+from lathe import __version__
+
+PUSHED = Path(__file__).resolve().parents[1] / "images" / "refs.json"
+"""What `make push` wrote last: references by digest."""
+
+
+def reference(name: str) -> str:
+    """The image that LATHE_<NAME>_IMAGE says; else the one pushed last.
+
+    Where nothing was pushed, or the variable is empty, it is the one that `make images` built
+    last on this machine.
+    """
+    built = f"localhost/lathe-{name}:{__version__}"
+    if (given := os.environ.get(f"LATHE_{name.upper()}_IMAGE")) is not None:
+        return given or built
+    pushed: dict[str, str] = json.loads(PUSHED.read_text()) if PUSHED.exists() else {}
+    return pushed.get(name, built)
+
+
+TRAIN = reference("train")
+"""Everything but Paddle: images/train."""
+
+PADDLE = reference("paddle")
+"""PaddlePaddle and PaddleSlim, and of Lathe what needs no torch: images/paddle."""
+
+SERVE = reference("serve")
+"""Triton, and the environment that its Python backend runs in: images/serve."""

@@ -16,6 +16,7 @@ from lathe.remote import input_path, output_path, upload_outputs
 # The stages bring torch: the verb that runs imports its own, after its recipe has been read, so
 # that help and a mistake in the settings come at once.
 if TYPE_CHECKING:
+    from lathe.serve.production import Production
     from lathe.settings import Recipe
     from lathe.train.result import TrainResult
 
@@ -71,7 +72,8 @@ def prepare(
         str | None,
         typer.Option(
             help="Text, JSONL (.gz, .xz, .zst), a folder of them, an http(s):// or s3:// address, "
-            "or a Hugging Face data set; the recipe's Prepare.source unless given."
+            "a Hugging Face data set, or newest:PLACE, the newest one in a folder or below a "
+            "prefix; the recipe's Prepare.source unless given."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -427,6 +429,18 @@ def deploy(
     model: Annotated[Path, _input("The checkpoint it was exported from.")] = RUN / "int8",
     data: Annotated[Path | None, _input("Folder of `lathe prepare`, for held-out prompts.")] = None,
     keep_running: Annotated[bool, typer.Option(help="Leave the server up.")] = True,
+    production: Annotated[
+        bool, typer.Option("--production", help="Then publish it, and make it live.")
+    ] = False,
+    evaluation: Annotated[
+        Path | None, _input("Folder of `lathe evaluate`, whose figures the release keeps.")
+    ] = None,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Make the release before the live one live again.")
+    ] = False,
+    to: Annotated[
+        str | None, typer.Option(metavar="DIGEST", help="Which release to roll back to.")
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "deploy",
@@ -434,11 +448,24 @@ def deploy(
     """Build a Triton model repository, serve it, and compare its text with the checkpoint's.
 
     The server stays up on loopback: `lathe client` talks to it, `lathe stop` ends it.
+
+    With --production it ends instead, and the repository is published below Production.releases
+    under its digest, fetched back, served again, held to its golden prompts, a load within
+    Production.p99_* and malformed requests, and the Deployment of the current cluster is rolled
+    to it, if there is one. Where that fails, what was live is live. --rollback does the last step
+    alone.
     """
     settings = _load(recipe, override)
+    if to is not None and not rollback:
+        raise UserError(f"--to {to} without --rollback", "give both")
+    if rollback:
+        from lathe.serve.production import roll_back
+
+        _show_live(roll_back(settings, to))
+        return
     from lathe.serve.deploy import deploy
 
-    result = deploy(settings, exported, model, output, data, keep_running)
+    result = deploy(settings, exported, model, output, data, keep_running and not production)
     show(
         repository=result.repository,
         same_text=f"{result.identical} of {result.prompts} prompts",
@@ -446,6 +473,21 @@ def deploy(
         first_token_ms=result.first_token_ms,
         tokens_per_second=result.tokens_per_second,
     )
+    if production:
+        from lathe.serve.production import deploy_to_production
+
+        _show_live(deploy_to_production(settings, output, evaluation))
+
+
+@app.command(epilog="Example: lathe releases -o Production.releases=s3://models/releases")
+def releases(recipe: RecipeName = "tiny", override: Overrides = None) -> None:
+    """List what has been published: digest, when, what is and was live, and how good it is."""
+    settings = _load(recipe, override)
+    from rich.console import Console
+
+    from lathe.serve.production import releases_table
+
+    Console(width=None if sys.stdout.isatty() else 120).print(releases_table(settings))
 
 
 @app.command(epilog="Example: lathe serve run/deploy")
@@ -713,6 +755,18 @@ def _span(option: str, text: str) -> tuple[int, int]:
     if not 0 < span[0] <= span[1]:
         raise UserError(f"{option} {text}: not understood", "write MIN:MAX, as 16:64")
     return span
+
+
+def _show_live(made: "Production") -> None:
+    test = made.acceptance
+    show(
+        live=made.address,
+        before=made.before,
+        golden_prompts=test and f"{test.identical} of {test.prompts} the same to the end",
+        p99_first_token_ms=test and test.first_token_ms,
+        p99_between_tokens_ms=test and test.between_tokens_ms,
+        rolled="the Deployment" if made.rolled else "no Deployment: the pointer alone has moved",
+    )
 
 
 def _milliseconds(percentiles: dict[str, float]) -> str:

@@ -1,6 +1,7 @@
 """The typed settings of every stage, in the groups and key names of PaddleFleetX.
 
-`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving` and `Gate` are Lathe's own groups.
+`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving`, `Gate` and `Production` are Lathe's own
+groups.
 """
 
 from typing import Annotated, Any, Literal, get_args
@@ -177,8 +178,10 @@ class LaunchSettings(Settings):
     Several `nodes` are groups of processes on this machine or, within a cluster, the pods of a
     Kubeflow TrainJob, which all other settings are about: `gpus_per_node` (0: processes on the
     CPU), `node_pool` (value of the node label lathe/node-pool), `runtime` (a
-    ClusterTrainingRuntime), `queue` (a Kueue LocalQueue), `priority` (a PriorityClass), and
-    `restarts` after failures of our own; a preemption is not one.
+    ClusterTrainingRuntime), `queue` (a Kueue LocalQueue), `priority` (within the queue: a
+    WorkloadPriorityClass), `memory_per_node`, of which `shared_memory` is a part, `deadline_hours`
+    from the launcher's start, waiting included, and `restarts` after failures of our own; a
+    preemption is not one.
     """
 
     nodes: Positive = 1
@@ -342,6 +345,24 @@ class GateSettings(Settings):
     on_inconclusive: Literal["pass", "fail"] = "pass"
 
 
+class ProductionSettings(Settings):
+    """Where models go live, and what a release must stand before it does.
+
+    `releases` is an address in an object store, `s3://bucket/prefix`. A burst of `burst_clients`,
+    each asking again when it is answered, goes on for `burst_seconds`; the 99th percentiles are
+    those of its requests. `deployment` null: there is none to roll.
+    """
+
+    releases: str | None = None
+    burst_seconds: Annotated[float, Field(gt=0)] = 10.0
+    burst_clients: Positive = 8
+    p99_first_token_ms: Annotated[float, Field(gt=0)] = 2000.0
+    p99_between_tokens_ms: Annotated[float, Field(gt=0)] = 500.0
+    namespace: str = "lathe"
+    deployment: str | None = "lathe-serve"
+    rollout_seconds: Annotated[float, Field(gt=0)] = 900.0
+
+
 class Recipe(Settings):
     """All settings of a run; a stage reads the groups it needs."""
 
@@ -360,3 +381,4 @@ class Recipe(Settings):
     Export: ExportSettings = ExportSettings()
     Serving: ServingSettings = ServingSettings()
     Gate: GateSettings = GateSettings()
+    Production: ProductionSettings = ProductionSettings()

@@ -5,7 +5,6 @@ from kfp import dsl
 from pipelines.steps import Steps, imported
 
 
-@dsl.pipeline(name="compress")
 def compress(
     model: str,
     recipe: str = "tiny",

@@ -1,11 +1,8 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
-from kfp import dsl
-
 from pipelines.steps import Steps
 
 
-@dsl.pipeline(name="full")
 def full(
     recipe: str = "tiny",
     prune_recipe: str = "tiny-prune",
@@ -14,6 +11,7 @@ def full(
     tokenizer: str = "",
     model: str = "",
     cloze: str = "",
+    production: str = "",
     overrides: list[str] = [],  # noqa: B006
 ):
     """Train a GPT, prune it, quantize it to INT8, and deploy it when it is still good.
@@ -22,10 +20,12 @@ def full(
         recipe: Name or path of the recipe that trains, evaluates, exports and serves.
         prune_recipe: Name or path of the pruning recipe.
         qat_recipe: Name or path of the quantization recipe.
-        corpus: File, folder, address or data set name; the recipe's when empty.
+        corpus: File, folder, address, data set name, or newest:PLACE; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the recipe's when empty.
         model: Checkpoint folder whose weights to start from; random weights when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        production: Address of the releases, among which a model that is as good as the live one
+            goes live; none does when empty.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     steps = Steps(overrides)
@@ -38,4 +38,4 @@ def full(
     ]
     variants = {"dense": dense, "pruned": pruned, "int8": int8}
     results = steps.compare(recipe, variants, data, cloze)
-    steps.ship(recipe, data, results | {"sensitivity": ranked})
+    steps.ship(recipe, data, results | {"sensitivity": ranked}, cloze, production)

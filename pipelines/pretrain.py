@@ -1,11 +1,8 @@
 """Text -> trained model, evaluated."""
 
-from kfp import dsl
-
 from pipelines.steps import Steps
 
 
-@dsl.pipeline(name="pretrain")
 def pretrain(
     recipe: str = "tiny",
     corpus: str = "",

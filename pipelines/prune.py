@@ -1,11 +1,8 @@
 """Model -> pruned model beside the dense one."""
 
-from kfp import dsl
-
 from pipelines.steps import Steps, imported
 
 
-@dsl.pipeline(name="prune")
 def prune(
     model: str,
     recipe: str = "tiny-prune",

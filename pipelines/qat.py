@@ -1,17 +1,15 @@
 """Model -> INT8 model on Triton."""
 
-from kfp import dsl
-
 from pipelines.steps import Steps, imported
 
 
-@dsl.pipeline(name="qat")
 def qat(
     model: str,
     recipe: str = "tiny-qat",
     corpus: str = "",
     tokenizer: str = "",
     cloze: str = "",
+    production: str = "",
     overrides: list[str] = [],  # noqa: B006
 ):
     """Quantize a trained model to INT8 and deploy it when it is still good.
@@ -19,9 +17,11 @@ def qat(
     Args:
         model: Path or address of a checkpoint folder, dense or pruned.
         recipe: Name or path of the quantization recipe.
-        corpus: File, folder, address or data set name; the recipe's when empty.
+        corpus: File, folder, address, data set name, or newest:PLACE; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        production: Address of the releases, among which a model that is as good as the live one
+            goes live; none does when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     steps = Steps(overrides)
@@ -30,4 +30,4 @@ def qat(
     ranked = steps.analyze(recipe, model=dense, data=data).outputs["sensitivity"]
     int8 = steps.quantize(recipe, model=dense, data=data, sensitivity=ranked).outputs["quantized"]
     results = steps.compare(recipe, {"dense": dense, "int8": int8}, data, cloze)
-    steps.ship(recipe, data, results | {"sensitivity": ranked})
+    steps.ship(recipe, data, results | {"sensitivity": ranked}, cloze, production)

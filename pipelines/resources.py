@@ -3,35 +3,117 @@
 The local runner has one machine and passes over all of it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
 ACCELERATOR = "nvidia.com/gpu"
-NODE_POOL = {"label_key": "lathe/node-pool", "label_value": "gpu"}
 TAINT = ACCELERATOR
+NODE_POOL = "lathe/node-pool"
+QUEUE = "kueue.x-k8s.io/queue-name"
+SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
+SERVICE_ACCOUNT = "lathe-pipeline"
+USER = 10001
+POD_FIELDS = {
+    "POD_NAME": "metadata.name",
+    "POD_UID": "metadata.uid",
+    "POD_NAMESPACE": "metadata.namespace",
+    "KFP_RUN_ID": "metadata.labels['pipeline/runid']",
+}
 RETRIES = 2
 HOUR = 3600
+CORES, MEMORY_GIB, SHARED_MEMORY_GIB = 4, 32, 8
+"""Of a GPU."""
 
 
-def on_gpu(task: PipelineTask, hours: float, memory: str = "32Gi") -> PipelineTask:
-    """One GPU of the node pool, room for the data loader's shared memory, retries, a deadline."""
-    task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(1)
-    task.set_cpu_request("4").set_memory_request(memory)
-    kubernetes.add_node_selector(task, **NODE_POOL)
-    kubernetes.add_toleration(task, key=TAINT, operator="Exists", effect="NoSchedule")
-    kubernetes.empty_dir_mount(
-        task, volume_name="shm", mount_path="/dev/shm", medium="Memory", size_limit="8Gi"
-    )
-    return _with_patience(task, hours)
+@dataclass(frozen=True)
+class Pool:
+    """The machines that training runs on, and from which every GPU comes.
+
+    Attributes:
+        nodes: machines of one training; several are those of a TrainJob that the task starts.
+        gpus: GPUs of a machine; 0 for none in any task.
+        node_pool: value of the node label lathe/node-pool.
+        queue: Kueue's LocalQueue, through which GPUs are given out.
+    """
+
+    nodes: int = 1
+    gpus: int = 1
+    node_pool: str = "gpu"
+    queue: str | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """The same machines in a recipe's words, for the process that starts the workers."""
+        settings = {"nodes": self.nodes, "gpus_per_node": self.gpus, "queue": self.queue}
+        if self.gpus:
+            settings["node_pool"] = self.node_pool
+        return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+
+
+_POOL: ContextVar[Pool] = ContextVar("pool")
+
+
+@contextmanager
+def in_pool(pool: Pool) -> Iterator[None]:
+    """Pipelines traced inside ask for the machines of `pool`."""
+    token = _POOL.set(pool)
+    try:
+        yield
+    finally:
+        _POOL.reset(token)
+
+
+def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
+    """All GPUs of a machine; where training takes several, only what starts and follows them."""
+    pool = _POOL.get()
+    return _with_gpus(task, 0 if pool.nodes > 1 else pool.gpus, hours)
+
+
+def on_gpu(task: PipelineTask, hours: float) -> PipelineTask:
+    """One GPU, if the pool has any."""
+    return _with_gpus(task, min(1, _POOL.get().gpus), hours)
 
 
 def on_cpu(task: PipelineTask, hours: float, memory: str = "8Gi") -> PipelineTask:
-    """Four cores, retries, a deadline."""
-    task.set_cpu_request("4").set_memory_request(memory)
-    return _with_patience(task, hours)
+    """Four cores of any node."""
+    task.set_cpu_request(str(CORES)).set_memory_request(memory)
+    return _with_house_rules(task, hours, shared_memory_gib=2)
 
 
-def _with_patience(task: PipelineTask, hours: float) -> PipelineTask:
+def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:
+    if not gpus:
+        return on_cpu(task, hours)
+    pool = _POOL.get()
+    task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(gpus)
+    task.set_cpu_request(str(CORES * gpus)).set_memory_request(f"{MEMORY_GIB * gpus}Gi")
+    kubernetes.add_node_selector(task, label_key=NODE_POOL, label_value=pool.node_pool)
+    kubernetes.add_toleration(task, key=TAINT, operator="Exists", effect="NoSchedule")
+    if pool.queue:
+        kubernetes.add_pod_label(task, QUEUE, pool.queue)
+    return _with_house_rules(task, hours, SHARED_MEMORY_GIB * gpus)
+
+
+def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
+    """What every task has: shared memory for the processes that hand each other batches, the
+    store's credentials, who it is, a user that is not root, labels, retries and a deadline."""
+    kubernetes.empty_dir_mount(
+        task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
+    )
+    keys = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
+    kubernetes.use_secret_as_env(task, SECRET, keys)
+    store = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, store)
+    for variable, path in POD_FIELDS.items():
+        kubernetes.use_field_path_as_env(task, variable, path)
+    kubernetes.set_security_context(task, run_as_user=USER, run_as_non_root=True)
+    kubernetes.add_pod_label(task, "app.kubernetes.io/name", "lathe")
+    kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "lathe")
+    kubernetes.add_pod_label(task, "lathe/stage", task.component_spec.name)
     kubernetes.set_timeout(task, int(hours * HOUR))
     return task.set_retry(
         RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration="600s"

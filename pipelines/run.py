@@ -21,10 +21,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from lathe.data.newest import NEWEST
 from lathe.errors import UserError
 from lathe.recipe import load_recipe
 from lathe.storage import is_remote
-from pipelines.compile import PIPELINES
+from pipelines.arguments import recipe_names, takes_arguments, wrong_names
 from pipelines.log import StageLog
 from pipelines.summary import show
 
@@ -75,23 +76,13 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
 
 def check(name: str, arguments: dict[str, Any]) -> list[str]:
     """Check what can be checked before work begins; return the recipes, resolved, as JSON."""
-    if name not in PIPELINES:
-        raise UserError(f"no pipeline {name}", f"take one of: {', '.join(PIPELINES)}")
-    inputs = PIPELINES[name].component_spec.inputs
-    for key in arguments.keys() - inputs.keys():
-        raise UserError(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
-    for key, spec in inputs.items():
-        if not spec.optional and key not in arguments:
-            raise UserError(
-                f"pipeline {name} needs a {key}",
-                f"give --{key} (make: {key.upper()}=...), such as the one `make run "
-                "PIPELINE=pretrain` writes",
-            )
+    for problem in wrong_names(name, arguments):
+        raise problem
     for key in ("model", "cloze"):
         path = arguments.get(key)
         if path and not is_remote(path) and not Path(path).exists():
             raise UserError(f"{key}: no such file or folder: {path}", "check the path")
-    names = [arguments.get(key, inputs[key].default) for key in inputs if key.endswith("recipe")]
+    names = recipe_names(name, arguments).values()
     return [load_recipe(n, arguments["overrides"]).model_dump_json() for n in names]
 
 
@@ -100,7 +91,7 @@ def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
     parts = ("lathe", "components", "pipelines")
     files = [f for part in parts for f in sorted((REPOSITORY / part).rglob("*.py"))]
     for value in arguments.values():
-        if isinstance(value, str) and (path := Path(value)).exists():
+        if isinstance(value, str) and (path := Path(value.removeprefix(NEWEST))).exists():
             files += sorted(path.rglob("*")) if path.is_dir() else [path]
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps([recipes, stamps]).encode()).hexdigest()[:16]
@@ -151,40 +142,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
+@takes_arguments
 def main(
-    pipeline: Annotated[str, typer.Argument(help=f"One of: {', '.join(PIPELINES)}.")] = "full",
-    corpus: Annotated[str, typer.Option(help="Text to train on: a file, folder or address.")] = "",
-    tokenizer: Annotated[str, typer.Option(help="Tokenizer file or folder.")] = "",
-    model: Annotated[str, typer.Option(help="Checkpoint folder to start from.")] = "",
-    cloze: Annotated[str, typer.Option(help="LAMBADA-format file to evaluate on.")] = "",
-    recipe: Annotated[str, typer.Option(help="Name or path of the pipeline's recipe.")] = "",
-    prune_recipe: Annotated[
-        str, typer.Option(help="The recipe of pruning, in `full` and `compress`.")
-    ] = "",
-    qat_recipe: Annotated[str, typer.Option(help="The recipe of quantization, likewise.")] = "",
-    target: Annotated[str, typer.Option(help="What `compress` aims at: latency=0.5.")] = "",
-    budget: Annotated[str, typer.Option(help="What it may cost: perplexity=0.05.")] = "",
-    overrides: Annotated[
-        list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
-    ] = [],  # noqa: B006
+    pipeline: str,
+    arguments: dict[str, Any],
     name: Annotated[str, typer.Option(help="Run folder under run/; default: the time.")] = "",
 ) -> None:
     """Run a pipeline on this machine and print what came of it."""
-    given = {
-        "corpus": corpus,
-        "tokenizer": tokenizer,
-        "model": model,
-        "cloze": cloze,
-        "recipe": recipe,
-        "prune_recipe": prune_recipe,
-        "qat_recipe": qat_recipe,
-        "target": target,
-        "budget": budget,
-    }
-    arguments = {key: value for key, value in given.items() if value}
     folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))
     try:
-        run(pipeline, folder, arguments | {"overrides": overrides})
+        run(pipeline, folder, arguments)
     except UserError as error:
         fail(f"error: {error}", 2)
     except StageFailed as error:

@@ -6,6 +6,7 @@ from typing import Any
 from kfp import dsl
 
 from components.analyze.component import analyze
+from components.challenge.component import challenge
 from components.choose.component import choose
 from components.deploy.component import deploy
 from components.evaluate.component import evaluate
@@ -15,8 +16,10 @@ from components.prepare.component import prepare
 from components.pretrain.component import pretrain
 from components.prune.component import prune
 from components.quantize.component import quantize
+from components.release.component import release
 from components.report.component import report
-from pipelines.resources import on_cpu, on_gpu
+from components.resolve.component import resolve
+from pipelines.resources import on_cpu, on_gpu, on_training_nodes
 
 
 class Steps:
@@ -25,20 +28,23 @@ class Steps:
     def __init__(self, overrides: list[str]) -> None:
         self.overrides = overrides
 
-    def prepare(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+    def prepare(self, recipe: str, corpus: str, **inputs: Any) -> dsl.PipelineTask:
+        found = on_cpu(self._task(resolve, recipe, corpus=corpus), hours=0.5, memory="2Gi")
+        found.set_caching_options(False)  # the newest corpus is another one tomorrow
+        inputs["corpus"] = found.outputs["Output"]
         return on_cpu(self._task(prepare, recipe, **inputs), hours=4)
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(pretrain, recipe, **inputs), hours=240)
+        return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
 
     def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(prune, recipe, **inputs), hours=72)
+        return on_training_nodes(self._task(prune, recipe, **inputs), hours=72)
 
     def analyze(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_gpu(self._task(analyze, recipe, **inputs), hours=6)
 
     def quantize(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(quantize, recipe, **inputs), hours=72)
+        return on_training_nodes(self._task(quantize, recipe, **inputs), hours=72)
 
     def evaluate(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(evaluate, f"evaluate-{variant}")
@@ -58,6 +64,15 @@ class Steps:
         task = on_cpu(self._task(deploy, recipe, **inputs), hours=1)
         return task.set_caching_options(False)  # it acts on the world: never from a cache
 
+    def challenge(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        task = on_cpu(self._task(challenge, recipe, **inputs), hours=6)
+        return task.set_caching_options(False)  # what is in production changes
+
+    def release(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        task = on_cpu(self._task(release, recipe, **inputs), hours=2)
+        # A release that was refused, or went back, is not one to try again.
+        return task.set_caching_options(False).set_retry(0)
+
     def report(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(report, recipe, **inputs), hours=1)
 
@@ -76,8 +91,11 @@ class Steps:
             }
         return results
 
-    def ship(self, recipe: str, data: Any, results: dict[str, Any]) -> None:
-        """Deploy the INT8 model if it is as good as the dense one, and report either way.
+    def ship(
+        self, recipe: str, data: Any, results: dict[str, Any], cloze: str, production: str
+    ) -> None:
+        """Deploy the INT8 model if it is as good as the dense one, and report either way; where
+        `production` names the releases, make it live if it is as good as the live one, too.
 
         The report is in both branches, since nothing outside of a branch can use its outputs.
         """
@@ -88,6 +106,14 @@ class Steps:
         with dsl.If(passed == True, "gate-passed"):  # noqa: E712
             deployed = self.deploy(recipe, exported=exported, model=model, data=data)
             self.report(recipe, deployed=deployed.outputs["deployed"], **results)
+            with dsl.If(production != "", "to-production"):
+                scores = results["int8_evaluation"]
+                better = self.challenge(
+                    recipe, production=production, candidate=scores, data=data, cloze=cloze
+                ).outputs["Output"]
+                with dsl.If(better == True, "as-good-as-live"):  # noqa: E712
+                    inputs = {"deployed": deployed.outputs["deployed"], "evaluation": scores}
+                    self.release(recipe, production=production, **inputs)
         with dsl.Else("gate-failed"):
             self.report(recipe, **results)
 

@@ -1,5 +1,6 @@
 """Small real things that many tests share."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from lathe.model.gpt import GPT
 from lathe.recipe import load_recipe
 from tests import small_run
 from tests.s3 import s3, s3_server  # noqa: F401
+from tests.small_release import deployed, no_cluster, other_deployed  # noqa: F401
+
+# What the golden files name, whatever was pushed from this checkout.
+os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

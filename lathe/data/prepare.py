@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lathe.data.cloze import cloze_passages
+from lathe.data.newest import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sources import documents
 from lathe.data.tokenizer import eos_id, load_tokenizer, train_tokenizer, vocab_size
@@ -74,7 +75,7 @@ def prepare(
         output: holds token files of `Prepare.format` (a document is one sequence, stripped, with
             end-of-text appended), `tokenizer.json`, `heldout.txt` (the test documents, a blank
             line between), `cloze.jsonl` (passages from them) and the card `data.json`.
-        source: see `documents`; `Prepare.source` unless given.
+        source: see `documents` and `lathe.data.newest`; `Prepare.source` unless given.
         tokenizer: `train` (on the training documents), or see `load_tokenizer`;
             `Prepare.tokenizer` unless given.
 
@@ -83,7 +84,8 @@ def prepare(
             hold one sample. Nothing is left half written.
     """
     settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
-    source, tokenizer = source or settings.source, tokenizer or settings.tokenizer
+    source = resolve(source or settings.source)
+    tokenizer = tokenizer or settings.tokenizer
     require_replaceable(output, CARD)
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     if settings.num_workers:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from lathe.errors import StageError, UserError
 from lathe.settings import Recipe
 
@@ -39,6 +37,8 @@ def shape_of(recipe: Recipe) -> Shape:
     Raises:
         UserError: the processes do not divide among the nodes.
     """
+    import torch  # a launcher on a cluster has its shape from others, and starts at once
+
     settings, nodes = recipe.Distributed, recipe.Launch.nodes
     inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree
     gpus = nodes * (recipe.Launch.gpus_per_node or torch.cuda.device_count())

@@ -47,6 +47,20 @@ def find_parting(
     return Parting(position, mine, theirs, float(logits[mine] - logits[theirs]))
 
 
+@torch.inference_mode()
+def clear_choices(
+    checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
+) -> int:
+    """How many of `tokens`, from the first, the checkpoint prefers to every other token by more
+    than `tolerance` in logits: those that no rounding can change."""
+    prefix = _ids(checkpoint, prompt)
+    logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
+    best = logits.topk(2)
+    gaps = best.values[:, 0] - best.values[:, 1]
+    is_clear = (best.indices[:, 0] == torch.tensor(tokens)) & (gaps > tolerance)
+    return int(is_clear.int().cumprod(0).sum())
+
+
 def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
     ids: list[int] = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).ids
     return ids

@@ -9,7 +9,7 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.progress import track
 from lathe.serve import state as serve_state
-from lathe.serve.agreement import Parting, find_parting, greedy_tokens
-from lathe.serve.client import Client, Parameter
-from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together
+from lathe.serve.agreement import Parting, clear_choices, find_parting, greedy_tokens
+from lathe.serve.client import Client
+from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, start
 from lathe.serve.state import ServerState
@@ -112,7 +112,17 @@ def deploy(
             tokens_per_second_together=_n_tokens(together) / together_seconds,
         )
         _check(prompts, partings, tolerance)
-        _write_report(result, recipe.Serving, prompts, answers, partings)
+        samples = [
+            {
+                "prompt": prompt,
+                "text": answer.text,
+                "tokens": answer.tokens,
+                "clear": clear_choices(checkpoint, prompt, answer.tokens, tolerance),
+                "parting": parting and asdict(parting),
+            }
+            for prompt, answer, parting in zip(prompts, answers, partings, strict=True)
+        ]
+        _write_report(result, recipe.Serving, new_tokens, samples)
         if keep_running:
             server.detach()
             log.info('talk to it: lathe client "%s"; end it: make stop', prompts[0])
@@ -149,23 +159,20 @@ def _rehearse(
     state: ServerState, prompts: Sequence[str], new_tokens: int
 ) -> tuple[list[Answer], list[Answer], float]:
     """Answers one by one, and together with the seconds that took; all ways must say the same."""
-    greedy: dict[str, Parameter] = {
-        "decode_strategy": "greedy_search",
-        "max_tokens": new_tokens,
-        "min_tokens": 0,
-        "repetition_penalty": 1.0,
-    }
+    parameters = greedy(new_tokens)
     with Client(state.grpc, state.model_name) as client:
-        ask(client, prompts[0], **greedy)  # the first request of all pays for onnxruntime's start
-        answers = [ask(client, prompt, **greedy) for prompt in track(prompts, "ask the server")]
+        ask(
+            client, prompts[0], **parameters
+        )  # the first request of all pays for onnxruntime's start
+        answers = [ask(client, prompt, **parameters) for prompt in track(prompts, "ask the server")]
         started = time.perf_counter()
-        together = ask_together(client, prompts, N_CLIENTS, **greedy)
+        together = ask_together(client, prompts, N_CLIENTS, **parameters)
         seconds = time.perf_counter() - started
         ways = {
             f"{N_CLIENTS} clients at once": [answer.tokens for answer in together],
-            "gRPC, not streamed": [client.generate(p, **greedy).tokens for p in prompts],
-            "HTTP generate": [ask_http(state, p, False, **greedy) for p in prompts],
-            "HTTP generate_stream": [ask_http(state, p, True, **greedy) for p in prompts],
+            "gRPC, not streamed": [client.generate(p, **parameters).tokens for p in prompts],
+            "HTTP generate": [ask_http(state, p, False, **parameters) for p in prompts],
+            "HTTP generate_stream": [ask_http(state, p, True, **parameters) for p in prompts],
         }
     for way, tokens in ways.items():
         for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
@@ -229,20 +236,15 @@ def _n_tokens(answers: Sequence[Answer]) -> int:
 def _write_report(
     result: DeployResult,
     serving: ServingSettings,
-    prompts: Sequence[str],
-    answers: Sequence[Answer],
-    partings: Sequence[Parting | None],
+    max_tokens: int,
+    samples: Sequence[Mapping[str, Any]],
 ) -> None:
-    samples: list[dict[str, Any]] = [
-        {
-            "prompt": prompt,
-            "text": answer.text,
-            "tokens": answer.tokens,
-            "parting": parting and asdict(parting),
-        }
-        for prompt, answer, parting in zip(prompts, answers, partings, strict=True)
-    ]
     figures = {k: v for k, v in asdict(result).items() if not isinstance(v, Path)}
-    report = {**figures, "serving": serving.model_dump(), "samples": samples}
+    report = {
+        **figures,
+        "serving": serving.model_dump(),
+        "max_tokens": max_tokens,
+        "samples": samples,
+    }
     with atomic_file(result.folder / REPORT) as work:
         work.write_text(json.dumps(report, indent=2) + "\n")

@@ -55,13 +55,14 @@ class Engine:
         ids = self._encode(prompt)
         max_tokens = self._max_tokens(len(ids), params.max_tokens)
         kind = Beams if params.decode_strategy == "beam_search" else Samples
-        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver))
-        if group.width > self._batcher.max_running:
+        if params.branches > self._batcher.max_running:
             name = "num_beams" if kind is Beams else "num_return_sequences"
             raise UserError(
-                f"{name} {group.width} is above what runs at a time, {self._batcher.max_running}",
+                f"{name} {params.branches} is above what runs at a time, "
+                f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
             )
+        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver))
         return self._batcher.submit(group)
 
     def close(self) -> None:

@@ -47,6 +47,8 @@ class ServeEnvironment:
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
             "PYTHONPATH": os.pathsep.join([str(self.site_packages), str(ROOT)]),
+            # A model repository stays what it is, byte for byte.
+            "PYTHONDONTWRITEBYTECODE": "1",
             # Every token reads all weights: in pages of 2 MB that is a twelfth faster.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }

@@ -4,6 +4,7 @@ Closed: so many clients, each asking again as soon as it is answered. Open: requ
 rate of their own (Poisson), whether or not the server keeps up, as users' do.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ class Load:
         prompts: taken in turn.
         lengths: new tokens of each request, taken in turn.
         requests: in all.
+        seconds: after which a closed loop asks no more.
         clients: of a closed loop.
         rate: requests a second of an open loop; None: a closed one.
     """
@@ -39,6 +41,7 @@ class Load:
     clients: int = 8
     rate: float | None = None
     seed: int = 0
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ def run_load(client: Client, load: Load) -> list[Request]:
     started = time.perf_counter()
     done: list[Request] = []
     lock = threading.Lock()
-    with bar("requests", load.requests) as progress:
+    total = load.requests if load.seconds == math.inf else None
+    with bar("requests", total) as progress:
 
         def ask(number: int) -> None:
             request = _ask(client, load, number, started)
@@ -161,8 +165,15 @@ def _ask(client: Client, load: Load, number: int, started: float) -> Request:
 
 
 def _closed(ask: Callable[[int], None], load: Load) -> None:
+    numbers = iter(range(load.requests))
+    end = time.perf_counter() + load.seconds
+
+    def ask_on(_: int) -> None:
+        while time.perf_counter() < end and (number := next(numbers, None)) is not None:
+            ask(number)
+
     with ThreadPoolExecutor(load.clients) as pool:
-        list(pool.map(ask, range(load.requests)))
+        list(pool.map(ask_on, range(load.clients)))
 
 
 def _open(ask: Callable[[int], None], load: Load) -> None:

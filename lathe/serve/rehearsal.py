@@ -24,6 +24,16 @@ class Answer:
     seconds: float
 
 
+def greedy(max_tokens: int) -> dict[str, Parameter]:
+    """The parameters of a continuation that is the same every time."""
+    return {
+        "decode_strategy": "greedy_search",
+        "max_tokens": max_tokens,
+        "min_tokens": 0,
+        "repetition_penalty": 1.0,
+    }
+
+
 def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
     """One streamed generation over gRPC."""
     started = time.perf_counter()

@@ -62,8 +62,10 @@ def fetch(uri: str, folder: Path) -> Path:
     """
     if not is_remote(uri):
         path = Path(uri)
-        if not path.exists():
-            raise UserError(f"{uri}: no such file or folder", "check the path")
+        if not uri or not path.exists():
+            raise UserError(
+                f"{uri or 'an empty address'}: no such file or folder", "check the path"
+            )
         return path
     with explained(uri, folder):
         folder.mkdir(parents=True, exist_ok=True)

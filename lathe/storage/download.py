@@ -1,11 +1,9 @@
 """From the store: ranges in parallel, going on where an earlier fetch broke off, then renamed."""
 
 import fcntl
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,11 +11,11 @@ from pathlib import Path, PurePosixPath
 from minio import Minio
 
 from lathe.errors import UserError
-from lathe.storage.failures import Damaged, retried
-from lathe.storage.files import atomic_file, digest, sha256
-from lathe.storage.manifest import MARKER, OWN_NAMES, Entry, from_json, require_relative
+from lathe.storage.files import digest, sha256
+from lathe.storage.manifest import MARKER, OWN_NAMES, STAGE, Entry, from_json, require_relative
 from lathe.storage.parallel import in_order, progress
-from lathe.storage.parts import part_count, part_size
+from lathe.storage.parts import part_count
+from lathe.storage.ranges import get_file
 from lathe.storage.s3 import (
     Stored,
     get_text,
@@ -27,9 +25,6 @@ from lathe.storage.s3 import (
     s3_client,
     stat,
 )
-
-STAGE = ".lathe.partial"
-READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ def _fetch(client: Minio, bucket: str, uri: str, wanted: list[Wanted], folder: P
                 def nothing(size: int) -> None:
                     """A bar is drawn by one thread only."""
 
-                _get_file(client, bucket, w, work[w.name], nothing)
+                get_file(client, bucket, w.stored, w.sha256, work[w.name], nothing)
                 return w.stored.size
 
             small = [w for w in missing if part_count(w.stored.size) <= 1]
@@ -103,7 +98,7 @@ def _fetch(client: Minio, bucket: str, uri: str, wanted: list[Wanted], folder: P
                 p.advance(size)
             for w in missing:
                 if part_count(w.stored.size) > 1:
-                    _get_file(client, bucket, w, work[w.name], p.advance)
+                    get_file(client, bucket, w.stored, w.sha256, work[w.name], p.advance)
         for w in missing:
             target = folder / w.name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -153,82 +148,3 @@ def _require_space(uri: str, stage: Path, files: list[tuple[int, Path]]) -> None
             f"{uri}: needs {needed / 1e9:.3g} GB, and {stage.parent} has {free / 1e9:.3g} GB free",
             "free some space, or give a folder on a larger disk",
         )
-
-
-class _Record:
-    """Beside a partial file: of which object it is, and which of its parts have arrived."""
-
-    def __init__(self, work: Path, stored: Stored) -> None:
-        self._path = work.with_name(f"{work.name}.json")
-        self._of = {"etag": stored.etag, "size": stored.size}
-        try:
-            saved = json.loads(self._path.read_text())
-            self.done = set(saved["done"]) if work.exists() and saved["of"] == self._of else set()
-        except (OSError, ValueError, KeyError, TypeError):
-            self.done = set()
-
-    def add(self, part: int) -> None:
-        self.done.add(part)
-        with atomic_file(self._path) as new:
-            new.write_text(json.dumps({"of": self._of, "done": sorted(self.done)}))
-
-    def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
-def _get_file(
-    client: Minio, bucket: str, w: Wanted, work: Path, advance: Callable[[int], None]
-) -> None:
-    """Bring an object to the partial file `work`, and check its digest on the way."""
-    record = _Record(work, w.stored)
-    size, step = w.stored.size, part_size(w.stored.size)
-    file = os.open(work, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        os.ftruncate(file, size)
-
-        def get(part: int) -> int:
-            if part not in record.done:
-                start = part * step
-                _get_range(client, bucket, w.stored, start, min(step, size - start), file)
-            return part
-
-        hashed = hashlib.sha256()
-        parts = range(part_count(size))
-        for part in in_order(get, parts) if len(parts) > 1 else map(get, parts):
-            if part not in record.done:
-                record.add(part)
-            data = os.pread(file, step, part * step)
-            hashed.update(data)
-            advance(len(data))
-    finally:
-        os.close(file)
-    if w.sha256 is not None and hashed.hexdigest() != w.sha256:
-        record.forget()
-        raise UserError(
-            f"s3://{bucket}/{w.stored.key}: torn: its SHA-256 is not the one in {MARKER}",
-            "upload the folder again",
-        )
-
-
-@retried
-def _get_range(
-    client: Minio, bucket: str, stored: Stored, start: int, length: int, file: int
-) -> None:
-    """Write bytes [start, start + length) of the object to the same place in an open file."""
-    response = client.get_object(
-        bucket, stored.key, start, length, {"If-Match": f'"{stored.etag}"'}
-    )
-    try:
-        etag = response.headers.get("etag", "").strip('"')
-        if etag != stored.etag:  # a store that passes over If-Match
-            raise UserError(
-                f"s3://{bucket}/{stored.key}: it changed while it was fetched", "run it again"
-            )
-        at = start
-        for chunk in response.stream(READ_BYTES):
-            at += os.pwrite(file, chunk, at)
-        if at != start + length:
-            raise Damaged(f"{at - start} of {length} bytes came")
-    finally:
-        response.close()
-        response.release_conn()

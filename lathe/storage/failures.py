@@ -1,13 +1,13 @@
 """What goes wrong on the way to a store: what is tried again, and what the user reads."""
 
 import errno
+import http.client
 import os
 import re
 import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import urllib3
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
@@ -22,6 +22,7 @@ CHANGED = {"412", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (
     urllib.error.URLError,
+    http.client.HTTPException,
     urllib3.exceptions.HTTPError,
     MinioException,
     ConnectionError,
@@ -92,10 +93,9 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
 
 def shown(uri: str) -> str:
     """The address without what may be a secret in it: a password, a signature."""
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https"):
+    if uri.startswith(("s3:", "minio:")):
         return uri
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    return re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0]
 
 
 def _explain(uri: str, error: Exception) -> UserError:

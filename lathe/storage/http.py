@@ -5,15 +5,27 @@ import urllib.request
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-from lathe.storage.failures import retried
+from lathe.errors import UserError
+from lathe.storage.failures import retried, shown
 from lathe.storage.files import atomic_file
 
 TIMEOUT_SECONDS = 60.0
 
 
+def is_address(uri: str) -> bool:
+    """Whether there is a host and nothing wrong with the port; a password is wrong too."""
+    try:
+        parts = urlsplit(uri)
+        return bool(parts.hostname) and parts.username is None and parts.port != 0
+    except ValueError:
+        return False
+
+
 @retried
 def fetch_http(uri: str, folder: Path) -> Path:
     """Download `uri` into `folder` under the last part of its path, or `download`."""
+    if not is_address(uri):
+        raise UserError(f"{shown(uri)}: not an address", "write http://host:port/path, no password")
     target = folder / (PurePosixPath(urlsplit(uri).path).name or "download")
     request = urllib.request.Request(uri, headers={"User-Agent": "lathe"})
     with (

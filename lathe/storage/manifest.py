@@ -10,6 +10,8 @@ from lathe.errors import UserError
 MARKER = ".lathe.json"
 # There while an upload or a removal is under way: without the marker, the prefix holds nothing yet.
 UNFINISHED = ".lathe.unfinished"
+# On this machine: what a fetch has brought so far.
+STAGE = ".lathe.partial"
 OWN_NAMES = (MARKER, UNFINISHED)
 
 

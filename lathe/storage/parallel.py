@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
+from lathe.storage.parts import MIB
 from lathe.storage.s3 import CONNECTIONS
 
 A = TypeVar("A")
 B = TypeVar("B")
 
-MIB = 1 << 20
 SHOWN_AFTER_SECONDS = 2.0
 
 

@@ -2,11 +2,12 @@
 
 import io
 import os
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import urllib3
 from minio import Minio
@@ -15,7 +16,9 @@ from minio.error import MinioException
 
 from lathe.errors import UserError
 from lathe.storage.failures import MISSING, explained, retried, shown, status
+from lathe.storage.http import is_address
 from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, require_relative
+from lathe.storage.parts import PART_BYTES_HEADER
 
 SCHEMES = ("s3", "minio")
 TIMEOUT_SECONDS = 60.0
@@ -31,6 +34,7 @@ class Stored:
     size: int  # bytes
     etag: str
     time: datetime
+    part_bytes: str | None = None  # of its ETag, where Lathe put it; only `stat` knows
 
 
 def parse(uri: str) -> tuple[str, str]:
@@ -47,25 +51,31 @@ def parse(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
+def endpoint() -> SplitResult:
+    """The store's address, `http://host:port` or `https://host:port`."""
+    address = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
+    is_root = address.scheme in ("http", "https") and address.path in ("", "/")
+    if not is_root or not is_address(address.geturl()):
+        raise UserError(
+            f"AWS_ENDPOINT_URL={shown(address.geturl())}: not an address", "write http://host:port"
+        )
+    return address
+
+
 def s3_client() -> Minio:
     """A client for the store that the AWS variables, or a mounted secret, describe.
 
     Raises:
         UserError: an address that is none, a secret that cannot be read.
     """
-    endpoint = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
-    if endpoint.scheme not in ("http", "https") or not endpoint.netloc:
-        raise UserError(
-            f"AWS_ENDPOINT_URL={shown(endpoint.geturl())}: not an address", "write http://host:port"
-        )
-    access_key, secret_key = _credentials()
+    address, (access_key, secret_key) = endpoint(), _credentials()
     return Minio(
-        endpoint.netloc,
+        address.netloc,
         access_key=access_key,
         secret_key=secret_key,
         session_token=os.environ.get("AWS_SESSION_TOKEN"),
         region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
-        secure=endpoint.scheme == "https",
+        secure=address.scheme == "https",
         # Its own client retries for minutes; the policy here is the only one.
         http_client=urllib3.PoolManager(
             timeout=urllib3.Timeout(connect=10, read=TIMEOUT_SECONDS),
@@ -100,7 +110,13 @@ def stat(client: Minio, bucket: str, key: str) -> Stored | None:
         if status(error) in MISSING:
             return None
         raise
-    return Stored(key, found.size or 0, found.etag or "", found.last_modified or LONG_AGO)
+    return Stored(
+        key,
+        found.size or 0,
+        found.etag or "",
+        found.last_modified or LONG_AGO,
+        (found.metadata or {}).get(PART_BYTES_HEADER),
+    )
 
 
 @retried
@@ -180,10 +196,15 @@ def remove(uri: str) -> None:
             remove_keys(client, bucket, [prefix + UNFINISHED])
 
 
-def begin_change(client: Minio, bucket: str, prefix: str) -> None:
-    """From now on until the marker is put, a reader finds nothing at the prefix."""
-    put_text(client, bucket, prefix + UNFINISHED, "{}\n")
+def begin_change(client: Minio, bucket: str, prefix: str) -> str:
+    """From now on until the marker is put, a reader finds nothing at the prefix.
+
+    The text that this change, and no later one, has put there as UNFINISHED.
+    """
+    token = uuid.uuid4().hex
+    put_text(client, bucket, prefix + UNFINISHED, token)
     remove_keys(client, bucket, [prefix + MARKER])
+    return token
 
 
 def list_uris(uri: str) -> list[str]:

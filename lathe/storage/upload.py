@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from minio import Minio
 from minio.datatypes import Part
@@ -12,12 +13,29 @@ from minio.error import MinioException
 
 from lathe.errors import UserError
 from lathe.storage.failures import Damaged, explained, retried, status
-from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, Entry, require_relative, to_json
+from lathe.storage.manifest import (
+    MARKER,
+    OWN_NAMES,
+    STAGE,
+    UNFINISHED,
+    Entry,
+    require_relative,
+    to_json,
+)
 from lathe.storage.parallel import in_order, progress
-from lathe.storage.parts import compound_etag, part_count, part_size, same_content, says_other
+from lathe.storage.parts import (
+    PART_BYTES_HEADER,
+    Etag,
+    part_count,
+    part_size,
+    same_content,
+    says_other,
+)
 from lathe.storage.s3 import (
     Stored,
     begin_change,
+    endpoint,
+    get_text,
     list_below,
     parse,
     put_text,
@@ -26,8 +44,18 @@ from lathe.storage.s3 import (
     stat,
 )
 
-# Answers to the completion of an upload that another one has ended or mixed with its own.
+# Answers to an upload in parts that another one has ended, or mixed with its own.
 ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
+ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
+TRIES = 3  # of such an upload
+
+
+class Sent(NamedTuple):
+    """A part that the store has."""
+
+    size: int  # bytes
+    md5: bytes
+    etag: str  # what the store calls it: the MD5, unless it encrypts
 
 
 def upload(path: Path, uri: str) -> None:
@@ -61,7 +89,7 @@ def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
     where = f"s3://{bucket}/{prefix}"
     files = _files(folder)
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    begin_change(client, bucket, prefix)
+    token = begin_change(client, bucket, prefix)
     before = list_below(client, bucket, prefix)
     remove_keys(client, bucket, [prefix + n for n in before if n not in {*files, *OWN_NAMES}])
     entries: dict[str, Entry] = {}
@@ -83,11 +111,9 @@ def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
                 entries[name] = _put_file(
                     client, bucket, prefix + name, files[name], before.get(name), p.advance
                 )
-    after = {n: s.size for n, s in list_below(client, bucket, prefix).items() if n not in OWN_NAMES}
-    if after != {name: entry.size for name, entry in entries.items()}:
+    if get_text(client, bucket, prefix + UNFINISHED) != token:
         raise UserError(
-            f"{where}: holds other objects than were just put there",
-            "let only one upload at a time write there, then upload again",
+            f"{where}: another upload to it began meanwhile", "let one at a time write there"
         )
     put_text(client, bucket, prefix + MARKER, to_json(entries))
     remove_keys(client, bucket, [prefix + UNFINISHED])
@@ -96,7 +122,9 @@ def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
 def _files(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its name relative to it, with `/`."""
     found: dict[str, Path] = {}
-    for parent, folders, names in os.walk(folder):
+    if (folder / STAGE).exists():
+        raise UserError(f"{folder}: a fetch into it has not ended", "run the fetch again")
+    for parent, folders, names in os.walk(folder, onerror=_raise):
         for name in folders:
             if (link := Path(parent, name)).is_symlink():
                 raise UserError(f"{link}: a link to a folder", "put the folder itself there")
@@ -117,6 +145,10 @@ def _files(folder: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _put_file(
     client: Minio,
     bucket: str,
@@ -133,46 +165,52 @@ def _put_file(
     if part_count(size) > 1:
         return Entry(size, _put_parts(client, bucket, key, path, size, advance))
     data = path.read_bytes()
-    _put(client, bucket, key, data)
+    _put(client, bucket, key, data, hashlib.md5(data).digest())
     advance(len(data))
     return Entry(len(data), hashlib.sha256(data).hexdigest())
 
 
 @retried
 def _put(
-    client: Minio, bucket: str, key: str, data: bytes, part: dict[str, str] | None = None
-) -> None:
-    md5 = hashlib.md5(data)
-    headers: dict[str, str | list[str] | tuple[str]] = {
-        "Content-MD5": base64.b64encode(md5.digest()).decode(),
-        "Content-Type": "application/octet-stream",
-    }
-    # The public put_object aborts what breaks off; only these requests leave it to go on with.
-    answer = client._put_object(bucket, key, data, headers, {**part} if part else None)
-    if says_other(answer.etag or "", md5.hexdigest(), answer.http_headers):
-        raise Damaged(f"the store holds {answer.etag}, sent was {md5.hexdigest()} (MD5)")
+    client: Minio,
+    bucket: str,
+    key: str,
+    data: bytes,
+    md5: bytes,
+    part: dict[str, str | list[str] | tuple[str]] | None = None,
+) -> str:
+    """Put one body, `part` of an object or all of it; the ETag that the store gives it."""
+    headers: dict[str, str | list[str] | tuple[str]] = {}
+    if endpoint().scheme == "https":  # else the client signs the body's SHA-256
+        headers["Content-MD5"] = base64.b64encode(md5).decode()
+    # The public put_object aborts what breaks off; only this request leaves it to go on with.
+    answer = client._put_object(bucket, key, data, headers, part)
+    if says_other(answer.etag or "", md5.hex(), answer.http_headers):
+        raise Damaged(f"the store holds {answer.etag}, sent was {md5.hex()} (MD5)")
+    return answer.etag or ""
 
 
 def _put_parts(
     client: Minio, bucket: str, key: str, path: Path, size: int, advance: Callable[[int], None]
 ) -> str:
-    """Put a file in parts; its SHA-256."""
-    upload_id, there = _broken_off(client, bucket, key) or (None, {})
-    for fresh in (upload_id is None, True):
-        if fresh:
-            upload_id, there = _begin(client, bucket, key), {}
-        assert upload_id is not None
-        sha256, md5s = _send(client, bucket, key, upload_id, path, size, there, advance)
+    """Put a file in parts; its SHA-256.
+
+    Another process may take these for a broken upload and go on with them, with other bytes: the
+    store then refuses one of the two, which begins anew.
+    """
+    for attempt in range(TRIES):
+        upload_id, there = (_broken_off(client, bucket, key) if attempt == 0 else None) or ("", {})
         try:
-            _complete(client, bucket, key, upload_id, md5s)
+            upload_id = upload_id or _begin(client, bucket, key, size)
+            sha256, sent = _send(client, bucket, key, upload_id, path, size, there, advance)
+            _complete(client, bucket, key, upload_id, sent)
             return sha256
         except MinioException as error:
             if status(error) not in ENDED:
                 raise
-            now = stat(client, bucket, key)
-            if now and now.size == size and same_content(path, now.etag):
-                return sha256
-            advance(-size)
+        now = stat(client, bucket, key)
+        if now and now.size == size and (found := same_content(path, now.etag)):
+            return found
     raise UserError(
         f"s3://{bucket}/{key}: another upload writes there", "let one at a time do it, then again"
     )
@@ -187,8 +225,8 @@ def _send(
     size: int,
     there: dict[int, str],
     advance: Callable[[int], None],
-) -> tuple[str, list[bytes]]:
-    """Send the parts that are not `there` (MD5s by number). SHA-256 of all, MD5 of each."""
+) -> tuple[str, list[Sent]]:
+    """Send the parts that are not `there` (ETags by number); the SHA-256 of all."""
     digest = hashlib.sha256()
 
     def parts() -> Iterator[tuple[int, bytes]]:
@@ -200,24 +238,26 @@ def _send(
             if file.tell() != size or file.read(1):
                 raise UserError(f"{path}: it changes while it is read", "wait until it is written")
 
-    def send(item: tuple[int, bytes]) -> tuple[int, bytes]:
+    def send(item: tuple[int, bytes]) -> Sent:
         number, data = item
-        md5 = hashlib.md5(data)
-        if there.get(number) != md5.hexdigest():
+        md5 = hashlib.md5(data).digest()
+        etag = there.get(number)
+        if etag != md5.hex():
             part = {"partNumber": str(number), "uploadId": upload_id}
-            _put(client, bucket, key, data, part)
-        return len(data), md5.digest()
+            etag = _put(client, bucket, key, data, md5, {**part})
+        return Sent(len(data), md5, etag)
 
-    md5s = []
-    for sent, md5 in in_order(send, parts()):
-        advance(sent)
-        md5s.append(md5)
-    return digest.hexdigest(), md5s
+    sent = []
+    for part in in_order(send, parts()):
+        advance(part.size)
+        sent.append(part)
+    return digest.hexdigest(), sent
 
 
 @retried
-def _begin(client: Minio, bucket: str, key: str) -> str:
-    return client._create_multipart_upload(bucket, key, {})
+def _begin(client: Minio, bucket: str, key: str, size: int) -> str:
+    headers: dict[str, str | list[str] | tuple[str]] = {PART_BYTES_HEADER: str(part_size(size))}
+    return client._create_multipart_upload(bucket, key, headers)
 
 
 @retried
@@ -239,16 +279,20 @@ def _broken_off(client: Minio, bucket: str, key: str) -> tuple[str, dict[int, st
                 return newest.upload_id, parts
             marker = str(page.next_part_number_marker)
     except MinioException as error:
-        if status(error) in {"NoSuchUpload", "NotImplemented", "501", "404", "405"}:
+        if status(error) in {"NoSuchUpload", "NotImplemented", "MethodNotAllowed", "404"}:
             return None  # it has ended by now, or the store lists none
         raise
 
 
 @retried
-def _complete(client: Minio, bucket: str, key: str, upload_id: str, md5s: list[bytes]) -> None:
-    parts = [Part(number, md5.hex()) for number, md5 in enumerate(md5s, 1)]
+def _complete(client: Minio, bucket: str, key: str, upload_id: str, sent: list[Sent]) -> None:
+    parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
     answer = client._complete_multipart_upload(bucket, key, upload_id, parts)
     if not answer.etag:  # a failure after the store had begun to answer 200
         raise Damaged("the store did not put the parts together")
-    if says_other(answer.etag, compound_etag(md5s), answer.http_headers):
-        raise Damaged(f"the store holds {answer.etag}, sent was {compound_etag(md5s)}")
+    etag = Etag(in_parts=True)
+    for part in sent:
+        etag.add(part.md5)
+    are_md5s = all(part.etag == part.md5.hex() for part in sent)
+    if are_md5s and says_other(answer.etag, etag.text(), answer.http_headers):
+        raise Damaged(f"the store holds {answer.etag}, sent was {etag.text()}")

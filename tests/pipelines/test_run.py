@@ -33,7 +33,12 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corp
     first = start(tmp_path, *arguments)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, out + err
-    assert re.findall(r"^\S.*", out, re.M)[:3] == ["prepare", "pretrain", "evaluate-dense"]
+    assert re.findall(r"^\S.*", out, re.M)[:4] == [
+        "resolve",
+        "prepare",
+        "pretrain",
+        "evaluate-dense",
+    ]
     assert "global step 3" in out and "KFP" not in out and "executor_input" not in out
     (model,) = tmp_path.glob("run/one/*/pretrain/model")
     assert (model / "model.safetensors").is_file()
@@ -101,9 +106,17 @@ def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3,
     assert {"prepare", "pretrain", "quantize", "evaluate-int8", "deploy"} <= kept <= tasks
     model = fetch(f"{s3}/runs/{folder.name}/quantize/quantized/", tmp_path / "fetched")
     assert load_checkpoint(model).digest
-    # No step read what another left on this disk.
     log = (tmp_path / "run/one/run.log").read_text()
-    assert not re.search(r'"uri": "/[^"]*/(data|model|pruned|quantized)".*\n.*"inputs"', log)
+    given = [uri for text in EXECUTOR_INPUT.findall(log) for uri in inputs_of(json.loads(text))]
+    assert len(given) > 20 and all(uri.startswith(f"{s3}/runs/") for uri in given)
+
+
+EXECUTOR_INPUT = re.compile(r"Got executor_input:\n    (\{\n.*?\n    \})\n", re.S)
+
+
+def inputs_of(task: dict) -> list[str]:
+    artifacts = task["inputs"].get("artifacts", {}).values()
+    return [one["uri"] for listed in artifacts for one in listed["artifacts"]]
 
 
 def test_a_wrong_recipe_key_is_found_before_any_stage(tmp_path, recipe):

@@ -1,13 +1,17 @@
 """What a user reads when a transfer fails: one error, with its cure."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from lathe.errors import UserError
-from lathe.storage import fetch, upload, write_text
-from tests.s3 import free_port
+from lathe.storage import exists, fetch, read_text, remove, sha256, upload, write_text
+from lathe.storage.manifest import Entry, to_json
+from tests.s3 import ACCESS_KEY, SECRET_KEY, free_port
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])
@@ -60,3 +64,132 @@ def test_without_a_server_or_with_a_bad_address(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
     with pytest.raises(UserError, match="not an address"):
         fetch(f"{s3}/a.txt", tmp_path)
+
+
+def test_a_secret_is_in_no_message(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "wJalrXUtnFEMI/K7MDENG"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    caplog.set_level(0)
+    endpoints = (
+        os.environ["AWS_ENDPOINT_URL"],
+        f"http://127.0.0.1:{free_port()}",
+        f"http://user:{secret}@127.0.0.1:{free_port()}",
+        f"ftp://user:{secret}@host",
+    )
+    said = []
+    for endpoint in endpoints:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for key in ("a", "p/"):
+            with pytest.raises(UserError) as raised:
+                fetch(f"{s3}/{key}", tmp_path)
+            error: BaseException | None = raised.value
+            while error:
+                said += [str(error), repr(error)]
+                error = error.__cause__
+    with pytest.raises(UserError) as raised:
+        fetch(f"http://user:{secret}@127.0.0.1:{free_port()}/f", tmp_path)
+    said.append(str(raised.value))
+    with pytest.raises(UserError) as raised:
+        fetch(f"http://127.0.0.1:{free_port()}/f?X-Amz-Signature={secret}", tmp_path)
+    said.append(str(raised.value))
+    for part in secret.split("/"):
+        assert part not in "\n".join([*said, caplog.text])
+
+
+def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(f"{s3}/a.txt", "A")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of another store")
+    monkeypatch.setenv("LATHE_S3_SECRET_DIR", str(tmp_path))
+    with pytest.raises(UserError, match=r"accesskey and secretkey: No such file"):
+        read_text(f"{s3}/a.txt")
+    (tmp_path / "accesskey").write_text(f"{ACCESS_KEY}\n")
+    (tmp_path / "secretkey").write_text(SECRET_KEY)
+    assert read_text(f"{s3}/a.txt") == "A"
+    (tmp_path / "secretkey").write_text("wrong")
+    with pytest.raises(UserError, match="access refused") as raised:
+        read_text(f"{s3}/a.txt")
+    assert str(tmp_path) in raised.value.cure
+
+
+def test_a_torn_prefix(s3: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a").write_text("aa")
+    (source / "b").write_text("bb")
+    for spoil, message in (
+        (lambda: remove(f"{s3}/p/b"), r"torn: b is absent, .lathe.json says 2 bytes"),
+        (lambda: write_text(f"{s3}/p/b", "bbb"), r"torn: b is 3 bytes"),
+        (lambda: write_text(f"{s3}/p/b", "xx"), r"p/b: torn: its SHA-256 is not the one"),
+        (lambda: write_text(f"{s3}/p/.lathe.json", "{"), r"not a manifest"),
+        (
+            lambda: write_text(
+                f"{s3}/p/.lathe.json", to_json({"../evil": Entry(2, sha256(source / "a"))})
+            ),
+            r"'\.\./evil' is no name of a file below a folder",
+        ),
+    ):
+        upload(source, f"{s3}/p")
+        spoil()
+        with pytest.raises(UserError, match=message) as raised:
+            fetch(f"{s3}/p/", tmp_path / "out")
+        assert raised.value.cure
+        assert set(os.listdir(tmp_path / "out")) <= {".lathe.partial"}
+    upload(source, f"{s3}/p")
+    assert (fetch(f"{s3}/p/", tmp_path / "out") / "b").read_text() == "bb"
+    assert sorted(os.listdir(tmp_path / "out")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("key", ["../x", "a/../../x", "a//b"])
+def test_a_key_that_leaves_its_prefix(tmp_path: Path, key: str) -> None:
+    for call in (lambda uri: fetch(uri, tmp_path), exists, remove, lambda u: upload(tmp_path, u)):
+        with pytest.raises(UserError, match=r"is no name of a file below a folder"):
+            call(f"s3://bucket/{key}")
+
+
+def test_a_disk_too_small(s3: str, tmp_path: Path) -> None:
+    """A tmpfs of 4 MB, first too small from the start, then filled by another meanwhile."""
+    (tmp_path / "f").write_bytes(os.urandom(6_000_000))
+    upload(tmp_path / "f", f"{s3}/f")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mount refused")
+    try:
+        with pytest.raises(UserError, match=r"needs 0.006 GB, and .*small has 0.00\d+ GB free"):
+            fetch(f"{s3}/f", small)
+        assert os.listdir(small) == []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lathe.storage.download._require_space", lambda *_: None)
+            with pytest.raises(UserError, match=r"small: the disk is full") as raised:
+                fetch(f"{s3}/f", small)
+        assert "free some space" in raised.value.cure
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_limit_on_file_sizes(s3: str, tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(os.urandom(6_000_000))
+    upload(tmp_path / "f", f"{s3}/f")
+    command = f"ulimit -f 2000; exec {sys.executable} -m lathe.storage fetch {s3}/f {tmp_path}/out"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert ended.returncode == 2
+    first, second = ended.stderr.splitlines()
+    assert "the disk is full" in first and "cure: free some space" in second
+
+
+def test_a_damaged_download(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that change on the way are found by the object's ETag."""
+    (tmp_path / "f").write_bytes(os.urandom(1000))
+    upload(tmp_path / "f", f"{s3}/f")
+    write = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda file, data, at: write(file, bytes(len(data)), at) or len(data)
+    )
+    with pytest.raises(UserError, match="what came has the ETag"):
+        fetch(f"{s3}/f", tmp_path / "out")

@@ -1,0 +1,159 @@
+"""One object to one file: ranges in parallel, and a record of what has arrived."""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from minio import Minio
+
+from lathe.errors import UserError
+from lathe.storage.failures import Damaged, retried
+from lathe.storage.files import atomic_file
+from lathe.storage.manifest import MARKER
+from lathe.storage.parallel import in_order
+from lathe.storage.parts import Etag, part_count, part_size, says_other
+from lathe.storage.s3 import Stored
+
+READ_BYTES = 1 << 20
+SAVES = 256  # of a record, at most, while its object arrives
+SAVE_BYTES = 1 << 22
+
+
+class _Record:
+    """Beside a partial file: of which object it is, and how much of each part has arrived."""
+
+    def __init__(self, work: Path, stored: Stored) -> None:
+        self._work = work
+        self._path = work.with_name(f"{work.name}.json")
+        self._of = {"etag": stored.etag, "size": stored.size}
+        self._lock = threading.Lock()
+        self._every, self._unsaved = max(SAVE_BYTES, stored.size // SAVES), 0
+        self.arrived = [0] * part_count(stored.size)  # bytes, by part
+        try:
+            saved = json.loads(self._path.read_text())
+            if work.exists() and saved["of"] == self._of:
+                self.arrived = [int(count) for count in saved["arrived"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def add(self, part: int, count: int) -> None:
+        with self._lock:
+            self.arrived[part] += count
+            self._unsaved += count
+            if self._unsaved >= self._every:
+                self._save()
+
+    def save(self) -> None:
+        with self._lock:
+            self._save()
+
+    def _save(self) -> None:
+        self._unsaved = 0
+        with atomic_file(self._path) as new:
+            new.write_text(json.dumps({"of": self._of, "arrived": self.arrived}))
+
+    def drop(self) -> None:
+        """What has arrived is not worth keeping."""
+        self._path.unlink(missing_ok=True)
+        self._work.unlink(missing_ok=True)
+
+
+def get_file(
+    client: Minio,
+    bucket: str,
+    stored: Stored,
+    sha256: str | None,
+    work: Path,
+    advance: Callable[[int], None],
+) -> None:
+    """Bring an object to the file `work`, going on with what is there, and check its digest.
+
+    Args:
+        sha256: what the manifest says; without it the ETag is checked, where it is a digest.
+
+    Raises:
+        UserError: it is not what the manifest says, or it has changed meanwhile.
+        Damaged: it is not what its ETag says.
+    """
+    record = _Record(work, stored)
+    size, step = stored.size, part_size(stored.size)
+    headers: dict[str, str] = {}
+    in_parts = "-" in stored.etag
+    digest, etag = hashlib.sha256(), Etag(in_parts)
+    file = os.open(work, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(file, size)
+
+        def get(part: int) -> Mapping[str, str]:
+            start = part * step
+            return _get_part(
+                client, bucket, stored, record, part, start, min(step, size - start), file
+            )
+
+        parts = range(part_count(size))
+        for part, answered in enumerate(in_order(get, parts) if size > step else map(get, parts)):
+            headers.update(answered)
+            data = os.pread(file, step, part * step)
+            digest.update(data) if sha256 else etag.update(data)
+            advance(len(data))
+    except BaseException:
+        record.save()
+        raise
+    finally:
+        os.close(file)
+    if sha256 and digest.hexdigest() != sha256:
+        record.drop()
+        raise UserError(
+            f"s3://{bucket}/{stored.key}: torn: its SHA-256 is not the one in {MARKER}",
+            "upload the folder again",
+        )
+    of_our_parts = stored.part_bytes == str(step)
+    if not sha256 and in_parts <= of_our_parts and says_other(stored.etag, etag.text(), headers):
+        record.drop()
+        raise Damaged(f"what came has the ETag {etag.text()}, the object {stored.etag}")
+
+
+@retried
+def _get_part(
+    client: Minio,
+    bucket: str,
+    stored: Stored,
+    record: _Record,
+    part: int,
+    start: int,
+    length: int,
+    file: int,
+) -> Mapping[str, str]:
+    """Write what is missing of bytes [start, start + length) to the same place in an open file.
+
+    The answer's headers; none where nothing was missing.
+    """
+    if record.arrived[part] == length:
+        return {}
+    at = start + record.arrived[part]
+    response = client.get_object(
+        bucket, stored.key, at, start + length - at, {"If-Match": f'"{stored.etag}"'}
+    )
+    try:
+        etag = response.headers.get("etag", "").strip('"')
+        if etag != stored.etag:  # a store that passes over If-Match
+            raise UserError(
+                f"s3://{bucket}/{stored.key}: it changed while it was fetched", "run it again"
+            )
+        for chunk in response.stream(READ_BYTES):
+            if at + len(chunk) > start + length:
+                raise Damaged("the store sends more than was asked for")
+            left = memoryview(chunk)
+            while left:
+                written = os.pwrite(file, left, at)
+                left, at = left[written:], at + written
+                record.add(part, written)
+        if at != start + length:
+            raise Damaged(f"{at - start} of {length} bytes came")
+        return response.headers
+    finally:
+        response.close()
+        response.release_conn()

@@ -1,0 +1,81 @@
+"""A pipeline's arguments: as command-line options, and what can be wrong with them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from lathe.errors import UserError
+from pipelines.compile import PIPELINES
+
+OPTIONS = {
+    "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
+    "tokenizer": "Tokenizer file or folder.",
+    "model": "Checkpoint folder to start from.",
+    "cloze": "LAMBADA-format file to evaluate on.",
+    "recipe": "Name or path of the pipeline's recipe.",
+    "prune_recipe": "The recipe of pruning, in `full` and `compress`.",
+    "qat_recipe": "The recipe of quantization, likewise.",
+    "target": "What `compress` aims at: latency=0.5.",
+    "budget": "What it may cost: perplexity=0.05.",
+    "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
+}
+Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(PIPELINES)}.")]
+Overrides = Annotated[
+    list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
+]
+
+
+def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
+    """Make `function(pipeline, arguments, **own)` a command with an option for every argument.
+
+    `arguments` has those that were given, the others being the pipeline's defaults, and always
+    `overrides`.
+    """
+
+    @functools.wraps(function)
+    def command(pipeline: str, overrides: list[str], **options: Any) -> None:
+        values = {key: options.pop(key) for key in OPTIONS}
+        arguments = {key: value for key, value in values.items() if value}
+        function(pipeline, arguments | {"overrides": overrides}, **options)
+
+    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, default=default, annotation=kind)
+
+    own = list(inspect.signature(function).parameters.values())[2:]
+    parameters = [
+        parameter("pipeline", Pipeline, "full"),
+        *(parameter(k, Annotated[str, typer.Option(help=h)], "") for k, h in OPTIONS.items()),
+        parameter("overrides", Overrides, []),
+        *(parameter(p.name, p.annotation, p.default) for p in own),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
+    """No such pipeline, an argument that it does not have, or one that it needs."""
+    if name not in PIPELINES:
+        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(PIPELINES)}")
+        return
+    inputs = PIPELINES[name].component_spec.inputs
+    for key in arguments.keys() - inputs.keys():
+        yield UserError(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
+    for key, spec in inputs.items():
+        if not spec.optional and key not in arguments:
+            yield UserError(
+                f"pipeline {name} needs a {key}",
+                f"give --{key} (make: {key.upper()}=...), such as the one `make run "
+                "PIPELINE=pretrain` writes",
+            )
+
+
+def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, str]:
+    """The recipes that a pipeline reads, by argument."""
+    inputs = PIPELINES[name].component_spec.inputs
+    keys = [key for key in inputs if key.endswith("recipe")]
+    return {key: arguments.get(key, inputs[key].default) for key in keys}

@@ -1,0 +1,111 @@
+"""Kubeflow's cron: six fields, the seconds first, and the times they mean."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from lathe.errors import UserError
+
+MONTHS = ["JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC"]
+WEEKDAYS = ["SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT"]
+FIELDS: list[tuple[str, int, int, list[str]]] = [
+    ("second", 0, 59, []),
+    ("minute", 0, 59, []),
+    ("hour", 0, 23, []),
+    ("day of month", 1, 31, []),
+    ("month", 1, 12, MONTHS),
+    ("day of week", 0, 6, WEEKDAYS),
+]
+CURE = (
+    'write "SECOND MINUTE HOUR DAY-OF-MONTH MONTH DAY-OF-WEEK": '
+    '"0 0 3 * * 1" is Mondays at 03:00:00'
+)
+LONGEST = timedelta(days=8 * 366)
+"""February 29th may be eight years away."""
+
+
+@dataclass(frozen=True)
+class Cron:
+    """The values that each field allows.
+
+    Where both days are given, either of them is enough, as in every cron.
+    """
+
+    seconds: frozenset[int]
+    minutes: frozenset[int]
+    hours: frozenset[int]
+    days: frozenset[int]
+    months: frozenset[int]
+    weekdays: frozenset[int]
+    any_day_is_enough: bool
+
+    def after(self, start: datetime) -> Iterator[datetime]:
+        """The times later than `start`, in its time zone."""
+        midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
+        for number in range(LONGEST.days):
+            day = midnight + timedelta(days=number)
+            if not self._is_on(day):
+                continue
+            for hour in sorted(self.hours):
+                for minute in sorted(self.minutes):
+                    for second in sorted(self.seconds):
+                        time = day.replace(hour=hour, minute=minute, second=second)
+                        if time > start:
+                            yield time
+
+    def _is_on(self, day: datetime) -> bool:
+        of_month = day.day in self.days
+        of_week = day.isoweekday() % 7 in self.weekdays
+        on = of_month or of_week if self.any_day_is_enough else of_month and of_week
+        return on and day.month in self.months
+
+
+def parse_cron(text: str) -> Cron:
+    """Read a cron expression with the grammar of Kubeflow's scheduler.
+
+    Raises:
+        UserError: not six fields (a crontab's five have no seconds), a value out of range, or a
+            date that never comes.
+    """
+    parts = text.split()
+    if len(parts) == 5:
+        raise UserError(
+            f"cron {text!r}: five fields, and Kubeflow's cron has six, the seconds first",
+            f'put a 0 before it: "0 {text.strip()}"',
+        )
+    if len(parts) != len(FIELDS):
+        raise UserError(f"cron {text!r}: {len(parts)} fields instead of six", CURE)
+    values = [_values(text, part, *field) for part, field in zip(parts, FIELDS, strict=True)]
+    free = [part[0] in "*?" for part in (parts[3], parts[5])]
+    cron = Cron(*values, any_day_is_enough=not any(free))
+    if not any(True for _ in cron.after(datetime(2024, 1, 1, tzinfo=UTC))):
+        raise UserError(f"cron {text!r}: there is no such day", CURE)
+    return cron
+
+
+def _values(text: str, field: str, name: str, low: int, high: int, names: list[str]) -> frozenset:
+    """The values of a comma-separated list of `*`, `3`, `1-5`, `*/15`, `3/15` or `MON-FRI`."""
+    found: set[int] = set()
+    for item in field.upper().split(","):
+        match = re.fullmatch(r"(\*|\?|\w+)(?:-(\w+))?(?:/(\d+))?", item)
+        if not match or (match[1] in "*?" and match[2]):
+            raise UserError(f"cron {text!r}: {name}: {item!r} is not understood", CURE)
+        first, last, step = match.groups()
+        if first in "*?":
+            begin, end = low, high
+        else:
+            begin = _number(first, low, names)
+            # 3/15 is 3-59/15.
+            end = _number(last, low, names) if last else high if step else begin
+        if begin is None or end is None or not low <= begin <= end <= high or step == "0":
+            known = f", or {names[0]} to {names[-1]}" if names else ""
+            raise UserError(f"cron {text!r}: {name}: {item!r} is not in {low}-{high}{known}", CURE)
+        found.update(range(begin, end + 1, int(step or 1)))
+    return frozenset(found)
+
+
+def _number(text: str, low: int, names: list[str]) -> int | None:
+    if text in names:
+        return low + names.index(text)
+    return int(text) if text.isdecimal() else None

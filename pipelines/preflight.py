@@ -1,0 +1,142 @@
+"""What can be known to be wrong before a run is submitted: all of it at once, each with a cure."""
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from google.protobuf import json_format
+from kfp.dsl.graph_component import GraphComponent
+
+from lathe import storage
+from lathe.data.newest import NEWEST
+from lathe.errors import StageError, UserError
+from lathe.launch.nodes import check_node_pool
+from lathe.recipe import load_recipe
+from lathe.settings import Recipe
+from lathe.train.batch import resolve_batch
+from lathe.train.workers import mesh_shape
+from pipelines.arguments import recipe_names, wrong_names
+from pipelines.registry import check_image
+from pipelines.resources import Pool
+from pipelines.server import Client, connect
+
+TRAINING_RECIPES = {
+    "pretrain": ("recipe",),
+    "prune": ("recipe",),
+    "qat": ("recipe",),
+    "compress": ("prune_recipe", "qat_recipe"),
+    "full": ("recipe", "prune_recipe", "qat_recipe"),
+}
+NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
+"""What else these may be, or begin with."""
+
+
+class Preflight:
+    """Collects what is wrong, and what could not be checked from here."""
+
+    def __init__(self) -> None:
+        self.problems: list[UserError] = []
+        self.unchecked: list[str] = []
+
+    def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's result; None where it found something wrong or could not check."""
+        try:
+            return function(*arguments)
+        except UserError as error:
+            self.problems.append(error)
+        except StageError as error:
+            self.unchecked.append(f"{what}: not checked: {error}")
+        return None
+
+    def finish(self) -> None:
+        """Raise all that was found, as an ExceptionGroup of UserErrors."""
+        if self.problems:
+            raise ExceptionGroup("preflight", self.problems)
+
+    def server(self) -> Client | None:
+        """A client that is signed in."""
+        try:
+            return connect()
+        except UserError as error:
+            self.problems.append(error)
+        except StageError as error:
+            look = "kubectl -n kubeflow logs deployment/ml-pipeline"
+            self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
+        return None
+
+    def arguments(self, name: str, arguments: dict[str, Any]) -> None:
+        """Names, and addresses that a cluster can reach."""
+        self.problems += wrong_names(name, arguments)
+        for key in ("model", "corpus", "tokenizer", "cloze", "production"):
+            if value := arguments.get(key):
+                self.check(key, _check_reachable, key, value)
+
+    def recipes(self, name: str, arguments: dict[str, Any], pool: Pool) -> None:
+        """Every recipe that the pipeline reads: its settings, and its layout on the pool."""
+        for key, recipe in recipe_names(name, arguments).items():
+            if Path(recipe).is_file():
+                self.problems.append(
+                    UserError(
+                        f"{key} {recipe}: a file of this machine, and the steps run in an image",
+                        "put it into lathe/recipes/, make images, make push, and give its name; "
+                        "or give its settings with -o",
+                    )
+                )
+            settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
+            if settings and key in TRAINING_RECIPES[name] and pool.gpus:
+                settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
+                self.check(recipe, _check_layout, recipe, settings, pool)
+
+    def images(self, pipeline: GraphComponent) -> None:
+        """Those that the pipeline names are in their registries."""
+        spec = pipeline.component_spec.implementation.graph.deployment_spec
+        executors = json_format.MessageToDict(spec)["executors"].values()
+        for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
+            self.check(f"image {image}", check_image, image)
+
+    def nodes(self, pool: Pool) -> None:
+        if pool.gpus:
+            context = os.environ.get("LATHE_KFP_CONTEXT")
+            machines = (pool.node_pool, pool.nodes, pool.gpus, context)
+            self.check(f"node pool {pool.node_pool}", check_node_pool, *machines)
+
+    def store(self, root: str) -> None:
+        """An object can be put below the pipeline root, and removed, where one is configured."""
+        if not root:
+            self.unchecked.append("object store: not checked: no pipeline root is given (ROOT=)")
+        elif urlsplit(root).scheme not in ("s3", "minio"):
+            self.unchecked.append(f"object store: not checked: {root} is not on S3")
+        elif not os.environ.get("AWS_ACCESS_KEY_ID") and "LATHE_S3_SECRET_DIR" not in os.environ:
+            self.unchecked.append(
+                f"object store: not checked: AWS_ACCESS_KEY_ID is not set here for {root}"
+            )
+        else:
+            self.check("object store", _check_writable, root)
+
+
+def _check_reachable(key: str, value: str) -> None:
+    if storage.is_remote(value.removeprefix(NEWEST)) or value.startswith(NO_ADDRESSES.get(key, ())):
+        return
+    raise UserError(
+        f"{key} {value}: a path of this machine, which the cluster does not see",
+        f"upload it: python -m lathe.storage put {value} s3://BUCKET/{Path(value).name} "
+        "and give that address",
+    )
+
+
+def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
+    try:
+        _, dp, sharding, _ = mesh_shape(recipe.Distributed, pool.nodes * pool.gpus)
+        resolve_batch(recipe, dp * sharding)
+    except UserError as error:
+        machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
+        raise UserError(f"recipe {name} with {machines}: {error.what}", error.cure) from None
+
+
+def _check_writable(root: str) -> None:
+    probe = f"{root.rstrip('/')}/.lathe-probe-{uuid.uuid4().hex}"
+    storage.write_text(probe, "")
+    storage.remove(probe)

@@ -1,0 +1,152 @@
+"""The Kubeflow Pipelines server: where it is and how to sign in, from the environment."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kfp
+import kfp_server_api
+import urllib3
+from kfp.client import ServiceAccountTokenVolumeCredentials
+
+from lathe.errors import StageError, UserError
+
+VARIABLES = {
+    "LATHE_KFP_ENDPOINT": "address of the UI or the API server (also: KFP_ENDPOINT); without it "
+    "the kube context's cluster is asked",
+    "LATHE_KFP_TOKEN_FILE": "file with a bearer token, read again for every request; within a pod "
+    "the projected service-account token is taken",
+    "LATHE_KFP_COOKIES": "cookies of a session in the browser, authservice_session=...",
+    "LATHE_KFP_CA": "file with the certificate authority of the server",
+    "LATHE_KFP_NAMESPACE": "your namespace, where users have one each",
+    "LATHE_KFP_CONTEXT": "kube context, instead of the current one",
+    "LATHE_KFP_UI": "address of the UI for the links printed, where it is another",
+}
+HELP = "\n\n".join(["Environment:", *(f"{key}: {text}." for key, text in VARIABLES.items())])
+"""For `--help`."""
+
+KUBEFLOW = "kubeflow"
+CONNECT_SECONDS = 5.0
+POD_TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
+IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the ways to sign in"
+
+
+class Client(kfp.Client):
+    """KFP's client, which has the requests of every service (`client.runs`, ...) and signs them.
+
+    Attributes:
+        namespace: the user's, or None where all share one.
+    """
+
+    namespace: str | None = None
+
+    def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
+        """Ask once: the original takes 25 s to find that a token is wrong."""
+        return self.healthzs.healthz_service_get_healthz(_request_timeout=CONNECT_SECONDS)
+
+    def page(self, path: str) -> str:
+        """Address of a page of the UI, such as `runs/details/<id>`."""
+        # Asked through the kube context, the API has an address that no browser can use.
+        address = os.environ.get("LATHE_KFP_UI") or endpoint() or "http://localhost:8080"
+        return f"{address.rstrip('/')}/#/{path}"
+
+
+def endpoint() -> str:
+    """The server's address as the user gave it; empty if the kube context has to lead there."""
+    given = os.environ.get("LATHE_KFP_ENDPOINT") or os.environ.get("KFP_ENDPOINT") or ""
+    return given if "://" in given or not given else f"https://{given}"
+
+
+def connect() -> Client:
+    """A client for the server that the environment names, which has answered.
+
+    Raises:
+        UserError: no address, a file that is not there, no answer, or credentials refused.
+    """
+    variable = os.environ.get
+    token, authority = variable("LATHE_KFP_TOKEN_FILE"), variable("LATHE_KFP_CA")
+    for key, path in (("LATHE_KFP_TOKEN_FILE", token), ("LATHE_KFP_CA", authority)):
+        if path and not Path(path).is_file():
+            raise UserError(f"{key}={path}: no such file", "check the path")
+    if not endpoint() and not _has_kube_context():
+        raise UserError(
+            "no Kubeflow Pipelines: LATHE_KFP_ENDPOINT is not set, and there is no kube context",
+            "set LATHE_KFP_ENDPOINT to the address of the UI, or KUBECONFIG",
+        )
+    if not token and POD_TOKEN.is_file():
+        token = str(POD_TOKEN)
+    with answers():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="kfp")
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it tells of every retry
+        client = Client(
+            host=endpoint() or None,
+            credentials=ServiceAccountTokenVolumeCredentials(token) if token else None,
+            cookies=variable("LATHE_KFP_COOKIES"),
+            ssl_ca_cert=authority,
+            kube_context=variable("LATHE_KFP_CONTEXT"),
+            namespace=KUBEFLOW,
+        )
+        client.namespace = variable("LATHE_KFP_NAMESPACE") or None
+        if client.get_kfp_healthz().multi_user is None:
+            raise UserError(
+                f"{endpoint()}: answers, but not as Kubeflow Pipelines: a page to sign in?",
+                SIGN_IN,
+            )
+        # The health is told to everyone; this is not.
+        client.experiments.experiment_service_list_experiments(
+            page_size=1, namespace=client.namespace
+        )
+    return client
+
+
+def _has_kube_context() -> bool:
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    return IN_CLUSTER.is_file() or any(Path(f).is_file() for f in files.split(os.pathsep) if f)
+
+
+@contextmanager
+def answers() -> Iterator[None]:
+    """Turn what a request of the block raises into one clear error.
+
+    Raises:
+        UserError: credentials refused, or no answer.
+        StageError: the server's own error.
+    """
+    try:
+        yield
+    except kfp_server_api.ApiException as error:
+        if error.status in (401, 403):
+            raise UserError(
+                f"{_asked()}: the server refuses these credentials ({error.status})", SIGN_IN
+            ) from None
+        raise StageError(f"{_asked()}: {error.status} {_message(error)}") from None
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        if "CERTIFICATE_VERIFY_FAILED" in str(reason):
+            raise UserError(
+                f"{_asked()}: its certificate is signed by nobody whom this machine trusts",
+                "set LATHE_KFP_CA to the file of the authority that signed it",
+            ) from None
+        raise UserError(
+            f"{_asked()}: no answer: {reason}",
+            "check LATHE_KFP_ENDPOINT or LATHE_KFP_CONTEXT, and the network (for a port-forward: "
+            "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80)",
+        ) from None
+
+
+def _asked() -> str:
+    return endpoint() or "Kubeflow Pipelines through the kube context"
+
+
+def _message(error: kfp_server_api.ApiException) -> str:
+    try:
+        body = json.loads(error.body)
+    except (TypeError, ValueError):
+        return str(error.reason)
+    return str(body.get("message") or body.get("error") or error.reason)

@@ -1,0 +1,71 @@
+"""The newest corpus of a folder and of a prefix in a real store."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lathe.data.newest import resolve
+from lathe.data.prepare import prepare
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+from lathe.storage import remove, upload, write_text
+from tests.small_run import SMALL
+
+
+def test_what_is_no_choice_stays(tmp_path: Path) -> None:
+    for source in ("python", "s3://bucket/corpora/", str(tmp_path), "hf://name::train"):
+        assert resolve(source) == source
+
+
+def test_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no whole corpus there"):
+        resolve(f"newest:{tmp_path}")
+    with pytest.raises(UserError, match="no such folder"):
+        resolve(f"newest:{tmp_path}/corpora")
+    names = ("monday.txt", "tuesday/a.txt", "wednesday.jsonl", ".thursday.txt.part")
+    for age, name in enumerate(reversed(names)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    (tmp_path / "empty").mkdir()
+    assert resolve(f"newest:{tmp_path}") == str(tmp_path / "wednesday.jsonl")
+    os.utime(tmp_path / "tuesday/a.txt", (2e9, 2e9))
+    assert resolve(f"newest:{tmp_path}/") == str(tmp_path / "tuesday")
+
+
+def test_below_a_prefix_only_what_is_whole(
+    s3: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"newest:{s3}/corpora/"
+    with pytest.raises(UserError, match="no whole corpus there"):
+        resolve(place)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.txt").write_text("a")
+    write_text(f"{s3}/corpora/first.txt", "1")
+    time.sleep(1.1)  # the store's times are in seconds
+    assert resolve(place) == f"{s3}/corpora/first.txt"
+    upload(tmp_path / "folder", f"{s3}/corpora/second/")
+    time.sleep(1.1)
+    assert resolve(place) == f"{s3}/corpora/second/"
+    write_text(f"{s3}/corpora/third/part-1.txt", "half of it")
+    assert resolve(place) == f"{s3}/corpora/second/"
+    assert "third/ is passed over" in caplog.text
+    write_text(f"{s3}/corpora/zeroth.txt", "4")
+    assert resolve(place) == f"{s3}/corpora/zeroth.txt"
+    remove(f"{s3}/corpora/zeroth.txt")
+    assert resolve(place) == f"{s3}/corpora/second/"
+
+
+def test_prepare_takes_and_records_it(s3: str, tmp_path: Path, small_data: Path) -> None:
+    corpus = small_data.parent / "corpus.txt"
+    upload(corpus, f"{s3}/corpora/2026-11.txt")
+    tokenizer = str(small_data / "tokenizer.json")
+    made = prepare(
+        load_recipe("tiny", SMALL), tmp_path / "data", f"newest:{s3}/corpora/", tokenizer
+    )
+    card = json.loads((made.folder / "data.json").read_text())
+    assert card["source"] == f"{s3}/corpora/2026-11.txt"
+    assert card["made_from"] == json.loads((small_data / "data.json").read_text())["made_from"]

@@ -1,0 +1,80 @@
+"""The model in production, from a real store, beside a candidate."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.data.tokenizer import train_tokenizer
+from lathe.errors import UserError
+from lathe.evaluate.challenge import challenge
+from lathe.evaluate.stage import evaluate
+from lathe.model.gpt import GPT
+from lathe.serve.golden import Golden
+from lathe.serve.release import Pointer, releases_of
+from lathe.serve.repository import write_repository
+from lathe.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
+from lathe.storage import write_text
+from tests.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
+
+
+@pytest.fixture
+def recipe(s3: str) -> Recipe:
+    gate = GateSettings(max_perplexity_increase=0.2)
+    return Recipe(Gate=gate, Production=ProductionSettings(releases=f"{s3}/releases"))
+
+
+@pytest.fixture
+def data(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
+    folder = write_held_out(tmp_path / "data")
+    byte_tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def go_live(recipe: Recipe, exported: Path, folder: Path) -> str:
+    """Publish an export and point to it."""
+    repository = write_repository(exported, folder, recipe.Serving, GenerationSettings())
+    releases, now = releases_of(recipe), datetime.now(UTC)
+    release = releases.publish(repository, Golden(published=now, max_tokens=1, prompts=()))
+    releases.point(Pointer().moved_to(release, now))
+    return releases.address(release)
+
+
+def test_the_first_the_same_and_a_worse_one(
+    recipe: Recipe, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    model = make_model(UNIFORM)
+    onnx = tmp_path / "onnx"
+    write_unproven(model, byte_tokenizer, onnx)
+    scores = tmp_path / "scores"
+    evaluate(recipe, onnx / "checkpoint", scores, data)
+    verdict = tmp_path / "verdict.json"
+
+    first = challenge(recipe, scores, verdict, data)
+    assert first.passed and first.reasons == ("passed: nothing is in production yet",)
+    assert json.loads(verdict.read_text())["passed"] is True
+
+    address = go_live(recipe, onnx, tmp_path / "repository")
+    same = challenge(recipe, scores, verdict, data)
+    assert same.verdict == "pass"
+    assert abs(same.checks[0].change) < 1e-4  # a checkpoint in torch, beside its ONNX file
+
+    worse = GPT(UNIFORM)
+    worse.initialize(0.4, seed=5)
+    evaluate(recipe, save(worse, byte_tokenizer, tmp_path / "worse"), tmp_path / "w", data)
+    failed = challenge(recipe, tmp_path / "w", verdict, data)
+    assert not failed.passed and failed.reasons[0].startswith("failed: perplexity")
+    assert json.loads(verdict.read_text())["verdict"] == "fail"
+
+    train_tokenizer(["other words are in it"] * 9, vocab_size=300).save(
+        str(data / "tokenizer.json")
+    )
+    with pytest.raises(UserError, match="cannot be measured beside") as other:
+        challenge(recipe, scores, verdict, data)
+    assert f"its tokenizer is {address}gpt/1/tokenizer.json" in str(other.value)
+
+    write_text(f"{address}gpt/1/config.json", "{}")
+    with pytest.raises(UserError, match=r"config\.json"):
+        challenge(recipe, scores, verdict, data)

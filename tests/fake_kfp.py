@@ -1,0 +1,314 @@
+"""A Kubeflow Pipelines server on the loopback interface, as far as its client asks of it.
+
+It keeps what it is sent, refuses what the real one refuses (unknown ids, names taken, a pipeline
+that is none, a wrong cron, wrong credentials), gives its lists in pages of two, and records every
+request. A run goes through the frames of `script`, one each time that it is asked for.
+"""
+
+import json
+import re
+import ssl
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from email import message_from_bytes
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import yaml
+from google.protobuf import json_format
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+PAGE = 2
+BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
+V2 = "/apis/v2beta1"
+PROXY = "/api/v1/namespaces/kubeflow/services/ml-pipeline:http/proxy/"
+"""Where a Kubernetes API server passes requests on to Kubeflow Pipelines."""
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: Any
+
+
+class Refused(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def task(name: str, state: str, pod: str = "", children: tuple[str, ...] = (), **more: Any) -> Json:
+    """One of a run's task details: it took 90 s. Children are named by Argo's node ids."""
+    begun = None if state == "PENDING" else BEGAN
+    ended = BEGAN + timedelta(seconds=90) if state not in ("PENDING", "RUNNING") else None
+    return {
+        "display_name": name,
+        "task_id": f"id-{name}-{pod}",
+        "create_time": BEGAN.isoformat(),
+        "start_time": begun and begun.isoformat(),
+        "end_time": ended and ended.isoformat(),
+        "state": state,
+        "pod_name": pod or None,
+        "child_tasks": [{"pod_name": child} for child in children],
+        **more,
+    }
+
+
+def frame(state: str, *tasks: Json, error: str = "") -> Json:
+    """What the server tells of a run at one moment."""
+    status = {"error": {"code": 13, "message": error}} if error else {}
+    return {"state": state, "run_details": {"task_details": list(tasks)}, **status}
+
+
+@dataclass
+class FakeKfp:
+    """The server's state; `url` is its address.
+
+    Attributes:
+        token, cookie: what a request must bring, where set.
+        logs: of pods, by name, from the API server; `ui_logs` from the UI's own page.
+        failures: statuses with which the next requests are answered.
+        refuse_recurring: there is no room for another recurring run.
+        active: how many recurring runs were enabled after every request.
+    """
+
+    token: str = ""
+    cookie: str = ""
+    script: list[Json] = field(default_factory=lambda: [frame("SUCCEEDED")])
+    logs: dict[str, str] = field(default_factory=dict)
+    ui_logs: dict[str, str] = field(default_factory=dict)
+    failures: list[int] = field(default_factory=list)
+    is_a_login_page: bool = False
+    refuse_recurring: bool = False
+    requests: list[Request] = field(default_factory=list)
+    experiments: dict[str, Json] = field(default_factory=dict)
+    pipelines: dict[str, Json] = field(default_factory=dict)
+    versions: dict[str, Json] = field(default_factory=dict)
+    runs: dict[str, Json] = field(default_factory=dict)
+    recurring_runs: dict[str, Json] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
+    active: list[int] = field(default_factory=list)
+    url: str = ""
+
+    def sent(self, method: str, path: str) -> list[Request]:
+        return [r for r in self.requests if r.method == method and re.fullmatch(path, r.path)]
+
+    def answer(self, request: Request) -> Any:
+        """JSON, or a log's text."""
+        self.requests.append(request)
+        if self.failures:
+            raise Refused(self.failures.pop(0), "try again")
+        if self.is_a_login_page:
+            return "<html>Who are you?</html>"
+        if request.path == f"{V2}/healthz":
+            return {"multi_user": False, "pipeline_store": "database"}
+        self._authorize(request)
+        for method, pattern, action in self._routes():
+            match = re.fullmatch(pattern, request.path)
+            if match and method == request.method:
+                answer = action(request, *match.groups())
+                enabled = [r for r in self.recurring_runs.values() if r["mode"] == "ENABLE"]
+                self.active.append(len(enabled))
+                return answer
+        raise Refused(404, f"no such path: {request.method} {request.path}")
+
+    def _authorize(self, request: Request) -> None:
+        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+            raise Refused(401, "Unauthenticated")
+        if self.cookie and request.headers.get("cookie") != self.cookie:
+            raise Refused(401, "Unauthenticated")
+
+    def _routes(self) -> list[tuple[str, str, Any]]:
+        one = "([^/:]+)"
+        return [
+            ("GET", f"{V2}/experiments", lambda r: _listed(r, "experiments", self.experiments)),
+            ("POST", f"{V2}/experiments", self._create_experiment),
+            ("GET", f"{V2}/pipelines", lambda r: _listed(r, "pipelines", self.pipelines)),
+            ("POST", f"{V2}/pipelines", self._create_pipeline),
+            ("POST", f"{V2}/pipelines/upload_version", self._upload_version),
+            ("GET", f"{V2}/pipelines/{one}/versions", self._list_versions),
+            ("POST", f"{V2}/runs", self._create_run),
+            ("GET", f"{V2}/runs/{one}", self._get_run),
+            ("GET", f"{V2}/recurringruns", self._list_recurring),
+            ("POST", f"{V2}/recurringruns", self._create_recurring),
+            ("POST", f"{V2}/recurringruns/{one}:(enable|disable)", self._set_mode),
+            ("DELETE", f"{V2}/recurringruns/{one}", self._delete_recurring),
+            ("GET", f"/apis/v1alpha1/runs/{one}/nodes/{one}/log", self._log),
+            ("GET", "/k8s/pod/logs", lambda r: _text(self.ui_logs, r.query["podname"])),
+        ]
+
+    def _create_experiment(self, request: Request) -> Json:
+        return _add(self.experiments, "experiment_id", request.body)
+
+    def _create_pipeline(self, request: Request) -> Json:
+        _required(request.body, "name")
+        _free(self.pipelines, request.body["display_name"])
+        return _add(self.pipelines, "pipeline_id", request.body)
+
+    def _upload_version(self, request: Request) -> Json:
+        query = request.query
+        _required(query, "name")
+        pipeline = _known(self.pipelines, query["pipelineid"])["pipeline_id"]
+        _free(self.versions, query["display_name"], pipeline_id=pipeline)
+        spec, platform = yaml.load_all(request.body, yaml.CSafeLoader)
+        json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec())
+        json_format.ParseDict(platform, pipeline_spec_pb2.PlatformSpec())
+        fields = ("name", "display_name", "description")
+        version = {key: query[key] for key in fields if key in query} | {"pipeline_id": pipeline}
+        added = _add(self.versions, "pipeline_version_id", version)
+        self.uploads[added["pipeline_version_id"]] = request.body
+        return added
+
+    def _list_versions(self, request: Request, pipeline: str) -> Json:
+        mine = {k: v for k, v in self.versions.items() if v["pipeline_id"] == pipeline}
+        return _listed(request, "pipeline_versions", mine)
+
+    def _check_reference(self, body: Json) -> None:
+        _known(self.experiments, body["experiment_id"])
+        reference = body["pipeline_version_reference"]
+        version = _known(self.versions, reference["pipeline_version_id"])
+        if version["pipeline_id"] != reference["pipeline_id"]:
+            raise Refused(400, "the version is another pipeline's")
+
+    def _create_run(self, request: Request) -> Json:
+        self._check_reference(request.body)
+        return _add(self.runs, "run_id", request.body | {"state": "PENDING"})
+
+    def _get_run(self, request: Request, run_id: str) -> Json:
+        now = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        return _known(self.runs, run_id) | now
+
+    def _list_recurring(self, request: Request) -> Json:
+        return _listed(request, "recurringRuns", self.recurring_runs)
+
+    def _create_recurring(self, request: Request) -> Json:
+        self._check_reference(request.body)
+        if self.refuse_recurring:
+            raise Refused(400, "the quota of schedules is used up")
+        if len(request.body["trigger"]["cron_schedule"]["cron"].split()) != 6:
+            raise Refused(400, "Schedule cron is not a valid cron expression")
+        return _add(self.recurring_runs, "recurring_run_id", request.body)
+
+    def _set_mode(self, request: Request, schedule: str, verb: str) -> Json:
+        _known(self.recurring_runs, schedule)["mode"] = verb.upper()
+        return {}
+
+    def _delete_recurring(self, request: Request, schedule: str) -> Json:
+        _known(self.recurring_runs, schedule)
+        del self.recurring_runs[schedule]
+        return {}
+
+    def _log(self, request: Request, run_id: str, pod: str) -> str:
+        _known(self.runs, run_id)
+        return _text(self.logs, pod)
+
+
+def _add(table: dict[str, Json], key: str, body: Json) -> Json:
+    identity = str(uuid.uuid4())
+    table[identity] = body | {key: identity, "created_at": BEGAN.isoformat()}
+    return table[identity]
+
+
+def _known(table: dict[str, Json], identity: str) -> Json:
+    if identity not in table:
+        raise Refused(404, f"{identity} not found")
+    return table[identity]
+
+
+def _required(body: Json, field: str) -> None:
+    if not body.get(field):
+        raise Refused(400, f"Required input field. {field}")
+
+
+def _free(table: dict[str, Json], name: str, **scope: str) -> None:
+    for row in table.values():
+        if row["display_name"] == name and all(row[k] == v for k, v in scope.items()):
+            raise Refused(409, f"the name {name} already exists")
+
+
+def _text(texts: dict[str, str], name: str) -> str:
+    if name not in texts:
+        raise Refused(500, f"pod {name} has no log")
+    return texts[name]
+
+
+def _listed(request: Request, name: str, table: dict[str, Json]) -> Json:
+    rows = list(table.values())
+    for predicate in json.loads(request.query.get("filter") or "{}").get("predicates", []):
+        if (predicate["operation"], predicate["key"]) != (1, "display_name"):
+            raise Refused(400, f"no such filter: {predicate}")
+        rows = [row for row in rows if row["display_name"] == predicate["stringValue"]]
+    begin = int(request.query.get("page_token") or 0)
+    rest = {"next_page_token": str(begin + PAGE)} if len(rows) > begin + PAGE else {}
+    return {name: rows[begin : begin + PAGE], "total_size": len(rows)} | rest
+
+
+@contextmanager
+def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]:
+    """A server on a free port for as long as the block runs; with TLS by a certificate and key."""
+    kfp = FakeKfp(**settings)
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _handle(self) -> None:
+            address = urlsplit(self.path)
+            headers = {key.lower(): value for key, value in self.headers.items()}
+            raw = self.rfile.read(int(headers.get("content-length", 0)))
+            query = dict(parse_qsl(address.query))
+            body = _body(raw, headers.get("content-type", ""))
+            path = address.path.removeprefix(PROXY)
+            request = Request(self.command, path, query, headers, body)
+            try:
+                with lock:
+                    answer, status = kfp.answer(request), 200
+            except Refused as error:
+                answer = {"error": str(error), "code": 2, "message": str(error), "details": []}
+                status = error.status
+            kind = "text/plain" if isinstance(answer, str) else "application/json"
+            text = answer if isinstance(answer, str) else json.dumps(answer)
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST = do_DELETE = _handle
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        kfp.url = f"http://127.0.0.1:{server.server_port}"
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            kfp.url = kfp.url.replace("http", "https")
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield kfp
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def _body(raw: bytes, kind: str) -> Any:
+    """JSON, or the one file of a form."""
+    if kind.startswith("multipart/form-data"):
+        form = message_from_bytes(b"Content-Type: " + kind.encode() + b"\r\n\r\n" + raw)
+        (part,) = form.get_payload()
+        assert part.get_param("name", header="Content-Disposition") == "uploadfile"
+        return part.get_payload(decode=True)
+    return json.loads(raw) if raw else None

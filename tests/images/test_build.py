@@ -1,0 +1,90 @@
+"""What `make images` and `make push` say before a builder is asked; which image a step names."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components import images
+from images import build
+
+ROOT = Path(build.__file__).resolve().parents[1]
+
+
+def command(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ({"PATH": str(path)} if path else {})
+    return subprocess.run(
+        [sys.executable, "-m", "images.build", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_no_builder(tmp_path: Path) -> None:
+    git = shutil.which("git")
+    assert git
+    (tmp_path / "git").symlink_to(git)
+    done = command("serve", path=tmp_path)
+    assert done.returncode == 2
+    assert "none of podman, buildah, docker" in done.stderr and "cure: install" in done.stderr
+
+
+def test_no_such_image() -> None:
+    done = command("serv")
+    assert done.returncode == 2 and "serv" in done.stderr and "paddle" in done.stderr
+
+
+def test_push_needs_a_registry() -> None:
+    done = subprocess.run(["make", "push"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "REGISTRY=registry.example.com/team" in done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit, which `build` takes for ours."""
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.com"]
+    (tmp_path / "lathe").mkdir()
+    (tmp_path / "lathe" / "a.py").write_text("")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_the_tag_says_when_an_image_is_not_the_commit(checkout: Path) -> None:
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True
+    ).stdout[:12]
+    (checkout / "README.md").write_text("goes into no image")
+    assert build.tag("cpu") == f"{head}-cpu"
+    (checkout / "lathe" / "b.py").write_text("goes into all")
+    assert build.tag("cuda") == f"{head}-dirty-cuda"
+
+
+def test_the_source_label_carries_no_credentials(checkout: Path) -> None:
+    address = "https://user:token@git.example.com/team/lathe.git"
+    subprocess.run(["git", "remote", "add", "origin", address], cwd=checkout, check=True)
+    assert build._source() == "https://git.example.com/team/lathe.git"
+
+
+def test_a_step_names_the_image_given_or_pushed_or_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "PUSHED", tmp_path / "refs.json")
+    built = images.reference("train")
+    assert built.startswith("localhost/lathe-train:")
+    monkeypatch.delenv("LATHE_TRAIN_IMAGE")
+    assert images.reference("train") == built
+    pushed = "registry.example.com/lathe-train@sha256:" + 64 * "0"
+    images.PUSHED.write_text(json.dumps({"train": pushed}))
+    assert images.reference("train") == pushed
+    monkeypatch.setenv("LATHE_TRAIN_IMAGE", "registry.example.com/other:1")
+    assert images.reference("train") == "registry.example.com/other:1"
+    monkeypatch.setenv("LATHE_TRAIN_IMAGE", "")
+    assert images.reference("train") == built

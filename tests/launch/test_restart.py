@@ -1,0 +1,85 @@
+"""Launchers as processes that are killed, come up again, or are told to end."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.fake_kubernetes import FakeKubernetes
+from tests.fake_trainer import TRAINJOBS, Pod
+from tests.launch.launchers import asked, eventually, launcher, play, run_until_told, succeed
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.mark.parametrize("same_pod", [True, False])
+def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: bool) -> None:
+    go_on = []
+
+    def wait(pod: Pod) -> None:
+        pod.start()
+        pod.say("first")
+        eventually(lambda: go_on or pod.told_to_end.is_set())
+        pod.say("last")
+        pod.end(0 if go_on else 75)
+
+    trainer = play(in_pod, wait)
+    with launcher(in_pod) as first:
+        assert first.stdout is not None and first.stdout.readline() == "first\n"
+        os.kill(first.pid, signal.SIGKILL)
+    in_pod.patch("pods", "step-1", {"status": {"phase": "Running" if same_pod else "Failed"}})
+    (job,) = in_pod.list(TRAINJOBS)
+    with launcher(in_pod, "step-1" if same_pod else "step-2") as second:
+        assert second.stdout is not None and second.stdout.readline() == "first\n"
+        (adopted,) = in_pod.list(TRAINJOBS)
+        (owner,) = adopted["metadata"]["ownerReferences"]
+        assert owner["name"] == ("step-1" if same_pod else "step-2")
+        assert adopted["metadata"]["uid"] == job["metadata"]["uid"]
+        if not same_pod:
+            in_pod.delete("pods", "step-1")  # the old owner's end is not the job's any more
+        go_on.append(True)
+        out, err = second.communicate(timeout=60)
+    assert second.returncode == 0, err
+    assert out == "last\n" and "adopted" in err
+    assert len(trainer.created) == 1
+
+
+def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> None:
+    def slow_to_end(pod: Pod) -> None:
+        if pod.attempt == 2:
+            return succeed(pod)
+        pod.start()
+        pod.say("first")
+        pod.told_to_end.wait()
+        time.sleep(3)
+        pod.end(75)
+
+    trainer = play(in_pod, slow_to_end)
+    with launcher(in_pod) as first:
+        assert first.stdout is not None and first.stdout.readline() == "first\n"
+        os.kill(first.pid, signal.SIGKILL)
+    (job,) = in_pod.list(TRAINJOBS)
+    name = job["metadata"]["name"]
+    finalizers = {"metadata": {"finalizers": ["test/held"]}}
+    in_pod.patch(TRAINJOBS, name, finalizers)
+    in_pod.delete("pods", "step-1")
+    assert in_pod.get(TRAINJOBS, name)["metadata"]["deletionTimestamp"]
+    before = asked(in_pod, "GET", name)
+    with launcher(in_pod, "step-2") as second:
+        eventually(lambda: asked(in_pod, "GET", name) >= before + 2)
+        in_pod.patch(TRAINJOBS, name, {"metadata": {"finalizers": []}})
+        _, err = second.communicate(timeout=60)
+    assert second.returncode == 0, err
+    assert "waiting for its pods to end" in err
+    assert len(trainer.created) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_deletes_the_job(in_pod: FakeKubernetes, number: int) -> None:
+    play(in_pod, run_until_told)
+    with launcher(in_pod) as process:
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        process.send_signal(number)
+        process.wait(timeout=60)
+    assert process.returncode == 128 + number

@@ -1,0 +1,184 @@
+"""Rollouts against the fake Kubernetes: success, failures that go back, and the lock."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import StageError, UserError
+from lathe.launch import deployment as deployments
+from lathe.launch import rollout
+from lathe.launch.deployment import CAUSE, LOCK, RELEASE, Deployment
+from tests.fake_deployments import NAME, Deployments, Served, deployment, until
+from tests.fake_kubernetes import FakeKubernetes
+
+GOOD, BETTER, CRASHES, HANGS = (f"s3://b/gpt/{n}/" for n in ("good", "better", "crashes", "hangs"))
+
+
+class Nothing:
+    def stop(self) -> None:
+        pass
+
+
+def program(release: str) -> Served | None:
+    """What the release's name says of it."""
+    if release == CRASHES:
+        raise RuntimeError("tritonserver: no such operator: MatMulNBits")
+    return None if release == HANGS else Nothing()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    monkeypatch.setattr(rollout, "POLL_SECONDS", 0.05)
+    for name, seconds in (("POLL_SECONDS", 0.05), ("RENEW_SECONDS", 0.1), ("LOCK_SECONDS", 1.0)):
+        monkeypatch.setattr(deployments, name, seconds)
+    with FakeKubernetes() as fake:
+        monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig(tmp_path)))
+        monkeypatch.delenv("POD_NAMESPACE", raising=False)
+        yield fake
+
+
+@pytest.fixture
+def controller(cluster: FakeKubernetes) -> Deployments:
+    """Its two pods run the release GOOD."""
+    cluster.create("deployments.apps", deployment(GOOD))
+    made = Deployments(cluster, program)
+    made.start()
+    until(lambda: len(made.ready) == 2)
+    return made
+
+
+def roll(release: str, back_to: str | None = GOOD, seconds: float = 20.0) -> None:
+    serving = Deployment("lathe", NAME)
+    with serving.locked():
+        rollout.roll(serving, release, back_to, seconds)
+
+
+def served(cluster: FakeKubernetes, controller: Deployments) -> set[str]:
+    """What the pods that are ready serve, once everything is as the Deployment says."""
+    found = cluster.get("deployments.apps", NAME)
+    assert LOCK not in found["metadata"]["annotations"]
+    assert found["spec"]["template"]["metadata"]["annotations"][RELEASE] == (
+        Deployment("lathe", NAME).release()
+    )
+    until(lambda: len(controller.pods) == 2)
+    return {pod.release for pod in controller.ready}
+
+
+def test_a_rollout_ends_when_only_new_pods_serve(
+    cluster: FakeKubernetes, controller: Deployments
+) -> None:
+    before = cluster.get("deployments.apps", NAME)
+    roll(BETTER)
+    assert served(cluster, controller) == {BETTER}
+    after = cluster.get("deployments.apps", NAME)
+    assert BETTER in after["metadata"]["annotations"][CAUSE]
+    (fetcher,) = after["spec"]["template"]["spec"]["initContainers"]
+    (was,) = before["spec"]["template"]["spec"]["initContainers"]
+    assert fetcher == was | {"env": [was["env"][0], {"name": "LATHE_RELEASE", "value": BETTER}]}
+
+    generation = after["metadata"]["generation"]
+    roll(BETTER)  # again: nothing to do
+    assert cluster.get("deployments.apps", NAME)["metadata"]["generation"] == generation
+
+
+def test_pods_that_crash_are_told_with_their_last_lines_and_the_old_release_serves_again(
+    cluster: FakeKubernetes, controller: Deployments
+) -> None:
+    with pytest.raises(StageError) as failed:
+        roll(CRASHES)
+    message = str(failed.value)
+    assert f"{CRASHES}: pod {NAME}-" in message and re.search(r"crashed \d times", message)
+    assert "exit code 1" in message and "no such operator: MatMulNBits" in message
+    assert f"went back to {GOOD}, which serves" in message
+    assert served(cluster, controller) == {GOOD}
+
+
+@pytest.mark.parametrize("deadline", [600, 1])
+def test_a_rollout_that_hangs_goes_back(
+    cluster: FakeKubernetes, controller: Deployments, deadline: int
+) -> None:
+    cluster.patch("deployments.apps", NAME, {"spec": {"progressDeadlineSeconds": deadline}})
+    with pytest.raises(StageError, match=r"not rolled out in \d s") as failed:
+        roll(HANGS, seconds=1.5 if deadline == 600 else 20.0)
+    assert "containers with unready status" in str(failed.value)
+    assert "went back to" in str(failed.value)
+    assert served(cluster, controller) == {GOOD}
+
+
+def test_when_going_back_fails_too_both_are_told(
+    cluster: FakeKubernetes, controller: Deployments
+) -> None:
+    with pytest.raises(StageError) as failed:
+        roll(CRASHES, back_to=HANGS, seconds=1.0)
+    assert f"{CRASHES}: pod" in str(failed.value)
+    assert f"going back to {HANGS} failed too: {HANGS}: not rolled out" in str(failed.value)
+    with pytest.raises(StageError, match="no release before it"):
+        roll(CRASHES, back_to=None)
+
+
+def test_of_two_at_once_one_is_refused(cluster: FakeKubernetes, controller: Deployments) -> None:
+    first = Deployment("lathe", NAME)
+    began, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with first.locked():
+            began.set()
+            while not ended.wait(0.1):
+                first.keep_lock()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    began.wait()
+    try:
+        with pytest.raises(StageError, match="is being rolled by another"):
+            roll(BETTER)
+    finally:
+        ended.set()
+        holder.join()
+    assert controller.history == [GOOD]
+    roll(BETTER)
+    assert served(cluster, controller) == {BETTER}
+
+
+def test_the_lock_of_the_dead_is_taken_and_the_sleeper_learns_it(
+    cluster: FakeKubernetes, controller: Deployments
+) -> None:
+    sleeper = Deployment("lathe", NAME)
+    with pytest.raises(StageError, match="the lock was lost to"), sleeper.locked():
+        started = time.monotonic()
+        waking = Deployment("lathe", NAME)
+        with waking.locked():
+            assert time.monotonic() - started > deployments.LOCK_SECONDS
+            rollout.roll(sleeper, BETTER, GOOD, 5)
+    assert served_release() == GOOD
+
+
+def served_release() -> str | None:
+    return Deployment("lathe", NAME).release()
+
+
+def test_an_api_server_that_fails_for_a_while_is_asked_again(
+    cluster: FakeKubernetes, controller: Deployments
+) -> None:
+    times = iter(range(1000))
+    cluster.faults.append(lambda method, path: 503 if next(times) % 3 == 1 else None)
+    roll(BETTER)
+    cluster.faults.clear()
+    assert served(cluster, controller) == {BETTER}
+
+
+def test_what_the_user_can_mend(cluster: FakeKubernetes) -> None:
+    with pytest.raises(UserError, match="no Deployment lathe/lathe-serve"):
+        Deployment("lathe", NAME)
+    plain = deployment()
+    del plain["spec"]["template"]["spec"]["initContainers"]
+    cluster.create("deployments.apps", plain)
+    with pytest.raises(UserError, match="no initContainer with LATHE_RELEASE"):
+        Deployment("lathe", NAME)
+    cluster.denied.add(("get", "deployments"))
+    with pytest.raises(UserError, match=r"may not get deployments\.apps"):
+        Deployment("lathe", NAME)

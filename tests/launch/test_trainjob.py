@@ -1,0 +1,228 @@
+"""The launcher against the fake cluster: however it ends, no TrainJob is left."""
+
+import time
+from typing import Any
+
+import pytest
+
+from lathe.errors import StageError, UserError
+from lathe.launch import trainjob
+from lathe.launch.reasons import NodeFailed
+from lathe.launch.shape import Shape, WorkerFailed
+from lathe.settings import LaunchSettings
+from tests.fake_kubernetes import USER, FakeKubernetes
+from tests.fake_trainer import Pod, Trainer, processes
+from tests.launch.launchers import (
+    QUICK,
+    asked,
+    eventually,
+    launch,
+    launcher,
+    play,
+    run_until_told,
+    succeed,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def test_success_shows_the_first_nodes_log(
+    in_pod: FakeKubernetes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = play(in_pod, succeed)
+    launch(nodes=2)
+    assert capfd.readouterr().out.splitlines() == [f"node 0, step {step}" for step in range(5)]
+    assert len(trainer.created) == 1
+
+
+def test_a_failed_worker_is_our_failure(in_pod: FakeKubernetes) -> None:
+    def fail(pod: Pod) -> None:
+        pod.start()
+        pod.say(f"node {pod.node} begins")
+        time.sleep(1)
+        if pod.node == 1:
+            pod.say("RuntimeError: a loss of nan")
+            return pod.end(1)
+        pod.told_to_end.wait()
+        pod.end(75)
+
+    trainer = play(in_pod, fail)
+    with pytest.raises(WorkerFailed) as failed:
+        launch(nodes=2, restarts=1)
+    assert len(trainer.created) == 2
+    assert failed.value.rank == 1 and failed.value.exit_code == 1 and failed.value.status == 1
+    message = str(failed.value)
+    assert "node 1 ended with exit code 1" in message and "a loss of nan" in message
+    assert "[node 0] node 0 begins" in message
+
+
+def test_out_of_memory_is_named(in_pod: FakeKubernetes) -> None:
+    def hunger(pod: Pod) -> None:
+        pod.start()
+        pod.end(137, "OOMKilled")
+
+    play(in_pod, hunger)
+    with pytest.raises(NodeFailed, match=r"OOMKilled: it needs more than Launch\.memory"):
+        launch(restarts=0, memory_per_node="6Gi")
+
+
+def test_a_users_mistake_is_not_tried_again(in_pod: FakeKubernetes) -> None:
+    def mistake(pod: Pod) -> None:
+        pod.start()
+        pod.say("error: there is no s3://bucket/data", "  cure: make it")
+        pod.end(2)
+
+    trainer = play(in_pod, mistake)
+    with pytest.raises(WorkerFailed, match="there is no s3://bucket/data\n  cure: make it") as said:
+        launch(restarts=5)
+    assert said.value.status == UserError.status
+    assert len(trainer.created) == 1
+
+
+@pytest.mark.parametrize("by", ["condition", "exit status"])
+def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
+    def preempted_twice(pod: Pod) -> None:
+        if pod.attempt == 3:
+            return succeed(pod)
+        pod.start()
+        if pod.node == 0:
+            pod.say("on its way")
+            time.sleep(0.5)
+            if by == "condition":
+                pod.disrupt("EvictionByEvictionAPI", "Eviction API: evicting")
+                return pod.end(143)
+            return pod.end(75)
+        pod.told_to_end.wait()
+        pod.end(1)  # it lost its peer
+
+    trainer = play(in_pod, preempted_twice)
+    launch(nodes=2, restarts=0)
+    assert len(trainer.created) == 3
+    assert all(job["metadata"]["annotations"]["lathe/failures"] == "0" for job in trainer.created)
+    assert len({job["metadata"]["name"] for job in trainer.created}) == 1
+
+
+def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> None:
+    running: list[int] = []
+    beside_the_second: list[int] = []
+
+    def slow_to_end(pod: Pod) -> None:
+        if pod.attempt == 2:
+            beside_the_second.extend(running)
+            return succeed(pod)
+        if pod.node == 0:
+            pod.start()
+            return pod.end(1)
+        running.append(pod.attempt)
+        pod.start()
+        pod.told_to_end.wait()
+        time.sleep(1.5)
+        running.remove(pod.attempt)
+
+    trainer = play(in_pod, slow_to_end)
+    launch(nodes=2, restarts=1)
+    assert len(trainer.created) == 2 and not beside_the_second
+
+
+def test_unschedulable_until_it_is_enough(in_pod: FakeKubernetes) -> None:
+    def nowhere(pod: Pod) -> None:
+        pod.unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+        pod.told_to_end.wait()
+
+    trainer = play(in_pod, nowhere)
+    with pytest.raises(UserError, match=r"3 Insufficient nvidia\.com/gpu") as said:
+        launch(nodes=2, gpus_per_node=8, node_pool="a100")
+    assert "Launch.node_pool=a100" in said.value.cure and "8 GPUs" in said.value.cure
+    assert len(trainer.created) == 1
+
+
+def test_a_place_that_comes_late(in_pod: FakeKubernetes) -> None:
+    def late(pod: Pod) -> None:
+        pod.unschedulable("0/3 nodes are available")
+        time.sleep(1)
+        succeed(pod)
+
+    play(in_pod, late)
+    launch()
+
+
+def test_an_image_that_is_not_there(in_pod: FakeKubernetes, monkeypatch: Any) -> None:
+    def no_image(pod: Pod) -> None:
+        pod.wait("ErrImagePull", "not found")
+        time.sleep(0.5)
+        pod.wait("ImagePullBackOff", "Back-off pulling image")
+        pod.told_to_end.wait()
+
+    monkeypatch.setenv("LATHE_TRAIN_IMAGE", "registry/lathe-train:none")
+    play(in_pod, no_image)
+    with pytest.raises(UserError, match="registry/lathe-train:none cannot be pulled"):
+        launch()
+
+
+def test_the_deadline(in_pod: FakeKubernetes) -> None:
+    play(in_pod, run_until_told)
+    with pytest.raises(StageError, match=r"Launch.deadline_hours=0.0005\d* have passed"):
+        launch(deadline_hours=2 / 3600)
+
+
+def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(in_pod, succeed)
+    trainer.admits = False
+    trainer.start()
+    with launcher(in_pod, settings={"queue": "training"}) as process:
+        (job,) = eventually(lambda: trainer.created)
+        eventually(lambda: asked(in_pod, "GET", job["metadata"]["name"]) >= 2)
+        trainer.admit(job["metadata"]["name"])
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "waits for its quota in the queue training" in err and "step 4" in out
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+
+
+def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
+    paths: list[str] = []
+
+    def stumble(method: str, path: str) -> int | None:
+        paths.append(path)
+        if len(paths) == 12:
+            in_pod.compact()  # what a watch goes on from is forgotten: 410
+        return (500, 503, 429, None, 401)[len(paths) % 5] if len(paths) < 20 else None
+
+    def slow(pod: Pod) -> None:
+        pod.start()
+        time.sleep(4)
+        pod.end()
+
+    in_pod.faults.append(stumble)
+    trainer = play(in_pod, slow)
+    launch()
+    assert len(trainer.created) == 1 and len(paths) > 12
+
+
+def test_what_is_forbidden_names_its_cure(in_pod: FakeKubernetes) -> None:
+    in_pod.denied.add(("create", "trainjobs"))
+    with pytest.raises(UserError) as said:
+        launch()
+    assert f"{USER} may not create trainjobs.trainer.kubeflow.org in namespace lathe" in str(
+        said.value
+    )
+    assert "Role lathe-pipeline" in said.value.cure
+
+
+def test_outside_of_a_pod(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KFP_POD_NAME")
+    with pytest.raises(UserError, match="there is no pod"):
+        launch()
+
+
+def test_a_command_that_is_really_run(
+    in_pod: FakeKubernetes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"accesskey": "YWNjZXNz", "secretkey": "c2VjcmV0"}
+    in_pod.create("secrets", {"metadata": {"name": "lathe-s3"}, "data": keys})
+    play(in_pod, processes)
+    trainjob.run(["recipe", "tiny"], Shape(2, 1), LaunchSettings(nodes=2), QUICK)
+    assert "Engine:" in capfd.readouterr().out
+    with pytest.raises(WorkerFailed, match="none/such") as said:
+        trainjob.run(["recipe", "none/such"], Shape(2, 1), LaunchSettings(nodes=2), QUICK)
+    assert said.value.status == UserError.status

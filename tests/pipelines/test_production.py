@@ -1,0 +1,64 @@
+"""A scheduled retraining as it runs: the newest corpus, the live model beside the new one, live."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.settings import Recipe
+from lathe.storage import read_text, upload
+from pipelines.preflight import Preflight
+from tests.pipelines.test_run import start
+
+# INT8 costs nothing like this, an untrained model more.
+STRICT = (
+    "Gate.max_perplexity_increase=0.5",
+    "Production.burst_seconds=1",
+    "Data.Train.dataset.max_seq_len=32",
+    "Data.Eval.dataset.max_seq_len=32",
+)
+
+
+def test_on_a_cluster_the_place_of_the_newest_is_an_address() -> None:
+    arguments = {"corpus": "newest:s3://b/corpora/", "production": "s3://b/releases"}
+    good, bad = Preflight(), Preflight()
+    good.arguments("full", arguments)
+    assert good.problems == []
+    bad.arguments("full", {"corpus": "newest:corpora/", "production": "releases"})
+    assert ["newest:corpora/" in str(e) for e in bad.problems] == [True, False]
+
+
+@pytest.mark.slow
+def test_the_first_goes_live_and_a_worse_one_does_not(
+    tmp_path: Path, recipe: Path, small_data: Path, small_dense: Path, s3: str, no_cluster: None
+) -> None:
+    trained = load_checkpoint(small_dense)
+    untrained = GPT(trained.model.config)
+    untrained.initialize(0.02, seed=1)
+    save_checkpoint(tmp_path / "untrained", untrained, trained.tokenizer, "pretrain", Recipe())
+    upload(small_data.parent / "corpus.txt", f"{s3}/corpora/2026-11.txt")
+
+    def qat(model: Path, name: str) -> str:
+        inputs = {"model": model, "corpus": f"newest:{s3}/corpora/", "recipe": recipe}
+        inputs |= {"production": f"{s3}/releases", "name": name}
+        options = [word for key, value in inputs.items() for word in (f"--{key}", value)]
+        run = start(tmp_path, "qat", *options, *(w for o in STRICT for w in ("-o", o)))
+        out, err = run.communicate(timeout=900)
+        assert run.returncode == 0, out + err
+        return out
+
+    out = qat(small_dense, "first")
+    stages = re.findall(r"^[a-z][a-z0-9-]+$", out, re.M)
+    assert stages.index("resolve") < stages.index("prepare") < stages.index("gate")
+    assert stages.index("deploy") < stages.index("challenge") < stages.index("release")
+    assert f"newest:{s3}/corpora/ is {s3}/corpora/2026-11.txt" in out
+    assert "beside production: passed: nothing is in production yet" in out
+    assert "no Deployment to roll" in out and f"live: {s3}/releases/gpt/sha256-" in out
+    pointer = read_text(f"{s3}/releases/gpt/production.json")
+
+    out = qat(tmp_path / "untrained", "second")
+    assert "beside production: failed: perplexity" in out
+    assert "release" not in re.findall(r"^[a-z][a-z0-9-]+$", out, re.M)
+    assert read_text(f"{s3}/releases/gpt/production.json") == pointer

@@ -1,0 +1,168 @@
+"""What the compiled tasks ask of the cluster, read from the YAML, for several pools."""
+
+import functools
+
+import pytest
+import yaml
+from google.protobuf import json_format
+from kfp import compiler
+from kfp.kubernetes import kubernetes_executor_config_pb2
+from kfp.pipeline_spec import pipeline_spec_pb2
+
+from components.images import TRAIN
+from pipelines.compile import FUNCTIONS, build
+from pipelines.resources import Pool
+
+TRAINING, ONE_GPU = {"pretrain", "prune", "quantize"}, {"analyze", "evaluate"}
+ONE = Pool()
+MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")
+NODE = Pool(gpus=8, node_pool="a100", queue="research")
+NONE = Pool(gpus=0)
+POOLS = {"default": ONE, "two-nodes": MANY, "one-node": NODE, "no-gpu": NONE}
+TIMEOUT_HOURS = {
+    "prepare": 4, "pretrain": 240, "prune": 72, "analyze": 6, "quantize": 72, "evaluate": 6,
+    "export": 2, "gate": 0.5, "choose": 2, "deploy": 1, "report": 1,
+    "resolve": 0.5, "challenge": 6, "release": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(spec, platform) of every pipeline in every pool, as they were written."""
+    folder = tmp_path_factory.mktemp("build")
+
+    @functools.cache
+    def load(name: str, pool: str):
+        path = folder / f"{name}-{pool}.yaml"
+        compiler.Compiler().compile(build(name, POOLS[pool]), str(path))
+        return list(yaml.load_all(path.read_text(), yaml.CSafeLoader))
+
+    return load
+
+
+def executors(spec, platform):
+    """(stage, label, container, Kubernetes settings) of every task that has a pod of ours."""
+    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for label, executor in spec["deploymentSpec"]["executors"].items():
+        if "container" in executor:
+            name = label.removeprefix("exec-")
+            yield name.split("-")[0], name, executor["container"], settings[label]
+
+
+def gpus_of(stage: str, pool: Pool) -> int:
+    if stage in TRAINING:
+        return pool.gpus if pool.nodes == 1 else 0
+    return min(1, pool.gpus) if stage in ONE_GPU else 0
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gpus_and_where_they_are(compiled, name, pool):
+    for stage, _, container, settings in executors(*compiled(name, pool)):
+        gpus, machines = gpus_of(stage, POOLS[pool]), POOLS[pool]
+        resources, labels = container["resources"], settings["podMetadata"]["labels"]
+        if not gpus:
+            assert "accelerator" not in resources and resources["resourceCpuRequest"] == "4"
+            assert "nodeSelector" not in settings and "tolerations" not in settings
+            assert "kueue.x-k8s.io/queue-name" not in labels
+            continue
+        accelerator = resources["accelerator"]
+        assert accelerator["resourceType"] == accelerator["type"] == "nvidia.com/gpu"
+        assert accelerator["resourceCount"] == accelerator["count"] == str(gpus)
+        assert resources["resourceCpuRequest"] == str(4 * gpus)
+        assert resources["resourceMemoryRequest"] == f"{32 * gpus}Gi"
+        assert settings["nodeSelector"] == {"labels": {"lathe/node-pool": machines.node_pool}}
+        assert settings["tolerations"] == [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        ]
+        assert labels.get("kueue.x-k8s.io/queue-name") == machines.queue
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_every_task_has(compiled, name, pool):
+    spec, platform = compiled(name, pool)
+    stages = set()
+    for stage, label, container, settings in executors(spec, platform):
+        stages.add(stage)
+        assert container["image"] == TRAIN
+        assert settings["activeDeadlineSeconds"] == str(int(TIMEOUT_HOURS[stage] * 3600))
+        gib = 8 * gpus_of(stage, POOLS[pool]) or 2
+        assert settings["emptyDirMounts"] == [
+            {"volumeName": "shm", "mountPath": "/dev/shm", "medium": "Memory",
+             "sizeLimit": f"{gib}Gi"}
+        ]  # fmt: skip
+        (secret,), (store,) = settings["secretAsEnv"], settings["configMapAsEnv"]
+        assert secret["secretName"] == "lathe-s3" and store["configMapName"] == "lathe-store"
+        assert {k["secretKey"]: k["envVar"] for k in secret["keyToEnv"]} == {
+            "accesskey": "AWS_ACCESS_KEY_ID",
+            "secretkey": "AWS_SECRET_ACCESS_KEY",
+        }
+        assert {k["configMapKey"]: k["envVar"] for k in store["keyToEnv"]} == {
+            "endpoint": "AWS_ENDPOINT_URL",
+            "region": "AWS_REGION",
+        }
+        assert {f["name"]: f["fieldPath"] for f in settings["fieldPathAsEnv"]} == {
+            "POD_NAME": "metadata.name",
+            "POD_UID": "metadata.uid",
+            "POD_NAMESPACE": "metadata.namespace",
+            "KFP_RUN_ID": "metadata.labels['pipeline/runid']",
+        }
+        assert settings["securityContext"] == {"runAsUser": "10001", "runAsNonRoot": True}
+        labels = settings["podMetadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == labels["app.kubernetes.io/part-of"] == "lathe"
+        assert label.startswith(labels["lathe/stage"])
+    assert {"prepare", "evaluate"} < stages
+    for dag in [spec["root"], *spec["components"].values()]:
+        for task in dag.get("dag", {}).get("tasks", {}).values():
+            component = spec["components"][task["componentRef"]["name"]]
+            if component.get("executorLabel") == "exec-release":  # refused once is refused
+                assert not task.get("retryPolicy", {}).get("maxRetryCount")
+            elif component.get("executorLabel", "exec-importer") != "exec-importer":
+                assert task["retryPolicy"] == {
+                    "maxRetryCount": 2,
+                    "backoffDuration": "30s",
+                    "backoffFactor": 2.0,
+                    "backoffMaxDuration": "600s",
+                }
+
+
+@pytest.mark.parametrize(
+    ("pool", "launch"),
+    [
+        ("default", ["nodes=1", "gpus_per_node=1", "node_pool=gpu"]),
+        ("two-nodes", ["nodes=2", "gpus_per_node=8", "queue=research", "node_pool=a100"]),
+        ("no-gpu", ["nodes=1", "gpus_per_node=0"]),
+    ],
+)
+def test_a_run_without_overrides_trains_on_the_pools_machines(compiled, pool, launch):
+    spec, _ = compiled("full", pool)
+    parameter = spec["root"]["inputDefinitions"]["parameters"]["overrides"]
+    assert parameter["defaultValue"] == [f"Launch.{setting}" for setting in launch]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
+    spec, platform = compiled(name, pool)
+    message = json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec())
+    assert json_format.MessageToDict(message) == spec
+    message = json_format.ParseDict(platform, pipeline_spec_pb2.PlatformSpec())
+    assert json_format.MessageToDict(message) == platform
+    for _, _, _, settings in executors(spec, platform):
+        config = kubernetes_executor_config_pb2.KubernetesExecutorConfig()
+        message = json_format.ParseDict(settings, config)
+        written = json_format.MessageToDict(message)
+        # A field that is false is left out, though it was written.
+        for part in ("secretAsEnv", "configMapAsEnv"):
+            for source in written[part]:
+                source.setdefault("optional", False)
+        assert written == settings
+
+
+def test_a_scheduled_pipeline_reads_its_corpus_again(tmp_path):
+    path = tmp_path / "full.yaml"
+    compiler.Compiler().compile(build("full", fresh=True), str(path))
+    tasks = next(yaml.safe_load_all(path.read_text()))["root"]["dag"]["tasks"]
+    cached = {n for n, task in tasks.items() if task.get("cachingOptions", {}).get("enableCache")}
+    assert cached == tasks.keys() - {"resolve", "prepare", "condition-branches-1"}

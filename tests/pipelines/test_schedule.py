@@ -1,0 +1,90 @@
+"""`python -m pipelines.schedule`: one recurring run a pipeline, never two active."""
+
+import re
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from pipelines.schedule import app
+
+WEEKLY, DAILY = "0 0 3 * * 1", "0 30 4 * * *"
+
+
+def schedule(*arguments: str):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def test_made_updated_and_removed(kfp):
+    corpus = ("--corpus", "s3://texts/new/", "--gpus", "2")
+    result = schedule("set", "full", "--cron", WEEKLY, *corpus)
+    assert result.exit_code == 0, result.output
+    assert f"schedule lathe-full: made, {WEEKLY}" in result.output
+    times = re.findall(r"  Mon (\S+ 03:00:00)\n", result.output)
+    dates = [datetime.strptime(time, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) for time in times]
+    assert len(dates) == 3 and dates[0] > datetime.now(UTC)
+    assert {(b - a).days for a, b in pairwise(dates)} == {7}
+
+    (first,) = kfp.recurring_runs.values()
+    assert first["display_name"] == "lathe-full" and first["mode"] == "ENABLE"
+    assert first["trigger"] == {"cron_schedule": {"cron": WEEKLY}}
+    assert first["no_catchup"] is True and first["max_concurrency"] == "1"
+    assert first["service_account"] == "lathe-pipeline"
+    parameters = first["runtime_config"]["parameters"]
+    assert parameters["corpus"] == "s3://texts/new/"
+    assert "Launch.gpus_per_node=2" in parameters["overrides"]
+    version = kfp.versions[first["pipeline_version_reference"]["pipeline_version_id"]]
+    assert version["display_name"].endswith("-scheduled")
+    spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
+    assert "enableCache" not in spec["root"]["dag"]["tasks"]["prepare"].get("cachingOptions", {})
+
+    result = schedule("set", "full", "--cron", DAILY, *corpus)
+    assert f"schedule lathe-full: updated, {DAILY}" in result.output
+    (second,) = kfp.recurring_runs.values()
+    assert second["recurring_run_id"] != first["recurring_run_id"]
+    assert second["trigger"] == {"cron_schedule": {"cron": DAILY}} and second["mode"] == "ENABLE"
+    assert max(kfp.active) == 1
+
+    result = schedule("remove", "full")
+    assert (result.exit_code, result.output) == (0, "schedule lathe-full: removed\n")
+    assert kfp.recurring_runs == {}
+    result = schedule("remove", "full")
+    assert (result.exit_code, result.output) == (0, "schedule lathe-full: there was none\n")
+
+
+def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):
+    for name in ("pretrain", "full"):
+        assert schedule("set", name, "--cron", WEEKLY).exit_code == 0
+    made = next(r for r in kfp.recurring_runs.values() if r["display_name"] == "lathe-pretrain")
+    for n in range(3):  # more than a page of them
+        kfp.recurring_runs[f"copy-{n}"] = made | {"recurring_run_id": f"copy-{n}"}
+    assert schedule("set", "pretrain", "--cron", DAILY).exit_code == 0
+    names = sorted(run["display_name"] for run in kfp.recurring_runs.values())
+    assert names == ["lathe-full", "lathe-pretrain"]
+
+
+def test_a_schedule_that_cannot_be_replaced_is_active_as_before(kfp):
+    schedule("set", "pretrain", "--cron", WEEKLY)
+    (before,) = kfp.recurring_runs.values()
+    kfp.refuse_recurring = True
+    result = schedule("set", "pretrain", "--cron", DAILY)
+    assert result.exit_code == 1
+    assert result.output.endswith(f"error: {kfp.url}: 400 the quota of schedules is used up\n")
+    assert list(kfp.recurring_runs.values()) == [before] and before["mode"] == "ENABLE"
+
+
+@pytest.mark.parametrize(
+    ("cron", "message"),
+    [
+        ("0 3 * * 1", 'five fields.*seconds first\n  cure: .*"0 0 3 \\* \\* 1"'),
+        ("0 0 25 * * 1", "hour: '25' is not in 0-23"),
+        ("@weekly", "1 fields instead of six"),
+    ],
+)
+def test_a_wrong_cron_is_explained_and_nothing_is_sent(kfp, cron, message):
+    result = schedule("set", "pretrain", "--cron", cron)
+    assert result.exit_code == 2
+    assert re.match(f"error: cron '{re.escape(cron)}': {message}", result.output)
+    assert not kfp.requests

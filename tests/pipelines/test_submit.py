@@ -1,0 +1,336 @@
+"""`python -m pipelines.submit` against a Kubeflow Pipelines server: what it sends and says."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+from kfp import compiler
+from kubernetes.config import kube_config
+from typer.testing import CliRunner
+
+from lathe.storage import list_uris
+from pipelines import upload
+from pipelines.compile import build
+from pipelines.resources import Pool
+from pipelines.server import VARIABLES
+from pipelines.submit import app
+from tests import fake_kfp
+from tests.fake_kfp import frame, task
+
+MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
+PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
+ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   cure: give another\n"
+
+
+def submit(*arguments: str):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def test_what_is_sent(kfp, tmp_path):
+    root = ("--root", "gs://bucket/lathe")
+    result = submit("qat", *MODEL, *root, "-o", "Engine.max_steps=7")
+    assert result.exit_code == 0, result.output
+
+    (upload_request,) = kfp.sent("POST", ".*/upload_version")
+    (pipeline,) = kfp.pipelines.values()
+    (version_id, version), *_ = kfp.versions.items()
+    assert pipeline["display_name"] == "lathe-qat"
+    assert version["display_name"] == "0123456789ab"
+    assert version["name"] == "lathe-qat-0123456789ab"
+    compiler.Compiler().compile(build("qat"), str(tmp_path / "qat.yaml"))
+    assert upload_request.body == (tmp_path / "qat.yaml").read_bytes()
+
+    (run,) = kfp.runs.values()
+    (experiment,) = kfp.experiments.values()
+    assert (experiment["display_name"], run["experiment_id"]) == (
+        "lathe",
+        experiment["experiment_id"],
+    )
+    assert run["pipeline_version_reference"]["pipeline_version_id"] == version_id
+    assert run["service_account"] == "lathe-pipeline"
+    assert run["runtime_config"] == {
+        "pipeline_root": "gs://bucket/lathe",
+        "parameters": {
+            "model": "s3://models/gpt/",
+            "recipe": "tiny-qat",
+            "overrides": [
+                "Engine.max_steps=7",
+                "Launch.nodes=1",
+                "Launch.gpus_per_node=1",
+                "Launch.node_pool=gpu",
+            ],
+        },
+    }
+    assert f"{kfp.url}/#/runs/details/{run['run_id']}" in result.output
+    assert "node pool gpu: not checked: no kube context" in result.output
+
+
+def test_a_second_time_the_version_is_there_and_other_machines_make_another(kfp):
+    assert "uploaded" in submit("qat", *MODEL).output
+    assert "there already" in submit("qat", *MODEL).output
+    machines = ("--nodes", "2", "--gpus", "8", "--node-pool", "a100")
+    assert "uploaded" in submit("qat", *MODEL, *machines).output
+    assert len(kfp.sent("POST", ".*/upload_version")) == len(kfp.versions) == 2
+    assert len(kfp.pipelines) == len(kfp.experiments) == 1 and len(kfp.runs) == 3
+
+    run, version = list(kfp.runs.values())[-1], list(kfp.versions.values())[-1]
+    assert run["runtime_config"]["parameters"]["overrides"] == [
+        "Launch.nodes=2",
+        "Launch.gpus_per_node=8",
+        "Launch.node_pool=a100",
+    ]
+    assert re.fullmatch("0123456789ab-[0-9a-f]{8}", version["display_name"])
+    spec, _ = yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]])
+    quantize = spec["deploymentSpec"]["executors"]["exec-quantize"]["container"]
+    assert "accelerator" not in quantize["resources"]
+
+
+def test_the_recipe_too_says_which_machines(kfp):
+    launch = ("-o", "Launch.nodes=2", "-o", "Launch.gpus_per_node=4")
+    assert submit(*PRETRAIN, *launch, "--gpus", "2").exit_code == 0
+    (run,) = kfp.runs.values()
+    assert run["runtime_config"]["parameters"]["overrides"] == [
+        "Launch.nodes=2",
+        "Launch.gpus_per_node=4",
+        "Launch.gpus_per_node=2",  # the last one holds
+        "Launch.node_pool=gpu",
+    ]
+
+
+def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
+    submit(*PRETRAIN)
+    monkeypatch.setattr("pipelines.submit.version_name", lambda *_: "0123456789ab")
+    machines = ("--gpus", "4")
+    assert "uploaded" in submit(*PRETRAIN, *machines).output
+    assert "there already" in submit(*PRETRAIN, *machines).output
+    names = [version["display_name"] for version in kfp.versions.values()]
+    assert names[0] == "0123456789ab" and re.fullmatch("0123456789ab-[0-9a-f]{8}", names[1])
+
+
+def test_followed_to_its_success(kfp):
+    prepare = task("prepare", "SUCCEEDED", "run-1")
+    kfp.script = [
+        frame("PENDING"),
+        frame("RUNNING", task("root-driver", "SUCCEEDED"), task("prepare", "RUNNING", "run-1")),
+        frame("RUNNING", prepare, task("pretrain", "PENDING")),
+        frame("SUCCEEDED", prepare, task("pretrain", "SUCCEEDED", "run-2")),
+    ]
+    result = submit(*PRETRAIN, "--follow")
+    assert result.exit_code == 0, result.output
+    told = [line.split("  ", 1)[1] for line in result.output.splitlines() if line[2:3] == ":"]
+    assert told == ["prepare", "prepare: done in 90 s", "pretrain", "pretrain: done in 90 s"]
+    assert result.output.endswith("the run has succeeded\n")
+
+
+@pytest.mark.parametrize("logs", ["logs", "ui_logs", "none"])
+def test_a_failing_step_its_error_and_its_log(kfp, logs):
+    pod, retried = "run-system-container-impl-77", "run-system-container-impl-78"
+    kfp.script = [
+        frame("RUNNING", task("prepare", "RUNNING", "run-5")),
+        frame(
+            "FAILED",
+            task("root", "FAILED", "run-1", ("run-5",)),
+            task("prepare", "FAILED", "run-5", ("run-6",)),
+            task("executor", "FAILED", "run-6", ("run-77", "run-78")),
+            task("executor(0)", "FAILED", pod),
+            task("executor(1)", "FAILED", retried, error={"message": "exit code 2"}),
+            error="the workflow has failed",
+        ),
+    ]
+    if logs != "none":
+        getattr(kfp, logs)[retried] = "[KFP Executor 1]: hello\n" + ERROR
+    result = submit(*PRETRAIN, "--follow")
+    assert result.exit_code == 1
+    assert "prepare: failed after 90 s" in result.output
+    assert "error: the workflow has failed" in result.output
+    assert "error: prepare: exit code 2" in result.output
+    found = "error: prepare: corpus.txt: no text in it\n  cure: give another" in result.output
+    assert found == (logs != "none")
+    assert f"kubectl -n NAMESPACE logs {retried} -c main" in result.output
+
+
+def test_a_server_that_is_away_for_a_moment_is_asked_again(kfp):
+    class Script(list):
+        def pop(self, index: int):
+            kfp.failures = [503, 503]
+            return super().pop(index)
+
+    kfp.script = Script([frame("RUNNING"), frame("SUCCEEDED")])
+    assert submit(*PRETRAIN, "--follow").exit_code == 0
+    assert len(kfp.sent("GET", ".*/runs/[^/]+")) == 4
+
+
+def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
+    kfp.token = "right-token"
+    result = submit(*PRETRAIN)
+    assert (result.exit_code, kfp.runs) == (2, {})
+    assert "refuses these credentials (401)\n  cure: check LATHE_KFP_TOKEN_FILE" in result.output
+    assert result.output.count("error:") == 1
+
+    token = tmp_path / "token"
+    monkeypatch.setenv("LATHE_KFP_TOKEN_FILE", str(token))
+    assert f"LATHE_KFP_TOKEN_FILE={token}: no such file" in submit(*PRETRAIN).output
+    for text, status in (("wrong-token", 2), ("right-token", 0)):
+        token.write_text(text)
+        result = submit(*PRETRAIN)
+        assert result.exit_code == status
+        assert text not in result.output
+
+    kfp.token, kfp.cookie = "", "authservice_session=right-cookie"
+    monkeypatch.delenv("LATHE_KFP_TOKEN_FILE")
+    monkeypatch.setenv("LATHE_KFP_COOKIES", "authservice_session=right-cookie")
+    result = submit(*PRETRAIN)
+    assert result.exit_code == 0 and "right-cookie" not in result.output
+
+
+def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on this machine")
+    pem = tmp_path / "server.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", pem, "-out", tmp_path / "authority.pem"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    pem.write_text(pem.read_text() + (tmp_path / "authority.pem").read_text())
+    with fake_kfp.serve(certificate=pem) as server:
+        monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
+        result = submit(*PRETRAIN)
+        assert result.exit_code == 2 and "cure: set LATHE_KFP_CA" in result.output
+        monkeypatch.setenv("LATHE_KFP_CA", str(tmp_path / "authority.pem"))
+        result = submit(*PRETRAIN)
+        assert result.exit_code == 0, result.output
+        assert len(server.runs) == 1
+
+
+def test_a_page_to_sign_in_is_no_server(kfp):
+    kfp.is_a_login_page = True
+    result = submit(*PRETRAIN)
+    assert result.exit_code == 2
+    assert f"{kfp.url}: answers, but not as Kubeflow Pipelines" in result.output
+
+
+def test_a_server_that_is_broken_is_one_of_the_problems(kfp):
+    kfp.failures = [500]
+    result = submit(*PRETRAIN, "--cloze", "here.jsonl")
+    assert result.exit_code == 2
+    assert f"error: {kfp.url}: 500 try again\n  cure: " in result.output
+    assert "error: cloze here.jsonl" in result.output
+
+
+def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
+    kfp.token = "of-the-context"
+    monkeypatch.delenv("LATHE_KFP_ENDPOINT")
+    config = {
+        "current-context": "other",
+        "clusters": [{"name": "c", "cluster": {"server": kfp.url}}],
+        "users": [{"name": "u", "user": {"token": "of-the-context"}}],
+        "contexts": [{"name": "mine", "context": {"cluster": "c", "user": "u"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config"))
+    monkeypatch.setenv("LATHE_KFP_CONTEXT", "mine")
+    monkeypatch.setenv("LATHE_KFP_UI", "https://pipelines.example/")
+    result = submit(*PRETRAIN)
+    assert result.exit_code == 0, result.output
+    (run,) = kfp.runs
+    assert f"https://pipelines.example/#/runs/details/{run}\n" in result.output
+    assert "node pool gpu: not checked: the cluster does not list its nodes" in result.output
+
+
+def test_the_store_must_be_writable(kfp, monkeypatch, s3):
+    result = submit(*PRETRAIN, "--root", f"{s3}/runs")
+    assert result.exit_code == 0, result.output
+    assert list_uris(f"{s3}/runs/") == []
+    result = submit(*PRETRAIN, "--root", "s3://no-such-bucket/runs")
+    assert result.exit_code == 2 and "no-such-bucket" in result.output
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    result = submit(*PRETRAIN, "--root", f"{s3}/runs")
+    assert result.exit_code == 2 and "AWS_SECRET_ACCESS_KEY" in result.output
+    assert "wrong-secret" not in result.output
+    assert len(kfp.runs) == 1
+
+
+def test_help_names_every_variable():
+    text = re.sub(r"\s+", " ", submit("--help").output)
+    assert all(f"{name}: " in text for name in VARIABLES)
+    assert "LATHE_PIPELINE_ROOT" in text
+
+
+def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
+    monkeypatch.setenv("LATHE_KFP_ENDPOINT", "http://127.0.0.1:9")
+    local = tmp_path / "mine.yaml"
+    local.write_text("Engine: {max_steps: 3}\n")
+    result = submit(
+        "full", "--corpus", "corpus.txt", "--cloze", "/data/cloze.jsonl", "--budget", "all=1",
+        "--recipe", "gpt-1.3b-dp8", "--gpus", "4", "--prune-recipe", str(local),
+        "--qat-recipe", "tiny-qta",
+    )  # fmt: skip
+    assert result.exit_code == 2
+    errors = re.findall(r"error: (.*)\n  cure: (.+)", result.output)
+    wanted = [
+        "http://127.0.0.1:9: no answer",
+        "pipeline full has no budget",
+        "corpus corpus.txt: a path of this machine",
+        "cloze /data/cloze.jsonl: a path of this machine",
+        "recipe gpt-1.3b-dp8 with NODES=1 GPUS=4: Distributed asks for 8",
+        "prune_recipe .*mine.yaml: a file of this machine",
+        "no recipe 'tiny-qta'",
+    ]
+    assert len(errors) == len(wanted), result.output
+    assert all(re.match(want, what) for want, (what, _) in zip(wanted, errors, strict=True))
+    assert "did you mean tiny-qat?" in result.output
+    assert not kfp.requests
+
+
+def test_as_a_user_runs_it_and_ends_following(kfp):
+    """A process of its own, which an interrupt ends, and not the run."""
+    kfp.script = [frame("RUNNING", task("prepare", "RUNNING", "run-1"))]
+    command = [sys.executable, "-m", "pipelines.submit", *PRETRAIN, "--follow"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, preexec_fn=_default_interrupt
+    )
+    for line in process.stdout:
+        if line.endswith("  prepare\n"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (run,) = kfp.runs
+    assert err == f"no longer followed; the run goes on: {kfp.url}/#/runs/details/{run}\n"
+    assert not kfp.sent("POST", ".*:terminate") and not kfp.sent("DELETE", ".*")
+
+
+def _default_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
+
+def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    monkeypatch.setattr(upload, "REPOSITORY", tmp_path)
+    assert upload.version_name(Pool(), fresh=False) == "unversioned"
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "--short=12", "HEAD").strip()
+    assert upload.version_name(Pool(), fresh=False) == commit
+    assert upload.version_name(Pool(), fresh=True) == f"{commit}-scheduled"
+    names = set()
+    for file, text in (("a", "2"), ("a", "3"), ("b", "new"), ("b", "newer")):
+        (tmp_path / file).write_text(text)
+        names.add(upload.version_name(Pool(), fresh=False))
+    names.add(upload.version_name(Pool(gpus=2), fresh=False))
+    assert len(names) == 5
+    assert all(re.fullmatch(commit + "-dirty-[0-9a-f]{8}(-[0-9a-f]{8})?", n) for n in names)

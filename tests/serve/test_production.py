@@ -1,0 +1,172 @@
+"""A release from its repository to production: a real object store, a real Triton."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lathe.cli import app
+from lathe.errors import StageError, UserError
+from lathe.serve import production
+from lathe.serve.production import deploy_to_production, roll_back
+from lathe.serve.release import Releases, name_of, releases_of
+from lathe.settings import ProductionSettings, Recipe
+from lathe.storage import digest, list_uris, read_text, write_text
+from tests.small_release import RECIPE
+
+pytestmark = pytest.mark.usefixtures("no_cluster")
+
+
+def recipe_of(s3: str, **changes: object) -> Recipe:
+    settings = {"releases": f"{s3}/releases", "burst_seconds": 0.5, "burst_clients": 4} | changes
+    return RECIPE.model_copy(update={"Production": ProductionSettings(**settings)})
+
+
+@pytest.fixture
+def recipe(s3: str) -> Recipe:
+    return recipe_of(s3)
+
+
+@pytest.fixture
+def releases(recipe: Recipe) -> Releases:
+    return releases_of(recipe)
+
+
+def live(releases: Releases) -> str | None:
+    pointer = releases.pointer()
+    return pointer.live and pointer.live.release
+
+
+def test_deploy_again_another_and_back(
+    recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path, s3: str
+) -> None:
+    made = deploy_to_production(recipe, deployed)
+    assert (made.release, made.before, made.rolled) == (
+        name_of(deployed / "repository"),
+        None,
+        False,
+    )
+    test = made.acceptance
+    assert test and (test.prompts, test.identical, test.refused) == (8, 8, 11)
+    assert test.requests > 8 and 0 < test.first_token_ms < 2000
+    assert made.address == f"{s3}/releases/gpt/{made.release}/"
+    listed = list_uris(f"{s3}/releases/gpt/")
+    first_pointer = releases.pointer()
+
+    again = deploy_to_production(recipe, deployed)
+    assert again.release == made.release
+    assert list_uris(f"{s3}/releases/gpt/") == listed
+    assert releases.pointer() == first_pointer
+
+    other = deploy_to_production(recipe, other_deployed)
+    assert (live(releases), other.before) == (other.release, made.release)
+    assert [p.release for p in releases.pointer().previous] == [made.release]
+    assert releases.published() == [other.release, made.release]
+
+    assert roll_back(recipe).release == live(releases) == made.release
+    assert roll_back(recipe, to=other.release[:20]).release == live(releases) == other.release
+    with pytest.raises(UserError, match="means no release that is there"):
+        roll_back(recipe, to="sha256-0123")
+    with pytest.raises(UserError, match="means 2 releases"):
+        roll_back(recipe, to="")
+    assert live(releases) == other.release
+
+
+def test_the_name_is_what_the_shell_says(deployed: Path) -> None:
+    command = "find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    said = subprocess.check_output(command, shell=True, cwd=deployed / "repository", text=True)
+    assert name_of(deployed / "repository") == f"sha256-{said.split()[0]}"
+
+
+def test_bytes_that_have_changed_in_the_store_are_refused(
+    recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path
+) -> None:
+    before = deploy_to_production(recipe, other_deployed).release
+    address = releases.address(deploy_to_production(recipe, deployed).release)
+    roll_back(recipe)
+    config = read_text(f"{address}gpt/config.pbtxt")
+    tampered = config.replace("max_tokens", "max_jokens")
+    write_text(f"{address}gpt/config.pbtxt", tampered)
+    with pytest.raises(UserError, match=r"config\.pbtxt"):
+        deploy_to_production(recipe, deployed)
+
+    manifest = json.loads(read_text(f"{address}.lathe.json"))  # whoever changes that, too
+    manifest["files"]["gpt/config.pbtxt"]["sha256"] = digest(tampered)
+    write_text(f"{address}.lathe.json", json.dumps(manifest))
+    with pytest.raises(StageError, match="holds other bytes than it is named for"):
+        deploy_to_production(recipe, deployed)
+    assert live(releases) == before
+
+
+def test_a_model_that_says_something_else_is_refused(
+    recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(other_deployed / "repository", tmp_path / "repository")
+    shutil.copyfile(deployed / "deploy.json", tmp_path / "deploy.json")
+    with pytest.raises(StageError, match="does not answer as its checkpoint"):
+        deploy_to_production(recipe, tmp_path)
+    assert live(releases) is None
+
+
+def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
+    recipe = recipe_of(s3, p99_first_token_ms=0.01)
+    with pytest.raises(StageError, match=r"within \d+\.\d ms, and 0\.01 ms are allowed"):
+        deploy_to_production(recipe, deployed)
+    assert live(releases_of(recipe)) is None
+
+
+def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Production\.releases is not set"):
+        deploy_to_production(RECIPE, deployed)
+    with pytest.raises(UserError, match="no release was live before"):
+        roll_back(recipe)
+    with pytest.raises(UserError, match=r"no deploy\.json"):
+        deploy_to_production(recipe, tmp_path)
+    write_text(f"{releases_of(recipe).root}/production.json", '{"live": 3}')
+    with pytest.raises(UserError, match=r"production\.json: broken"):
+        roll_back(recipe)
+
+
+KILLED_AFTER_UPLOAD = """
+import os, pathlib, signal, sys
+from lathe.serve import production
+from lathe.settings import Recipe
+production.accept = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+production.deploy_to_production(
+    Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
+)
+"""
+
+
+def test_killed_after_the_upload_and_run_again(
+    recipe: Recipe, releases: Releases, deployed: Path
+) -> None:
+    command = [sys.executable, "-c", KILLED_AFTER_UPLOAD, recipe.model_dump_json(), str(deployed)]
+    killed = subprocess.run(command, env=os.environ, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    release = name_of(deployed / "repository")
+    assert releases.published() == [release] and live(releases) is None
+    assert deploy_to_production(recipe, deployed).release == live(releases) == release
+
+
+def test_the_commands(
+    recipe: Recipe, releases: Releases, deployed: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    option = ("-o", f"Production.releases={s3}/releases")
+    made = deploy_to_production(recipe, deployed)
+    listed = CliRunner().invoke(app, ["releases", *option])
+    assert listed.exit_code == 0, listed.output
+    assert made.release[:19] in listed.output and "now, since" in listed.output
+
+    monkeypatch.setattr(production, "accept", None)  # a rollback tests nothing
+    back = CliRunner().invoke(app, ["deploy", "--rollback", "--to", made.release, *option])
+    assert back.exit_code == 0, back.output
+    assert f"live: {made.address}" in back.output and "no Deployment" in back.output
+    alone = CliRunner().invoke(app, ["deploy", "--to", "x"])
+    assert isinstance(alone.exception, UserError) and "without --rollback" in str(alone.exception)

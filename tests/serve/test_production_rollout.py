@@ -1,0 +1,200 @@
+"""Releases rolled out to pods that are real Tritons, while clients go on asking."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import StageError
+from lathe.launch import deployment as deployments
+from lathe.launch import rollout
+from lathe.serve import production
+from lathe.serve.acceptance import Acceptance
+from lathe.serve.production import deploy_to_production, roll_back
+from lathe.serve.rehearsal import Request, greedy
+from lathe.serve.release import Releases, name_of, releases_of
+from lathe.serve.state import LOOPBACK
+from lathe.settings import ProductionSettings, Recipe
+from tests.fake_deployments import NAME, Deployments, deployment, until
+from tests.fake_kubernetes import FakeKubernetes
+from tests.small_release import RECIPE
+from tests.triton_pods import Program, Service
+
+PROMPT = "The old clerk saw the"
+QUICK = {"POLL_SECONDS": 0.1, "RENEW_SECONDS": 0.5, "LOCK_SECONDS": 2.0}
+
+
+class Asking(threading.Thread):
+    """A client that asks again as soon as it is answered, on a connection of its own each time."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(daemon=True)
+        self.url = f"http://{service.address}/v2/models/gpt/generate"
+        self.texts: list[str] = []
+        self.failures: list[str] = []
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "Asking":
+        self.start()
+        until(lambda: self.texts)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.join()
+
+    def run(self) -> None:
+        body = json.dumps({"text_input": PROMPT, **greedy(8)}).encode()
+        while not self.ended.wait(0.01):
+            try:
+                with LOOPBACK.open(Request(self.url, body), timeout=30) as reply:
+                    self.texts.append(json.loads(reply.read())["text_output"])
+            except Exception as error:
+                self.failures.append(repr(error))
+
+
+@pytest.fixture
+def recipe(s3: str) -> Recipe:
+    settings = ProductionSettings(
+        releases=f"{s3}/releases", burst_seconds=0.5, burst_clients=4, rollout_seconds=60
+    )
+    return RECIPE.model_copy(update={"Production": settings})
+
+
+@pytest.fixture
+def releases(recipe: Recipe) -> Releases:
+    return releases_of(recipe)
+
+
+@pytest.fixture
+def cluster(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_cluster: None
+) -> Iterator[FakeKubernetes]:
+    monkeypatch.setattr(rollout, "POLL_SECONDS", 0.1)
+    for name, seconds in QUICK.items():
+        monkeypatch.setattr(deployments, name, seconds)
+    with FakeKubernetes() as fake:
+        monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig(tmp_path)))
+        monkeypatch.delenv("POD_NAMESPACE", raising=False)
+        yield fake
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    return Program(tmp_path / "pods")
+
+
+@pytest.fixture
+def controller(cluster: FakeKubernetes, program: Program) -> Iterator[Deployments]:
+    """Its one pod waits for its first release."""
+    cluster.create("deployments.apps", deployment(replicas=1))
+    made = Deployments(cluster, program)
+    made.start()
+    yield made
+    cluster.stop()
+    made.join()
+    until(lambda: all(pod.stopped for pod in made.made))
+
+
+def live(releases: Releases) -> str | None:
+    pointer = releases.pointer()
+    return pointer.live and pointer.live.release
+
+
+def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
+    recipe: Recipe,
+    releases: Releases,
+    controller: Deployments,
+    program: Program,
+    deployed: Path,
+    other_deployed: Path,
+) -> None:
+    first = deploy_to_production(recipe, deployed)
+    assert first.rolled and [pod.release for pod in controller.ready] == [first.address]
+    service = Service(controller)
+    try:
+        with Asking(service) as client:
+            second = deploy_to_production(recipe, other_deployed)
+            until(lambda: len(client.texts) > 5 and len(set(client.texts[-5:])) == 1)
+        assert client.failures == []
+        assert len(set(client.texts)) == 2 and client.texts[0] != client.texts[-1]
+        assert (live(releases), second.before) == (second.release, first.release)
+
+        pointer = releases.pointer()
+        program.refuses = first.address
+        with Asking(service) as client, pytest.raises(StageError) as failed:
+            deploy_to_production(recipe, deployed)
+        assert "no space left in /models" in str(failed.value)
+        assert f"went back to {second.address}, which serves" in str(failed.value)
+        assert client.failures == [] and len(set(client.texts)) == 1
+        assert releases.pointer() == pointer
+
+        program.refuses = None
+        with Asking(service) as client:
+            assert roll_back(recipe).release == live(releases) == first.release
+        assert client.failures == []
+        assert [pod.release for pod in controller.ready] == [first.address]
+    finally:
+        service.close()
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from lathe.launch import rollout
+from lathe.serve.production import deploy_to_production
+from lathe.settings import Recipe
+rollout._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+deploy_to_production(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]))
+"""
+
+
+def test_killed_in_the_rollout_and_run_again(
+    recipe: Recipe,
+    releases: Releases,
+    cluster: FakeKubernetes,
+    controller: Deployments,
+    deployed: Path,
+) -> None:
+    command = [sys.executable, "-c", KILLED, recipe.model_dump_json(), str(deployed)]
+    assert subprocess.run(command, env=os.environ, check=False).returncode == -signal.SIGKILL
+    assert deployments.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
+    assert live(releases) is None
+    made = deploy_to_production(recipe, deployed)
+    assert live(releases) == made.release
+    assert [pod.release for pod in controller.ready] == [made.address]
+    assert deployments.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
+
+
+def test_two_at_once_do_not_mix(
+    recipe: Recipe,
+    releases: Releases,
+    controller: Deployments,
+    deployed: Path,
+    other_deployed: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meet = threading.Barrier(2)
+    accepted = Acceptance(8, 8, 11, 100, 1.0, 1.0, 1.0)
+
+    def accept(*_: object) -> Acceptance:
+        meet.wait()
+        return accepted
+
+    monkeypatch.setattr(production, "accept", accept)
+    folders = deployed, other_deployed
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(deploy_to_production, recipe, folder) for folder in folders]
+    failed = [run.exception() for run in runs if run.exception()]
+    (won,) = (run.result() for run in runs if not run.exception())
+    assert len(failed) == 1 and "is being rolled by another" in str(failed[0])
+    assert live(releases) == won.release
+    assert [pod.release for pod in controller.ready] == [won.address]
+    assert releases.pointer().previous == ()
+    assert {name_of(folder / "repository") for folder in folders} == set(releases.published())
