@@ -137,6 +137,7 @@ def test_an_exported_file_is_measured_as_its_checkpoint_is(
     assert ours.perplexity == pytest.approx(theirs.perplexity, rel=2e-3 if int8 else 1e-5)
     assert metrics_of(ours)["model"] == {
         "stage": "export",
+        "engine": "onnxruntime",
         "n_params": theirs.n_params,
         "bytes": (folder / "model.onnx").stat().st_size,
         "quantized": int8,
