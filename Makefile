@@ -12,6 +12,7 @@ RECIPE    ?=
 RUN       ?=
 TARGET    ?=
 BUDGET    ?=
+ENGINE    ?=
 PRODUCTION ?=
 NODES     ?=
 GPUS      ?=
@@ -55,12 +56,24 @@ machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= RUN='
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= RUN= ENGINE=torch|paddle'
 	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= (FOLLOW=1, CRON=)'
 
+# PaddleSlim's pruners know other criteria than the pipelines' own recipe asks for.
+ifeq ($(ENGINE),paddle)
+ENGINE_OPTIONS := -o Compress.engine=paddle
+ifneq ($(filter full compress,$(PIPELINE)),)
+ENGINE_OPTIONS += --prune-recipe tiny-prune-paddle
+else ifeq ($(PIPELINE)$(RECIPE),prune)
+ENGINE_OPTIONS += --recipe tiny-prune-paddle
+endif
+else ifneq ($(filter-out torch,$(ENGINE)),)
+$(error ENGINE=$(ENGINE): take torch or paddle)
+endif
+
 .PHONY: run
-run: env serve-env ## Run a pipeline on this machine, from text to Triton
-	@$(BIN)/python -m pipelines.run $(arguments) $(call option,--name,RUN)
+run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
+	@$(BIN)/python -m pipelines.run $(ENGINE_OPTIONS) $(arguments) $(call option,--name,RUN)
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
@@ -87,11 +100,11 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
 .PHONY: test
-test: dev-env serve-env ## Run the tests but the slow ones (TESTS=path for some of them)
+test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)
 	$(BIN)/python -m pytest -m "not slow and not soak and not containers" $(TESTS)
 
 .PHONY: test-all
-test-all: dev-env serve-env ## Run all tests but the soak
+test-all: dev-env serve-env paddle-env ## Run all tests but the soak
 	$(BIN)/python -m pytest -m "not soak and not containers" $(TESTS)
 
 .PHONY: test-containers
@@ -169,6 +182,9 @@ env: .venv/.train ## Make .venv, in which everything but Triton runs
 .PHONY: serve-env
 serve-env: .venv-serve/.serve ## Make .venv-serve, in which Triton runs
 
+.PHONY: paddle-env
+paddle-env: .venv-paddle/.paddle ## Make .venv-paddle, in which the PaddleSlim engine runs
+
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
@@ -191,6 +207,14 @@ dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 # PyPI has torch for CUDA only; the hashes say what may come from its own index.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
+
+# paddlepaddle 2.6.2 and what it needs have wheels for Python 3.11 at the latest.
+.venv-paddle/.paddle: PYTHON := python3.11
+.venv-paddle/.paddle: images/paddle/requirements.lock pyproject.toml
+	$(call venv,.venv-paddle)
+	$(call install,.venv-paddle,$<)
+	.venv-paddle/bin/python -m pip install -q --no-deps -e .
+	touch $@
 
 define venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -24,7 +24,8 @@ from rich.table import Table
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.stage import RESULT, analyze
+from lathe.compress.sensitivity.result import RESULT
+from lathe.compress.sensitivity.stage import analyze
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import read_metrics
 from lathe.evaluate.stage import evaluate

@@ -194,7 +194,7 @@ def make_all(settings: argparse.Namespace) -> None:
     checkpoint = load_checkpoint(settings.model)
     config = checkpoint.model.config
     data = open_data(settings.data, recipe, config.vocab_size, config.n_positions)
-    batches = list(first_batches(recipe, data, CALIBRATION))
+    batches = [torch.from_numpy(batch) for batch in first_batches(recipe, data, CALIBRATION)]
 
     folder = settings.output / "int8 by onnxruntime"
     if not (folder / "onnx" / CARD).is_file():

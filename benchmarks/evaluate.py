@@ -25,7 +25,7 @@ from lathe.evaluate.subject import open_subject
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import OfflineEvalSettings, Recipe
+from lathe.settings import GlobalSettings, OfflineEvalSettings, Recipe
 
 SHAPE = (1024, 768, 64, (12,) * 12, (3072,) * 12)
 TASK = {  # lm-eval's own `lambada_openai`, on a file instead of a download
@@ -53,7 +53,8 @@ class Scores:
 
 
 def by_lathe(folder: Path, cloze: Path, settings: OfflineEvalSettings) -> Scores:
-    subject = open_subject(folder, settings, "cpu")
+    recipe = Recipe(Global=GlobalSettings(device="cpu"), Offline_Eval=settings)
+    subject = open_subject(folder, recipe)
     longest = min(settings.max_seq_len, subject.config.n_positions)
     budget = subject.token_budget(settings.batch_size * longest)
     start = time.perf_counter()

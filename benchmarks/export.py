@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 from lathe.evaluate.latency import measure
 from lathe.export.graph import build
 from lathe.model.checkpoint import HFTensors
-from lathe.model.config import GPTConfig, QuantizationPlan
-from lathe.model.fake_quant import HEAD, linear_names
+from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.serve.session import CARD, MODEL
 
@@ -53,7 +52,7 @@ def write(folder: Path) -> dict[str, Path]:
     model = GPT(SHAPE)
     model.initialize(0.02, seed=0)
     weights = {name: tensor.numpy() for name, tensor in HFTensors(model).items()}
-    scales = dict.fromkeys([*linear_names(SHAPE), HEAD], 0.03)
+    scales = dict.fromkeys([*SHAPE.linear_names(), HEAD], 0.03)
     plan = QuantizationPlan(quantize_embedding=True, activation_scales=scales)
     card = {
         "n_head": SHAPE.n_head,

@@ -13,7 +13,7 @@ from kfp import dsl
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
 from lathe.launch.start import start_workers
-from lathe.model.checkpoint import MARKER
+from lathe.model.folder import MARKER
 from lathe.settings import Recipe
 from lathe.storage import fetch, is_remote
 from lathe.train.mirror import Mirror

@@ -18,7 +18,7 @@ from lathe.remote import input_path, output_path, upload_outputs
 if TYPE_CHECKING:
     from lathe.serve.production import Production
     from lathe.settings import Recipe
-    from lathe.train.stage import TrainResult
+    from lathe.train.result import TrainResult
 
 app = typer.Typer(
     help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"
@@ -380,6 +380,47 @@ def export(
     output = output or _beside(model, "onnx")
     result = export(settings, model, data, output)
     show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)
+
+
+@app.command(
+    "import-paddle",
+    epilog="Example: lathe import-paddle epoch_0_step_1000 --tokenizer gpt2/ -r gpt-345m",
+)
+def import_paddle(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="model.pdparams of PaddleFleetX, or a folder above it.", parser=input_path
+        ),
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder with GPT-2's BPE.")],
+    recipe: RecipeName = "gpt-345m",
+    override: Overrides = None,
+    output: Output = RUN / "dense",
+) -> None:
+    """Make a checkpoint folder of PaddleFleetX's GPT. Nothing in the file is run.
+
+    The number of heads is the recipe's Model.num_attention_heads; all else is in the file.
+    """
+    settings = _load(recipe, override)
+    from lathe.paddle.convert import import_checkpoint
+
+    config = import_checkpoint(settings, source, tokenizer, output)
+    show(model=output, layers=config.n_layer, parameters=config.n_params())
+
+
+@app.command("export-paddle", epilog="Example: lathe export-paddle run/dense --dtype float16")
+def export_paddle(
+    model: Model = RUN / "dense",
+    dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
+    output: Output = RUN / "paddle",
+) -> None:
+    """Write a checkpoint as PaddleFleetX's mp_00_sharding_00_pp_00/model.pdparams."""
+    from lathe.paddle.convert import export_checkpoint
+
+    if dtype not in ("float32", "float16"):
+        raise UserError(f"--dtype {dtype}: not known", "take float32 or float16")
+    show(file=export_checkpoint(model, output, dtype))
 
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")

@@ -266,6 +266,10 @@ class QuantizationSettings(Settings):
 
 
 class CompressSettings(Settings):
+    """`engine`: what prunes, quantizes, analyzes, evaluates and exports; `paddle` is PaddlePaddle
+    with PaddleSlim, in an environment of its own."""
+
+    engine: Literal["torch", "paddle"] = "torch"
     pretrained: str | None = None
     Prune: PruneSettings = PruneSettings()
     Distill: DistillSettings = DistillSettings()

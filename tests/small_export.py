@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from lathe.export.stage import write
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.serve.session import OnnxModel
 from lathe.settings import ExportSettings, Recipe
@@ -33,9 +33,9 @@ def make_model(config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = ()
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2, generator=generator)
     if int8:
-        linears = (*fake_quant.linear_names(model.config), fake_quant.HEAD)
+        linears = (*model.config.linear_names(), HEAD)
         names = [n for n in linears if n not in skip]
-        head = fake_quant.HEAD in names
+        head = HEAD in names
         plan = QuantizationPlan(
             quantize_embedding=head, activation_scales=dict.fromkeys(names, 0.0)
         )

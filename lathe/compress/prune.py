@@ -19,15 +19,18 @@ from lathe.compress.widths import (
     shrink,
 )
 from lathe.errors import UserError
-from lathe.model.checkpoint import MARKER, checkpoint_digest, load_checkpoint
+from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.paddle.start import start as start_paddle
 from lathe.settings import PruneSettings, Recipe
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import new_model
-from lathe.train.stage import TrainResult, Work, run_training
+from lathe.train.result import TrainResult, read_result
+from lathe.train.stage import Work, run_training
 
 log = logging.getLogger("lathe")
 
@@ -43,6 +46,9 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     Raises:
         UserError: `model` is already quantized; see also `run_training`.
     """
+    if recipe.Compress.engine == "paddle":
+        start_paddle("prune", recipe, model, "--data", data, "--output", output)
+        return read_result(output)
     rounds = recipe.Compress.Prune.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
     start = model
@@ -73,7 +79,8 @@ def _one_round(
         trainable.load_state_dict(left.model.state_dict())
         config = trainable.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-        calibration = list(first_batches(recipe, tokens, settings.calibration_batches))
+        batches = first_batches(recipe, tokens, settings.calibration_batches)
+        calibration = [torch.from_numpy(batch) for batch in batches]
         pruned = cut(trainable, settings, dense.model.config, index, calibration)
         before, after = dense.model.config.n_params(), pruned.config.n_params()
         log.info(

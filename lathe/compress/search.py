@@ -18,11 +18,11 @@ from lathe.evaluate.latency import measure
 from lathe.evaluate.results import METRICS, read_metrics
 from lathe.evaluate.stage import evaluate
 from lathe.export.stage import export
-from lathe.model.checkpoint import checkpoint_digest
+from lathe.model.folder import checkpoint_digest
 from lathe.report.pareto import pareto_page
 from lathe.settings import Recipe
 from lathe.storage import atomic_file, digest, sha256
-from lathe.train.stage import FREE, claim
+from lathe.train.result import FREE, claim
 
 log = logging.getLogger("lathe")
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.evaluate.score import batches_by_tokens, mean_stderr
-from lathe.evaluate.scorers import Scorer
+from lathe.evaluate.score import Scorer, batches_by_tokens, mean_stderr
 from lathe.progress import bar
 from lathe.serve.session import pad
 

@@ -1,17 +1,18 @@
 """What a model writes: continuations of a few held-out prompts, for a reader to judge."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.model.generate import generate
-from lathe.model.gpt import GPT
 from lathe.settings import GenerationSettings
 
 N_SAMPLES = 4
 NEW_TOKENS = 48
 PROMPT_CHARACTERS = 80
+
+Generate = Callable[[list[list[int]], GenerationSettings], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,18 @@ def held_out_prompts(text: Path) -> list[str]:
 
 
 def continue_prompts(
-    model: GPT,
+    generate: Generate,
     tokenizer: Tokenizer,
+    n_positions: int,
     prompts: list[str],
     settings: GenerationSettings,
-    seed: int,
-    eos_id: int | None,
 ) -> list[Sample]:
     """One continuation a prompt of at most 48 tokens, by the recipe's decoding strategy."""
-    limit = min(NEW_TOKENS, settings.max_dec_len, model.config.n_positions // 2)
+    limit = min(NEW_TOKENS, settings.max_dec_len, n_positions // 2)
     settings = settings.model_copy(update={"max_dec_len": limit, "num_return_sequences": 1})
-    room = model.config.n_positions - limit
+    room = n_positions - limit
     encoded = [e.ids[-room:] for e in tokenizer.encode_batch(prompts, add_special_tokens=False)]
-    written = generate(model, encoded, settings, eos_id, seed)
     return [
         Sample(tokenizer.decode(ids), tokenizer.decode(new))
-        for ids, new in zip(encoded, written, strict=True)
+        for ids, new in zip(encoded, generate(encoded, settings), strict=True)
     ]

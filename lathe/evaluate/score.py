@@ -1,10 +1,38 @@
-"""What every measure shares: batches, and means with an error."""
+"""What every measure shares: the scoring interface, batches, and means with an error.
+
+Shapes: B rows of T tokens, n targets.
+"""
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
+
+
+class Scorer(Protocol):
+    def score(
+        self,
+        tokens: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        targets: NDArray[np.int64],
+    ) -> Scores:
+        """Score n target tokens; logits are computed at their positions and nowhere else.
+
+        Args:
+            tokens: (B, T) input ids, short rows padded on the right (the model is causal, so a
+                pad changes nothing before it).
+            rows, columns: (n,) positions in `tokens` whose next token is the target, `rows`
+                ascending.
+            targets: (n,) ids.
+
+        Returns:
+            (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
+        """
 
 
 def batches_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

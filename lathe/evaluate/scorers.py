@@ -1,4 +1,4 @@
-"""The one scoring interface, and where a model may run behind it: torch, an ONNX file, a server.
+"""Where a model may run behind `Scorer`: torch, an ONNX file, a server.
 
 Shapes: B rows of T tokens, n targets, V vocabulary, k the most targets of a row.
 """
@@ -6,7 +6,6 @@ Shapes: B rows of T tokens, n targets, V vocabulary, k the most targets of a row
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.errors import UserError
+from lathe.evaluate.score import Scores
 from lathe.model.gpt import GPT
 from lathe.serve.client import Client
 from lathe.serve.piece import TokenScores
@@ -21,30 +21,6 @@ from lathe.serve.score import score_tokens
 from lathe.serve.session import OnnxModel
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
-
-Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
-
-
-class Scorer(Protocol):
-    def score(
-        self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-        targets: NDArray[np.int64],
-    ) -> Scores:
-        """Score n target tokens; logits are computed at their positions and nowhere else.
-
-        Args:
-            tokens: (B, T) input ids, short rows padded on the right (the model is causal, so a
-                pad changes nothing before it).
-            rows, columns: (n,) positions in `tokens` whose next token is the target, `rows`
-                ascending.
-            targets: (n,) ids.
-
-        Returns:
-            (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
-        """
 
 
 class TorchScorer:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.evaluate.score import ratio_stderr
-from lathe.evaluate.scorers import Scorer
+from lathe.evaluate.score import Scorer, ratio_stderr
 from lathe.progress import bar
 from lathe.serve.session import pad
 

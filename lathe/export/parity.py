@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.model.checkpoint import by_projection
-from lathe.model.fake_quant import HEAD, FakeQuantLinear, Observer
+from lathe.model.config import HEAD
+from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 from lathe.serve.session import OnnxModel, open_session
 

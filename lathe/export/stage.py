@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 
 from lathe.errors import UserError
 from lathe.export.graph import Weight, build
+from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
 from lathe.model.gpt import GPT
+from lathe.paddle.start import start as start_paddle
 from lathe.serve.session import CARD, MODEL
 from lathe.settings import ExportSettings, Recipe
 from lathe.storage import atomic_folder, sha256
@@ -24,10 +25,6 @@ from lathe.storage import atomic_folder, sha256
 log = logging.getLogger("lathe")
 
 FLAVOURS = {"float32": "fp32", "float16": "fp16"}
-HELD_OUT = "heldout.txt"
-HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
-LONGEST_PROMPT = 64
-SHORTEST_PROMPT = 4
 PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, some left for the nodes
 HEAD_SIZE_MULTIPLE = 8  # onnxruntime's GroupQueryAttention takes no other
 
@@ -58,6 +55,9 @@ class ExportResult:
 def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResult:
     """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and prove them.
 
+    With `Compress.engine` paddle the folder `paddle` has Paddle's own files beside; see
+    `lathe.paddle.export`.
+
     Args:
         model: checkpoint folder; one with a quantization plan gives the int8 flavour.
         data: output of prepare; its held-out text is what the proof compares on.
@@ -82,11 +82,17 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
             "export it as it is, or the checkpoint from before its quantization in float16",
         )
     new_tokens = min(settings.new_tokens, config.n_positions // 2)
-    prompts = held_out_prompts(checkpoint, data, settings.prompts, config.n_positions - new_tokens)
+    prompts = held_out_prompts(
+        checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
+    )
     with atomic_folder(output, "export.json") as work:
         card = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         card["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
+        if recipe.Compress.engine == "paddle":
+            options = ["--data", data, "--served", work, "--output", work / "paddle"]
+            start_paddle("export", recipe, model, *options)
+            card["paddle"] = json.loads((work / "paddle" / "paddle.json").read_text())
         _write_card(work, card)
     result = ExportResult(
         folder=output,
@@ -160,25 +166,6 @@ class _Weights(Mapping[str, Weight]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-
-def held_out_prompts(checkpoint: Checkpoint, data: Path, n: int, longest: int) -> list[list[int]]:
-    """`n` stretches of the held-out text, of lengths from 4 to `min(64, longest)` tokens."""
-    path = data / HELD_OUT
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", "give the output folder of the prepare stage")
-    with path.open(encoding="utf-8") as f:
-        text = f.read(HELD_OUT_CHARACTERS)
-    tokens: list[int] = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
-    longest = min(LONGEST_PROMPT, longest)
-    lengths = np.linspace(min(SHORTEST_PROMPT, longest), longest, n).round().astype(int)
-    if len(tokens) < longest + n:
-        raise UserError(
-            f"{path}: {len(tokens)} tokens are too few for {n} prompts of up to {longest}",
-            "lower Export.prompts, or prepare a larger corpus or test split",
-        )
-    starts = np.linspace(0, len(tokens) - longest, n).astype(int)
-    return [tokens[a : a + k] for a, k in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
 def _write_card(folder: Path, card: dict[str, Any]) -> None:

@@ -9,6 +9,9 @@ from lathe.launch.parent import end_with_parent
 from lathe.launch.shape import shape_of
 from lathe.settings import Recipe
 
+PADDLE_STARTS = ("prune", "quantize")
+"""Verbs whose processes the Paddle engine starts itself."""
+
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     """Run `lathe <command>` in the processes that the recipe asks for, and wait for them.
@@ -22,6 +25,8 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     Raises:
         UserError: see `shape_of`; WorkerFailed, Preempted: see `lathe.launch.local.launch`.
     """
+    if recipe.Compress.engine == "paddle" and command[0] in PADDLE_STARTS:
+        return False
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()

@@ -9,6 +9,9 @@ from lathe.errors import UserError
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
 
+LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+HEAD = "lm_head"
+
 
 def largest(bits: int) -> int:
     """Magnitude of a symmetric signed integer: 127 of 8 bits, 7 of 4."""
@@ -64,6 +67,26 @@ class GPTConfig:
         mlp = sum(f * (2 * C + 1) + C for f in self.n_inner)
         embeddings = (self.vocab_size + self.n_positions) * C
         return embeddings + attention + mlp + (2 * self.n_layer + 1) * 2 * C
+
+    def linear_names(self) -> list[str]:
+        """Paths of every block linear, first layer first."""
+        return [f"h.{i}.{name}" for i in range(self.n_layer) for name in LINEARS]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Multiplications and additions of a forward and a backward pass, for each token of a
+        sequence of `seq_len`; what recomputation repeats does not count.
+
+        The convention of PaLM (Chowdhery et al. 2022, appendix B): 6 for every weight of a matrix
+        product, the tied head once and the embedding look-ups not, and 12 * heads * head_dim *
+        seq_len a layer for attention scores and their use. That is the whole square of scores. A
+        causal kernel may skip half of it, but published figures count it, and a count that
+        followed the kernel would not compare.
+        """
+        attention_widths = [heads * self.head_dim for heads in self.n_head]
+        linears = sum(4 * self.n_embd * width for width in attention_widths)
+        linears += sum(2 * self.n_embd * width for width in self.n_inner)
+        head = self.vocab_size * self.n_embd
+        return 6.0 * (linears + head) + 12.0 * sum(attention_widths) * seq_len
 
     def to_json(self) -> dict[str, Any]:
         """HF's GPT2Config keys, and the group `lathe` with what HF does not know."""

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType, largest
+from lathe.model.config import HEAD, QuantizationPlan, WeightQuantizeType, largest
 from lathe.model.gpt import GPT, Embedding
 
 LEVELS = largest(8)
-LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-HEAD = "lm_head"
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -142,11 +140,6 @@ class FakeQuantEmbedding(Embedding):
 
     def table(self) -> Tensor:
         return self.quantized(self.weight)
-
-
-def linear_names(config: GPTConfig) -> list[str]:
-    """Paths of every block linear, first layer first."""
-    return [f"h.{i}.{name}" for i in range(config.n_layer) for name in LINEARS]
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:

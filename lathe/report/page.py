@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lathe.evaluate.gate import GateResult
-from lathe.model.checkpoint import checkpoint_digest
+from lathe.model.folder import checkpoint_digest
 from lathe.report.figures import Measure, comparison, loss_curve
 from lathe.report.html import Picture, picture, render
 from lathe.report.sensitivity import find_achieved, section
@@ -65,6 +65,7 @@ def report(
         samples=_samples(candidates),
         deployment=read_json(deployed / "deploy.json") if deployed else None,
         proofs=_proofs(candidates),
+        engines=_engines(candidates, sensitivity),
         recipes=_recipes(candidates),
         digests=_digests(candidates),
     )
@@ -166,6 +167,26 @@ def _proof(card: Mapping[str, Any]) -> dict[str, str]:
         else str(len(value) if isinstance(value, list) else value)
         for key, value in shown.items()
     }
+
+
+def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[tuple[str, str]]:
+    """(step, what computed it) of every step that says."""
+    found = []
+    for candidate in candidates:
+        name, meta = candidate.name, _meta(candidate)
+        if "engine" in meta:
+            found.append((f"{name}: {meta['stage']}", meta["engine"]))
+        if candidate.evaluation:
+            measured = read_json(candidate.evaluation / "metrics.json")["model"]
+            found.append((f"{name}: evaluate", measured.get("engine", "torch")))
+        if candidate.exported:
+            card = read_json(candidate.exported / "export.json")
+            engine = "torch, and paddle's files beside" if "paddle" in card else "torch"
+            found.append((f"{name}: export", engine))
+    if sensitivity is not None:
+        analysis = read_json(sensitivity / "sensitivity.json")
+        found.append(("analyze", analysis.get("engine", "torch")))
+    return found
 
 
 def _recipes(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:

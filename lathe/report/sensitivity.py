@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from lathe.model.checkpoint import checkpoint_digest
+from lathe.model.folder import checkpoint_digest
 from lathe.report.html import Picture, picture, render
 from lathe.report.style import Theme, draw
 from lathe.report.summary import Candidate, Row, read_json

@@ -10,9 +10,8 @@ from rich.table import Table
 
 from lathe.errors import UserError
 from lathe.evaluate.results import read_metrics
-from lathe.model.checkpoint import WEIGHTS
 from lathe.model.config import read_config
-from lathe.train.flops import flops_per_token
+from lathe.model.folder import WEIGHTS
 
 ONNX = "model.onnx"
 
@@ -162,7 +161,7 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     return Row(
         name=candidate.name,
         n_params=config.n_params(),
-        flops=flops_per_token(config, config.n_positions) / 3,
+        flops=config.flops_per_token(config.n_positions) / 3,
         n_bytes=file.stat().st_size,
         perplexity=text.get("perplexity"),
         perplexity_stderr=text.get("perplexity_stderr"),

@@ -7,8 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
@@ -37,25 +36,22 @@ class TrainBatches:
         count = recipe.Engine.max_steps * batch.total
         self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed)
         self.samples_per_epoch = self.samples.per_epoch
-        self._pin = recipe.Global.device != "cpu" and torch.cuda.is_available()
         self._thread = ThreadPoolExecutor(1, "batches")
         self._step: int | None = None
-        self._tensors: list[Tensor] = []
-        self._ahead: tuple[int, Future[list[Tensor]]] | None = None
+        self._arrays: list[NDArray[np.int64]] = []
+        self._ahead: tuple[int, Future[list[NDArray[np.int64]]]] | None = None
 
-    def __call__(self, step: int, accumulation: int) -> Tensor:
-        """Tokens (micro, T + 1) of the `step`-th update, counted from 0; in pinned memory where
-        there is a GPU. A step's samples are the same whatever the number of ranks: only who
-        computes them changes."""
+    def __call__(self, step: int, accumulation: int) -> NDArray[np.int64]:
+        """Tokens (micro, T + 1) of the `step`-th update, counted from 0. A step's samples are the
+        same whatever the number of ranks: only who computes them changes."""
         if step != self._step:
             ahead, self._ahead = self._ahead, None
-            self._tensors = (
+            self._arrays = (
                 ahead[1].result() if ahead is not None and ahead[0] == step else self._read(step)
             )
             self._step = step
             self._ahead = step + 1, self._thread.submit(self._read, step + 1)
-        tensor = self._tensors[accumulation]
-        return tensor.pin_memory() if self._pin else tensor
+        return self._arrays[accumulation]
 
     def documents(self, step: int, accumulation: int) -> list[str]:
         """For each sample of a micro-batch the documents that it spans, e.g. `17, 4`, of a blend
@@ -72,7 +68,7 @@ class TrainBatches:
         first = step * b.total + (accumulation * b.data_parallel + self.rank) * b.micro
         return range(first, first + b.micro)
 
-    def _read(self, step: int) -> list[Tensor]:
+    def _read(self, step: int) -> list[NDArray[np.int64]]:
         accumulations = range(self.batch.accumulate_steps)
         return [_stack(self.samples, self._indexes(step, i)) for i in accumulations]
 
@@ -109,7 +105,7 @@ class EvalBatches:
         """0 where the validation part cannot fill one sequence."""
         return -(-self.count // self.batch_size)
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Tokens (batch_size, T + 1), or fewer rows where that is all there is."""
         if not 0 <= index < len(self) or self.samples is None:
             raise IndexError(index)
@@ -117,13 +113,13 @@ class EvalBatches:
         return _stack(self.samples, range(first, min(first + self.batch_size, self.count)))
 
 
-def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[Tensor]:
+def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[NDArray[np.int64]]:
     """`Sensitivity.calibration_batches` micro-batches (B, T) of training text."""
     for tokens in first_batches(recipe, data, recipe.Sensitivity.calibration_batches):
         yield tokens[:, :-1]
 
 
-def first_batches(recipe: Recipe, data: TokenDataset, count: int) -> Iterator[Tensor]:
+def first_batches(recipe: Recipe, data: TokenDataset, count: int) -> Iterator[NDArray[np.int64]]:
     """`count` micro-batches (B, T + 1) of training text, read on one process."""
     micro = recipe.Global.micro_batch_size
     with closing(TrainBatches(recipe, data, Batch(micro, micro, micro, 1), rank=0)) as batches:
@@ -154,5 +150,5 @@ def open_data(folder: Path, recipe: Recipe, vocab_size: int, n_positions: int) -
     return data
 
 
-def _stack(samples: Samples | BlendedSamples, indexes: range) -> Tensor:
-    return torch.from_numpy(np.stack([samples[i % len(samples)] for i in indexes]))
+def _stack(samples: Samples | BlendedSamples, indexes: range) -> NDArray[np.int64]:
+    return np.stack([samples[i % len(samples)] for i in indexes])

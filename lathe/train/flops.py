@@ -1,4 +1,4 @@
-"""Model FLOPs a token and the peak of a device: MFU is the one times tokens/s over the other.
+"""The peak of a device: MFU is the model's FLOPs a token times tokens/s over it.
 
 MFU, model FLOPs utilization, is defined in PaLM (Chowdhery et al. 2022, appendix B).
 """
@@ -9,8 +9,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-
-from lathe.model.config import GPTConfig
 
 # Dense TFLOP/s of NVIDIA's data sheets: float16, bfloat16, TF32, float32; 0 where the hardware has
 # no such unit. The first name that is found in the device's counts.
@@ -25,22 +23,6 @@ DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
     r"A10": (125, 125, 62.5, 31.2),
     r"T4": (65, 0, 0, 8.1),
 }
-
-
-def flops_per_token(config: GPTConfig, seq_len: int) -> float:
-    """Multiplications and additions of a forward and a backward pass, for each token of a
-    sequence of `seq_len`; what recomputation repeats does not count.
-
-    PaLM's convention: 6 for every weight of a matrix product, the tied head once and the embedding
-    look-ups not, and 12 * heads * head_dim * seq_len a layer for attention scores and their use.
-    That is the whole square of scores. A causal kernel may skip half of it, but published figures
-    count it, and a count that followed the kernel would not compare.
-    """
-    attention_widths = [heads * config.head_dim for heads in config.n_head]
-    linears = sum(4 * config.n_embd * width for width in attention_widths)
-    linears += sum(2 * config.n_embd * width for width in config.n_inner)
-    head = config.vocab_size * config.n_embd
-    return 6.0 * (linears + head) + 12.0 * sum(attention_widths) * seq_len
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

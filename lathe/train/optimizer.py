@@ -1,14 +1,12 @@
-"""AdamW with the seeds' groups, and their cosine schedule with linear warm-up."""
+"""AdamW with the seeds' groups."""
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from lathe.settings import LearningRate, OptimizerSettings
-
-PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
+from lathe.settings import OptimizerSettings
+from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
 
 
 def make_optimizer(
@@ -24,10 +22,10 @@ def make_optimizer(
             continue
         if name.endswith("alpha"):
             bounds.append(parameter)
-        elif name.endswith("bias") or "ln_" in name:
-            plain.append(parameter)
-        else:
+        elif is_decayed(name):
             decayed.append(parameter)
+        else:
+            plain.append(parameter)
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay, "lr_factor": 1.0},
         {"params": plain, "weight_decay": 0.0, "lr_factor": 1.0},
@@ -53,19 +51,6 @@ def set_step(optimizer: torch.optim.Optimizer, updates: int) -> None:
     """Go on counting from this number of updates."""
     for values in optimizer.state.values():
         values["step"].fill_(updates)
-
-
-def learning_rate(step: int, settings: LearningRate) -> float:
-    """Rate of the `step`-th update (from 1): linear to `max_lr` over `warmup_rate * decay_steps`
-    updates, then half a cosine to `min_lr` at `decay_steps`, then flat (Megatron-LM)."""
-    warmup = settings.warmup_rate * settings.decay_steps
-    if step < warmup:
-        return settings.max_lr * step / warmup
-    if step >= settings.decay_steps:
-        return settings.min_lr
-    progress = (step - warmup) / (settings.decay_steps - warmup)
-    span = settings.max_lr - settings.min_lr
-    return settings.min_lr + span * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

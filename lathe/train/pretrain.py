@@ -7,11 +7,13 @@ import torch
 
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
-from lathe.model.checkpoint import checkpoint_digest, load_checkpoint
+from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
 from lathe.settings import ModelSettings, Recipe
-from lathe.train.stage import TrainResult, Work, run_training
+from lathe.train.result import TrainResult
+from lathe.train.stage import Work, run_training
 
 VOCAB_MULTIPLE = 128
 

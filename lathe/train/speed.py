@@ -11,7 +11,7 @@ import torch
 
 from lathe.model.config import GPTConfig
 from lathe.settings import Recipe
-from lathe.train.flops import data_sheet_flops, flops_per_token
+from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT
 
@@ -77,7 +77,7 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
     """Seconds a micro-batch, and of them again for what was not kept."""
     T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
     head = 6.0 * config.vocab_size * C
-    layer = (flops_per_token(config, T) - head) / config.n_layer
+    layer = (config.flops_per_token(T) - head) / config.n_layer
     width = max(config.n_head) * config.head_dim
     again = {
         None: 0.0,

@@ -1,8 +1,6 @@
 """What every stage that trains has in common: claim the folder, train, write the checkpoint."""
 
-import json
 import logging
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,61 +11,22 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed import ProcessGroup
 
-from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.model.checkpoint import MARKER, checkpoint_digest, load_checkpoint, save_checkpoint
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
-from lathe.storage import atomic_file, digest
-from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.distill import Teacher
 from lathe.train.parallel import Stage, Weights, build_stages
+from lathe.train.result import TrainResult, claim, read_result, run_identity
 from lathe.train.saved import STATE
 from lathe.train.state import load_tensors
 from lathe.train.trainer import Progress, Trainer
 from lathe.train.workers import Workers, join_workers
 
 log = logging.getLogger("lathe")
-
-CLAIM = "run.json"
-
-# Settings that a run may change between being killed and going on. The layout of processes is
-# among them: what a step computes depends on the global batch size alone.
-FREE: Any = {
-    "Global": {"device", "local_batch_size", "micro_batch_size", "global_batch_size"},
-    "Engine": {"logging_freq", "save_load", "accumulate_steps", "compile"},
-    "Model": {"use_recompute", "recompute_granularity", "sequence_parallel", "virtual_pp_degree"},
-    **dict.fromkeys(
-        (
-            *("Distributed", "Launch", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
-            *("Sensitivity", "Prepare"),
-        ),
-        True,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Figures of a finished run; losses in nats a token, NaN where validation data is absent."""
-
-    folder: Path
-    step: int
-    loss: float
-    first_eval_loss: float
-    eval_loss: float
-    tokens_per_second: float
-    n_params: int
-
-    @property
-    def first_eval_perplexity(self) -> float:
-        return math.exp(self.first_eval_loss)
-
-    @property
-    def eval_perplexity(self) -> float:
-        return math.exp(self.eval_loss)
 
 
 @dataclass(frozen=True)
@@ -112,20 +71,14 @@ def run_training(
     """
     if teacher is not None:
         inputs = {**inputs, "teacher": checkpoint_digest(teacher)}
-    data_digest = TokenDataset.open(data).digest
     with join_workers(recipe) as workers:
-        identity = {
-            "settings": digest(recipe.model_dump_json(exclude=FREE)),
-            "global_batch_size": resolve_batch(recipe, workers.data_size).total,
-            **inputs,
-            "data": data_digest,
-        }
+        identity = run_identity(recipe, inputs, data, workers.data_size)
         if workers.is_first:
             claim(output, identity)
         workers.barrier()
         if workers.agree((output / MARKER).is_file):
             log.info("%s is finished: nothing to do", output)
-            return workers.agree(lambda: _read_result(output))
+            return workers.agree(lambda: read_result(output))
         work = make()
         config = work.model.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
@@ -141,7 +94,7 @@ def run_training(
         at = trainer.run()
         if workers.is_first:
             _write_checkpoint(recipe, output, work, at, trainer.states.newest())
-        return workers.agree(lambda: _read_result(output))
+        return workers.agree(lambda: read_result(output))
 
 
 def _own_weights(model: GPT) -> Weights:
@@ -182,30 +135,3 @@ def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress, st
     }
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, work.parent, figures)
     shutil.rmtree(output / STATE)
-
-
-def _read_result(output: Path) -> TrainResult:
-    return TrainResult(output, **json.loads((output / MARKER).read_text())["metrics"])
-
-
-def claim(output: Path, identity: dict[str, Any]) -> None:
-    """Make `output` the folder of the run with this identity.
-
-    Raises:
-        UserError: it is another's.
-    """
-    card = output / CLAIM
-    if card.is_file():
-        found = json.loads(card.read_text())
-        different = [key for key, value in identity.items() if found.get(key) != value]
-        if different:
-            raise UserError(
-                f"{output}: holds a run with other {' and '.join(different)}",
-                "give another --output, or delete the folder",
-            )
-        return
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"{output}: not empty, and not a run of Lathe", "give another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    with atomic_file(card) as work:
-        work.write_text(json.dumps(identity, indent=2) + "\n")

@@ -56,9 +56,7 @@ class Trace:
         with atomic_file(self.path) as work:
             work.write_text("".join(kept))
         self.file = self.path.open("a")
-        from torch.utils.tensorboard import SummaryWriter  # a third of a second
-
-        self.events = SummaryWriter(folder / EVENTS, purge_step=first)
+        self.events = _open_events(folder / EVENTS, first)
 
     def _lines(self) -> list[str]:
         """Whole lines only: a kill may have cut the last one."""
@@ -123,3 +121,12 @@ class Trace:
         if last.loss_scale != 1:
             line += f", loss_scale: {last.loss_scale:.10g}, skipped: {last.skipped_steps}"
         return line
+
+
+def _open_events(folder: Path, step: int) -> Any:
+    """TensorBoard's writer: torch's, or in an environment without torch tensorboardX's."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # a third of a second
+    except ModuleNotFoundError:
+        from tensorboardX import SummaryWriter  # type: ignore[import-not-found,no-redef]
+    return SummaryWriter(str(folder), purge_step=step)

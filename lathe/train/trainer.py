@@ -8,8 +8,10 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.data.tokens import TokenDataset
@@ -20,7 +22,7 @@ from lathe.train import state
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.distill import Teacher
-from lathe.train.flops import flops_per_token, peak_flops
+from lathe.train.flops import peak_flops
 from lathe.train.gradients import (
     LossScale,
     TiedEmbedding,
@@ -28,11 +30,12 @@ from lathe.train.gradients import (
     settle_partial,
     squared_norm,
 )
-from lathe.train.optimizer import learning_rate, make_optimizer, set_learning_rate, set_step
+from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.preemption import watch_for_preemption
 from lathe.train.saved import STATE, saved_steps
+from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
 from lathe.train.workers import DIMS, Workers
 
@@ -100,7 +103,7 @@ class Trainer:
         )
         config = stages[0].gpt.config
         peak = peak_flops(workers.device, stages[0].dtype) * workers.size
-        self.mfu_of_speed = flops_per_token(config, self.seq_len) / peak
+        self.mfu_of_speed = config.flops_per_token(self.seq_len) / peak
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
         self.at = Progress()
 
@@ -236,8 +239,11 @@ class Trainer:
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [pair for stage in self.stages for pair in stage.gpt.named_parameters()]
 
-    def _to_device(self, tokens: Tensor) -> Tensor:
-        return tokens.to(self.workers.device, non_blocking=True)
+    def _to_device(self, tokens: NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(tokens)
+        if self.workers.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.workers.device, non_blocking=True)
 
     def _open_trace(self) -> Trace | None:
         if not self.workers.is_first:

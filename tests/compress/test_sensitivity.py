@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -25,8 +26,8 @@ from torch.distributions import Categorical, kl_divergence
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.journal import Journal
-from lathe.compress.sensitivity.stage import LinearScore, analyze, choose_skips
-from lathe.compress.sensitivity.statistics import Distribution
+from lathe.compress.sensitivity.result import Distribution, LinearScore, choose_skips
+from lathe.compress.sensitivity.stage import analyze
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
@@ -108,7 +109,7 @@ def validation(recipe: Recipe, data: Path) -> Tensor:
     batches = EvalBatches(
         recipe, tokens, recipe.Global.micro_batch_size, recipe.Sensitivity.eval_batches
     )
-    return torch.cat([batches[i] for i in range(len(batches))])
+    return torch.from_numpy(np.concatenate([batches[i] for i in range(len(batches))]))
 
 
 def transcribed_score(metric: str, before: Tensor, after: Tensor, targets: Tensor) -> float:
@@ -140,7 +141,7 @@ def test_scores_are_those_of_a_transcription(
     errors = {linear.name: linear.stderr for linear in result.linears}
 
     model = load_checkpoint(checkpoint).model
-    names = fake_quant.linear_names(model.config)
+    names = model.config.linear_names()
     ranges = dict.fromkeys(names, 0.0)
 
     def observe(name: str, linear: nn.Linear, x: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ def test_scores_are_those_of_a_transcription(
     with torch.no_grad():
         data = open_data(small_data, recipe, 384, 32)
         with replaced(model, names, observe):
-            for batch in calibration_batches(recipe, data):
+            for batch in map(torch.from_numpy, calibration_batches(recipe, data)):
                 model(batch)
         before = model(tokens[:, :-1])
         for name in names:

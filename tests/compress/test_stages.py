@@ -49,7 +49,8 @@ def test_quantized_checkpoint_computes_what_was_trained(
     batches = EvalBatches(recipe, tokens, 4, 2)
     assert len(batches) == 2
     with torch.no_grad():
-        losses = [float(next_token_loss(model, batches[i])) for i in range(len(batches))]
+        tensors = [torch.from_numpy(batches[i]) for i in range(len(batches))]
+        losses = [float(next_token_loss(model, tokens)) for tokens in tensors]
     assert sum(losses) / len(losses) == pytest.approx(result.eval_loss, abs=1e-6)
 
 

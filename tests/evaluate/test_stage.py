@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.gate import gate
 from lathe.evaluate.stage import EvalResult, evaluate
-from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
@@ -109,7 +108,7 @@ def test_pruned_and_quantized_checkpoints_are_measured(
     pruned.initialize(std=0.4, seed=5)
     save_checkpoint(tmp_path / "pruned", pruned, tokenizer, "prune", recipe)
     plan = QuantizationPlan(
-        activation_scales=dict.fromkeys([*fake_quant.linear_names(pruned.config), "lm_head"], 0.05),
+        activation_scales=dict.fromkeys([*pruned.config.linear_names(), "lm_head"], 0.05),
         quantize_embedding=True,
     )
     quantized = GPT(config.with_quantization(plan))
@@ -138,6 +137,7 @@ def test_an_exported_file_is_measured_as_its_checkpoint_is(
     assert ours.perplexity == pytest.approx(theirs.perplexity, rel=2e-3 if int8 else 1e-5)
     assert metrics_of(ours)["model"] == {
         "stage": "export",
+        "engine": "onnxruntime",
         "n_params": theirs.n_params,
         "bytes": (folder / "model.onnx").stat().st_size,
         "quantized": int8,

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from lathe.errors import UserError
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
 from lathe.export.stage import export
-from lathe.model.checkpoint import checkpoint_digest
 from lathe.model.config import GPTConfig
+from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.serve.session import OnnxModel

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.model.checkpoint import checkpoint_digest
+from lathe.model.folder import checkpoint_digest
 from lathe.report.page import report
 from lathe.report.sensitivity import box_plots, ranking_chart, sensitivity_page
 from lathe.report.style import DARK, LIGHT, Theme

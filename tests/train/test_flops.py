@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.recipe import load_recipe
-from lathe.train.flops import data_sheet_flops, flops_per_token, peak_flops
+from lathe.train.flops import data_sheet_flops, peak_flops
 from lathe.train.pretrain import model_config
 from tests.conftest import small_config
 
@@ -30,7 +30,7 @@ def test_equals_the_flop_counter_of_torch(config: GPTConfig, seq_len: int) -> No
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-    assert counter.get_total_flops() == flops_per_token(config, seq_len) * tokens.numel()
+    assert counter.get_total_flops() == config.flops_per_token(seq_len) * tokens.numel()
 
 
 @pytest.mark.parametrize("name", ["gpt-345m", "gpt-1.3b", "gpt-175b-mp8-pp16"])
@@ -41,7 +41,7 @@ def test_equals_the_formula_of_narayanan_et_al(name: str) -> None:
     V, h, L = shape.vocab_size, shape.hidden_size, shape.num_layers
     assert V is not None
     expected = 72 * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
-    assert flops_per_token(model_config(recipe, V), s) == pytest.approx(expected)
+    assert model_config(recipe, V).flops_per_token(s) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

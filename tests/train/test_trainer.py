@@ -13,8 +13,9 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.recipe import load_recipe
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
-from lathe.train.optimizer import learning_rate, make_optimizer
+from lathe.train.optimizer import make_optimizer
 from lathe.train.pretrain import model_config, new_model, pretrain
+from lathe.train.schedule import learning_rate
 from tests.small_run import SMALL, records, run
 
 
@@ -41,7 +42,7 @@ def test_steps_equal_a_hand_written_loop(small_data: Path, small_dense: Path) ->
     )
     trace = []
     for step in range(5):
-        x = batches(step, 0)
+        x = torch.from_numpy(batches(step, 0))
         logits = model(x[:, :-1])
         loss = -logits.log_softmax(-1).gather(2, x[:, 1:, None]).mean()
         optimizer.zero_grad()

@@ -26,8 +26,7 @@ from lathe.compress.sensitivity.statistics import (
     fake_quantize_weight,
     weight_of,
 )
-from lathe.model import fake_quant
-from lathe.model.config import QuantizationPlan
+from lathe.model.config import HEAD, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.train.loss import linear_cross_entropy
 
@@ -68,7 +67,7 @@ def estimate_costs(
 
     for name in names:
         watch_weight(name)
-        if name != fake_quant.HEAD:
+        if name != HEAD:
             handles.append(
                 model.get_submodule(name).register_forward_pre_hook(
                     lambda _, args, name=name: watch_input(name, *args)
@@ -77,8 +76,8 @@ def estimate_costs(
     try:
         for tokens in batches:
             hidden, targets = model.hidden(tokens[:, :-1]), tokens[:, 1:]
-            if fake_quant.HEAD in names:
-                watch_input(fake_quant.HEAD, hidden)
+            if HEAD in names:
+                watch_input(HEAD, hidden)
             loss: Any = linear_cross_entropy(hidden, model.wte.table(), targets)
             # Of the sum over tokens: its squared gradient grows as their number, since those of
             # single tokens are uncorrelated.

@@ -26,7 +26,6 @@ from lathe.train.batches import EvalBatches
 from lathe.train.loss import CHUNK_ELEMENTS, next_token_loss
 
 Metric = Literal["loss", "accuracy", "kl"]
-WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
 
 
 class Measure:
@@ -69,7 +68,7 @@ class Measure:
     def _tokens(self) -> Iterator[Tensor]:
         """(B, T + 1) each."""
         for i in range(len(self.batches)):
-            yield self.batches[i].to(self.table.device)
+            yield torch.from_numpy(self.batches[i]).to(self.table.device)
 
 
 def _hits(model: GPT, tokens: Tensor) -> int:

@@ -1,0 +1,61 @@
+"""Which linears become INT8: all but those that the recipe or an analysis leaves in float."""
+
+import json
+from pathlib import Path
+
+from lathe.errors import UserError
+from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
+from lathe.settings import QuantizationSettings
+
+# The seeds' names in `skip_tensor_map`.
+SEED_NAMES = {
+    "qkv": "attn.c_attn",
+    "out": "attn.c_proj",
+    "linear1": "mlp.c_fc",
+    "linear2": "mlp.c_proj",
+}
+
+
+def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
+    """Paths of all linears that may be INT8; the tied head only with the embedding."""
+    head = [HEAD] if settings.quantize_embedding else []
+    return config.linear_names() + head
+
+
+def make_plan(
+    config: GPTConfig, settings: QuantizationSettings, skip: frozenset[str] = frozenset()
+) -> QuantizationPlan:
+    """A plan for every quantizable linear but `skip`, its scales not known yet (0)."""
+    names = [name for name in quantizable(config, settings) if name not in skip]
+    return QuantizationPlan(
+        weight_quantize_type=settings.weight_quantize_type,
+        weight_bits=settings.weight_bits,
+        activation_bits=settings.activation_bits,
+        quantize_embedding=HEAD in names,
+        activation_scales=dict.fromkeys(names, 0.0),
+    )
+
+
+def skip_names(
+    config: GPTConfig, settings: QuantizationSettings, sensitivity: Path | None
+) -> frozenset[str]:
+    """Linears to leave in float, from the recipe's map and from a sensitivity analysis."""
+    names = set()
+    for block, linears in settings.skip_tensor_map.items():
+        index = block.removeprefix("block_")
+        if not index.isdigit() or int(index) >= config.n_layer:
+            raise UserError(
+                f"Compress.Quantization.skip_tensor_map names {block!r}",
+                f"the model's blocks are block_0 to block_{config.n_layer - 1}",
+            )
+        names |= {f"h.{int(index)}.{SEED_NAMES[linear]}" for linear in linears}
+    if sensitivity is not None:
+        chosen = json.loads((sensitivity / "sensitivity.json").read_text())["skip"]
+        unknown = set(chosen) - {*quantizable(config, settings), HEAD}
+        if unknown:
+            raise UserError(
+                f"{sensitivity}: skips {sorted(unknown)}, which this model does not have",
+                "analyze this model, not another one",
+            )
+        names |= set(chosen)
+    return frozenset(names)

@@ -1,0 +1,63 @@
+"""The distribution of a tensor's values, which come in parts, reduced where the tensor is."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.compress.sensitivity.result import Distribution
+
+SAMPLE = 2**16  # values of a tensor that its quartiles are taken from
+
+Floats = NDArray[np.floating[Any]]
+
+
+@dataclass
+class Accumulator:
+    """Sums and extremes of parts; each part has rows and columns, of which one are the channels."""
+
+    n_parts: int
+    sample: list[Floats] = field(default_factory=list)
+    low: list[Floats] = field(default_factory=list)
+    high: list[Floats] = field(default_factory=list)
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def chosen(self, n: int) -> NDArray[np.int64] | None:
+        """Which of a part's `n` values to give as its sample, always the same; None: all."""
+        size = SAMPLE // self.n_parts
+        return np.random.default_rng(0).integers(0, n, size) if n > size else None
+
+    def add(self, sample: Floats, low: Floats, high: Floats, signal: float, noise: float) -> None:
+        """A part.
+
+        Args:
+            sample: values that stand for all.
+            low, high: extremes of every channel.
+            signal, noise: sum x^2, sum (x_q - x)^2.
+        """
+        self.sample.append(sample)
+        self.low.append(low)
+        self.high.append(high)
+        self.signal += signal
+        self.noise += noise
+
+    def distribution(self) -> Distribution:
+        low, high = np.min(self.low, 0), np.max(self.high, 0)  # a channel each
+        absmax = np.maximum(-low, high)
+        typical = float(np.quantile(absmax, 0.5, method="lower"))
+        q1, median, q3 = np.quantile(np.concatenate(self.sample), [0.25, 0.5, 0.75]).tolist()
+        return Distribution(
+            min=float(low.min()),
+            q1=q1,
+            median=median,
+            q3=q3,
+            max=float(high.max()),
+            absmax=float(absmax.max()),
+            channel_spread=float(absmax.max()) / typical if typical else None,
+            sqnr_db=10 * math.log10(self.signal / self.noise)
+            if self.signal and self.noise
+            else None,
+        )

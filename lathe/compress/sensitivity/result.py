@@ -1,0 +1,111 @@
+"""What an analysis of sensitivity finds, and the linears to leave in float that follow from it."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lathe.settings import SensitivitySettings
+
+RESULT = "sensitivity.json"
+PAGE = "sensitivity.html"
+RULE = (
+    "what single linears cost is taken to add up; the worst stay float, one by one, until what is "
+    "left is predicted to cost at most Sensitivity.budget (as costs add up, no smaller choice "
+    "does), or Sensitivity.max_skips are float"
+)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The values of a weight or an activation; the quartiles are those of 65,536 random ones
+    where there are more.
+
+    Attributes:
+        channel_spread: largest absolute maximum of a channel (a weight's row, which is an output;
+            an activation's feature) over the median one; large where few channels set the range
+            of all. None where the median is 0.
+        sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x_q - x)^2), decibels; None
+            where there is no noise. Each bit is worth 6 dB.
+    """
+
+    min: float
+    q1: float
+    median: float
+    q3: float
+    max: float
+    absmax: float
+    channel_spread: float | None
+    sqnr_db: float | None
+
+
+@dataclass(frozen=True)
+class LinearScore:
+    """What INT8 in one linear costs.
+
+    Attributes:
+        score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
+        estimate: KL added, nats a token, as the gradients foretell it.
+        stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
+    """
+
+    name: str
+    score: float
+    n_params: int
+    estimate: float
+    weights: Distribution
+    inputs: Distribution
+    stderr: float | None = None
+
+
+@dataclass(frozen=True)
+class SensitivityResult:
+    """Ranking, worst first, and the skips that follow from it; all in the metric's unit.
+
+    Attributes:
+        model: digest of the analyzed checkpoint.
+        baseline: the metric of the float model; in mode qat of the quantized one.
+        skip: the linears to leave in float, with those that the analyzed checkpoint has so.
+        predicted: what INT8 costs with `skip` in float.
+        rank_correlation: Spearman's, of scores and estimates; None where nothing was measured to
+            correlate.
+    """
+
+    mode: str
+    metric: str
+    model: str
+    baseline: float
+    linears: list[LinearScore]
+    skip: list[str]
+    rule: str
+    budget: float
+    predicted: float
+    rank_correlation: float | None
+    engine: str = "torch"
+
+
+def choose_skips(
+    ranked: Sequence[LinearScore], settings: SensitivitySettings
+) -> tuple[list[str], float]:
+    """Apply `RULE` to scores that are sorted worst first: (names to skip, predicted cost).
+
+    A negative score is noise, not a gain, and counts as none.
+    """
+    costs = [max(linear.score, 0.0) for linear in ranked]
+    for n in range(len(ranked) + 1):
+        predicted = math.fsum(costs[n:])
+        if predicted <= settings.budget or n == settings.max_skips:
+            break
+    return [linear.name for linear in ranked[:n]], predicted
+
+
+def read_analysis(folder: Path) -> SensitivityResult:
+    """Of a folder that `lathe analyze` wrote."""
+    values = json.loads((folder / RESULT).read_text())
+    parts = ("weights", "inputs")
+    linears = [
+        LinearScore(**linear | {part: Distribution(**linear[part]) for part in parts})
+        for linear in values["linears"]
+    ]
+    return SensitivityResult(**values | {"linears": linears})

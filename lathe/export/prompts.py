@@ -1,0 +1,32 @@
+"""What an export is proven on: stretches of the held-out text."""
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+
+HELD_OUT = "heldout.txt"
+HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
+LONGEST_PROMPT = 64
+SHORTEST_PROMPT = 4
+
+
+def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:
+    """`n` stretches of the held-out text, of lengths from 4 to `min(64, longest)` tokens."""
+    path = data / HELD_OUT
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", "give the output folder of the prepare stage")
+    with path.open(encoding="utf-8") as f:
+        text = f.read(HELD_OUT_CHARACTERS)
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    longest = min(LONGEST_PROMPT, longest)
+    lengths = np.linspace(min(SHORTEST_PROMPT, longest), longest, n).round().astype(int)
+    if len(tokens) < longest + n:
+        raise UserError(
+            f"{path}: {len(tokens)} tokens are too few for {n} prompts of up to {longest}",
+            "lower Export.prompts, or prepare a larger corpus or test split",
+        )
+    starts = np.linspace(0, len(tokens) - longest, n).astype(int)
+    return [tokens[a : a + k] for a, k in zip(starts.tolist(), lengths.tolist(), strict=True)]

@@ -1,0 +1,184 @@
+"""The files of a checkpoint folder, whichever framework its tensors are for.
+
+`config.json`, `model.safetensors` (HF names and layout), `tokenizer.json`, and `lathe.json`, which
+is written last: a folder of ours without it is not a checkpoint. Nothing is ever unpickled.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+import lathe
+from lathe.data.tokenizer import load_tokenizer, vocab_size
+from lathe.errors import UserError
+from lathe.model.config import LINEARS, GPTConfig
+from lathe.settings import Recipe
+from lathe.storage import sha256
+
+WEIGHTS = "model.safetensors"
+MARKER = "lathe.json"
+PREFIX = "transformer."
+HF_BUFFERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Identity of a checkpoint: the digest of its marker, or of a HF folder's weights."""
+    marker = folder / MARKER
+    return sha256(marker if marker.is_file() else folder / WEIGHTS)
+
+
+def resolve(folder: Path | str) -> Path:
+    """The local folder; `hf://NAME` is downloaded from the Hugging Face hub."""
+    name = str(folder)
+    if name.startswith("hf://"):
+        from huggingface_hub import snapshot_download
+
+        patterns = ["config.json", WEIGHTS, "tokenizer.json", "vocab.json", "merges.txt"]
+        return Path(snapshot_download(name.removeprefix("hf://"), allow_patterns=patterns))
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: no such folder", "give the folder of a checkpoint")
+    return Path(folder)
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """`lathe.json`, after the digests in it were checked; empty for a plain HF folder.
+
+    Raises:
+        UserError: the checkpoint was never finished, or altered since.
+    """
+    marker = folder / MARKER
+    if not marker.is_file():
+        if _is_ours(folder):
+            raise UserError(
+                f"{folder}: no {MARKER}: the checkpoint was never finished",
+                "run the stage that writes it again; it goes on where it was",
+            )
+        return {}
+    meta: dict[str, Any] = json.loads(marker.read_text())
+    for name, digest in meta["files"].items():
+        path = folder / name
+        if not path.is_file() or sha256(path) != digest:
+            raise UserError(
+                f"{path}: missing, truncated or altered since {MARKER} was written",
+                "copy the checkpoint again, or run the stage that wrote it again",
+            )
+    return meta
+
+
+def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
+    """The tokenizer beside the weights.
+
+    Raises:
+        UserError: none, or it speaks more ids than the model has.
+    """
+    tokenizer = load_tokenizer(folder)
+    if vocab_size(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"{folder}: the tokenizer has {vocab_size(tokenizer)} ids, "
+            f"the model {config.vocab_size}",
+            "put the tokenizer that the model was trained with into the folder",
+        )
+    return tokenizer
+
+
+def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
+    """(name without `transformer.`, tensor) of a safetensors file, one in memory at a time.
+
+    Args:
+        framework: `pt` for torch's tensors, `np` for arrays.
+
+    Raises:
+        UserError: no such file, or not safetensors.
+    """
+    if not path.is_file():
+        pickled = [p.name for p in path.parent.glob("*.bin")]
+        found = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
+        raise UserError(f"{path}: no such file{found}", "save the model as safetensors")
+    try:
+        with safe_open(path, framework) as file:
+            stored = [name for name in file.keys() if not name.endswith(HF_BUFFERS)]  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not safetensors: {error}", "copy the file again") from None
+    for name in stored:
+        with safe_open(path, framework) as file:
+            tensor = file.get_tensor(name)
+        yield name.removeprefix(PREFIX), tensor
+
+
+def require_fit(
+    path: Path, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise UserError unless the shapes that `path` holds are those of its `config.json`."""
+    wrong = [
+        f"{name}: {tuple(found[name]) if name in found else 'absent'}, not {tuple(shape)}"
+        for name, shape in wanted.items()
+        if name not in found or tuple(found[name]) != tuple(shape)
+    ] + [f"{name}: unknown" for name in found.keys() - wanted.keys()]
+    if wrong:
+        raise UserError(
+            f"{path}: does not fit config.json: {'; '.join(wrong[:3])}",
+            "use the config.json that belongs to these weights",
+        )
+
+
+def non_finite(path: Path, name: str) -> UserError:
+    return UserError(f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint")
+
+
+def is_conv1d(name: str) -> bool:
+    """Whether HF stores this tensor as its Conv1D does, (in, out)."""
+    return name.endswith(tuple(f"{linear}.weight" for linear in LINEARS))
+
+
+def write_folder(
+    folder: Path,
+    write_weights: Callable[[Path], None],
+    config: GPTConfig,
+    tokenizer: Tokenizer,
+    stage: str,
+    recipe: Recipe,
+    parent: str | None = None,
+    metrics: dict[str, Any] | None = None,
+    engine: str = "torch",
+) -> None:
+    """Write a checkpoint into `folder`, its marker last; other files there stay.
+
+    Args:
+        write_weights: writes `model.safetensors` to the path that it is given.
+        engine: the framework that made it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".checkpoint.", dir=folder))
+    try:
+        write_weights(work / WEIGHTS)
+        (work / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        tokenizer.save(str(work / "tokenizer.json"))
+        names = [WEIGHTS, "config.json", "tokenizer.json"]
+        meta = {
+            "lathe": lathe.__version__,
+            "stage": stage,
+            "engine": engine,
+            "parent": parent,
+            "n_params": config.n_params(),
+            "metrics": metrics or {},
+            "files": {name: sha256(work / name) for name in names},
+            "recipe": recipe.model_dump(mode="json"),
+        }
+        (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n")
+        (folder / MARKER).unlink(missing_ok=True)
+        for name in [*names, MARKER]:
+            os.replace(work / name, folder / name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether `config.json` was written by Lathe."""
+    return "lathe" in json.loads((folder / "config.json").read_text())

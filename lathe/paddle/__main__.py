@@ -1,0 +1,164 @@
+"""`python -m lathe.paddle VERB`: the stages of the Paddle engine, in its environment."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.cli import Data, Model, Output, OutputBeside, Overrides, RecipeName
+from lathe.console import log_to_stderr
+from lathe.errors import StageError, UserError
+from lathe.paddle.environment import prepare
+from lathe.paddle.start import MARK_VARIABLE
+from lathe.remote import upload_outputs
+
+if TYPE_CHECKING:
+    from lathe.settings import Recipe
+
+log = logging.getLogger("lathe")
+
+app = typer.Typer(
+    help="The stages of lathe that PaddlePaddle and PaddleSlim can do, with lathe's options.",
+    no_args_is_help=True,
+    add_completion=False,
+    result_callback=lambda *_: upload_outputs(),
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def prune(
+    model: Model,
+    data: Data,
+    output: Output,
+    recipe: RecipeName = "tiny-prune-paddle",
+    override: Overrides = None,
+) -> None:
+    """Remove whole attention heads and FFN channels with PaddleSlim, then finetune."""
+
+    def run(settings: "Recipe") -> None:
+        from lathe.paddle.prune import prune
+
+        prune(settings, model, data, output)
+
+    _in_workers(_load(recipe, override), run)
+
+
+@app.command()
+def quantize(
+    model: Model,
+    data: Data,
+    output: Output,
+    sensitivity: Annotated[Path | None, typer.Option(help="Folder of `lathe analyze`.")] = None,
+    recipe: RecipeName = "tiny-qat",
+    override: Overrides = None,
+) -> None:
+    """Quantization-aware training with PaddleSlim."""
+
+    def run(settings: "Recipe") -> None:
+        from lathe.paddle.quantize import quantize
+
+        quantize(settings, model, data, output, sensitivity)
+
+    _in_workers(_load(recipe, override), run)
+
+
+@app.command()
+def analyze(
+    model: Model,
+    data: Data,
+    output: Output,
+    recipe: RecipeName = "tiny-qat",
+    override: Overrides = None,
+) -> None:
+    """Rank the linear layers by what INT8 costs in each, measured with Paddle."""
+    settings = _load(recipe, override)
+    from lathe.paddle.analyze import analyze
+
+    analyze(settings, model, data, output)
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Annotated[Path | None, typer.Option(help="Folder of `lathe prepare`.")] = None,
+    cloze: Annotated[Path | None, typer.Option(help="LAMBADA-format JSONL.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file, for the perplexity.")] = None,
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: OutputBeside = None,
+) -> None:
+    """Measure cloze accuracy and perplexity of a checkpoint with Paddle."""
+    settings = _load(recipe, override)
+    from lathe.paddle.evaluate import evaluate
+
+    evaluate(settings, model, output or model.with_name(f"{model.name}-eval"), data, cloze, text)
+
+
+@app.command()
+def export(
+    model: Model,
+    data: Data,
+    output: Output,
+    served: Annotated[
+        Path | None, typer.Option(help="Folder of `lathe export`, to compare with.")
+    ] = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+) -> None:
+    """Write .pdmodel, .pdiparams and paddle2onnx's graph of a checkpoint, and prove them."""
+    settings = _load(recipe, override)
+    from lathe.paddle.export import export
+
+    export(settings, model, data, output, served)
+
+
+def main() -> None:
+    """As `lathe.cli.main`: a user's mistake is one message and status 2."""
+    if MARK_VARIABLE in os.environ:
+        _log_for_starter(os.environ[MARK_VARIABLE])
+    else:
+        log_to_stderr()
+    if "PADDLE_TRAINER_ID" in os.environ:
+        os.environ["RANK"] = os.environ["PADDLE_TRAINER_ID"]  # what the rest of lathe looks at
+    try:
+        prepare()
+        app(prog_name="python -m lathe.paddle")
+    except (UserError, StageError) as error:
+        for line in f"{error.kind}: {error}".splitlines():
+            log.error("%s", line)
+        sys.exit(error.status)
+
+
+def _log_for_starter(mark: str) -> None:
+    """Lines on stdout that `lathe.paddle.start` knows by their mark."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+
+
+def _load(name: str, overrides: list[str] | None) -> "Recipe":
+    from lathe.recipe import load_recipe
+
+    return load_recipe(name, overrides or [])
+
+
+def _in_workers(settings: "Recipe", run: Callable[["Recipe"], None]) -> None:
+    """Run it here, or this whole command again in the processes that the recipe asks for."""
+    if "PADDLE_TRAINER_ID" not in os.environ:
+        from lathe.paddle.launch import launch, shape
+
+        wanted = shape(settings.Distributed)
+        if wanted.processes > 1:
+            launch(sys.argv[1:], wanted)
+            return
+    run(settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Which linears INT8 hurts, measured with PaddleSlim's fake quantization.
+
+The loop is `lathe.compress.sensitivity.rank`'s: PaddleSlim 2.6.0 sorts the ranking of its own
+`AnalysisQAT` the wrong way round.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from lathe.compress.plan import make_plan, quantizable
+from lathe.compress.sensitivity.accumulator import Accumulator
+from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.sensitivity.rank import (
+    part_of,
+    require_mode,
+    run_analysis,
+    validation_batches,
+)
+from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.data.tokens import TokenDataset
+from lathe.model.config import HEAD, QuantizationPlan, largest
+from lathe.paddle import fake_quant
+from lathe.paddle.checkpoint import Checkpoint, load_checkpoint
+from lathe.paddle.gpt import GPT, next_token_loss
+from lathe.paddle.measure import Measure
+from lathe.paddle.workers import choose_device
+from lathe.settings import Recipe
+from lathe.train.batches import calibration_batches, open_data
+
+
+def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
+    """See `lathe.compress.sensitivity.stage.analyze`."""
+    paddle.set_device(choose_device(recipe.Global.device))
+    checkpoint = load_checkpoint(model)
+    config = checkpoint.model.config
+    require_mode(recipe.Sensitivity, config.quantization is not None, model)
+    tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+
+    def open_subject(journal: Journal) -> PaddleSubject:
+        return PaddleSubject(recipe, checkpoint, tokens, journal)
+
+    return run_analysis(recipe, output, checkpoint.digest, tokens, open_subject)
+
+
+class PaddleSubject:
+    """See `lathe.compress.sensitivity.rank.Subject`."""
+
+    engine = "paddle"
+
+    def __init__(
+        self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
+    ) -> None:
+        validation = validation_batches(recipe, data)
+        self.calibration = list(calibration_batches(recipe, data))
+        self.model = checkpoint.model
+        settings = recipe.Compress.Quantization
+        self.plan = self.model.config.quantization or self._calibrated(
+            make_plan(self.model.config, settings), journal
+        )
+        self.names: Sequence[str] = list(self.plan.activation_scales)
+        possible = quantizable(self.model.config, settings)
+        self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
+        self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
+
+    def measure(self, quantized: frozenset[str]) -> list[float]:
+        with fake_quant.inserted(self.model, part_of(self.plan, quantized)):
+            return self._measure(self.model)
+
+    def estimates(self) -> dict[str, float]:
+        """The estimate of `lathe.compress.sensitivity.fisher`."""
+        costs = dict.fromkeys(self.names, 0.0)
+        n_tokens = 0
+
+        def watch(name: str, x: Tensor) -> None:
+            error = fake_quantize_input(x.detach(), self.plan.activation_scales[name]) - x.detach()
+
+            def add(gradient: Tensor) -> None:
+                costs[name] += _half_square(gradient, error)
+
+            x.register_hook(add)
+
+        with _watching(self.model, self.names, watch):
+            for tokens in map(paddle.to_tensor, self.calibration):
+                targets = tokens[:, 1:].size
+                (next_token_loss(self.model, tokens) * targets).backward()
+                for name in self.names:
+                    weight = weight_of(self.model, name)
+                    error = fake_quantize_weight(weight, self.plan, name) - weight
+                    costs[name] += _half_square(weight.grad, error)
+                self.model.clear_gradients()
+                n_tokens += targets
+        return {name: cost / n_tokens for name, cost in costs.items()}
+
+    @paddle.no_grad()
+    def weights(self) -> dict[str, Distribution]:
+        found = {}
+        for name in self.names:
+            values = Accumulator(1)
+            weight = weight_of(self.model, name)
+            quantized = fake_quantize_weight(weight, self.plan, name)
+            _add(values, weight, quantized, channel=0 if name == HEAD else 1)
+            found[name] = values.distribution()
+        return found
+
+    @paddle.no_grad()
+    def inputs(self) -> dict[str, Distribution]:
+        found = {name: Accumulator(len(self.calibration)) for name in self.names}
+
+        def watch(name: str, x: Tensor) -> None:
+            x = x.flatten(0, -2)  # (B * T, features)
+            quantized = fake_quantize_input(x, self.plan.activation_scales[name])
+            _add(found[name], x, quantized, channel=1)
+
+        with _watching(self.model, self.names, watch):
+            for tokens in self.calibration:
+                self.model(paddle.to_tensor(tokens))
+        return {name: values.distribution() for name, values in found.items()}
+
+    def n_params(self, name: str) -> int:
+        if name == HEAD:
+            return int(self.model.wte.weight.size)
+        return sum(int(p.size) for p in fake_quant.layer_at(self.model, name).parameters())
+
+    def _calibrated(self, plan: QuantizationPlan, journal: Journal) -> QuantizationPlan:
+        """A plan for all linears of a float model."""
+
+        def find() -> dict[str, float]:
+            with fake_quant.inserted(self.model, plan):
+                return fake_quant.calibrate(self.model, self.calibration)
+
+        scales = journal.recall("scales", find)
+        ordered = {name: scales[name] for name in plan.activation_scales}
+        return replace(plan, activation_scales=ordered)
+
+
+class _watching:
+    """Call `watch(name, x)` with what the linears `names` read, and what the head reads."""
+
+    def __init__(
+        self, model: GPT, names: Sequence[str], watch: Callable[[str, Tensor], None]
+    ) -> None:
+        self.model, self.names, self.watch = model, names, watch
+
+    def __enter__(self) -> None:
+        def before(name: str) -> Callable[..., None]:
+            return lambda _, inputs: self.watch(name, inputs[0])
+
+        def after(_: Any, inputs: Any, output: Tensor) -> None:
+            self.watch(HEAD, output)
+
+        self.hooks = [
+            fake_quant.layer_at(self.model, name).register_forward_pre_hook(before(name))
+            for name in self.names
+            if name != HEAD
+        ]
+        if HEAD in self.names:
+            self.hooks.append(self.model.ln_f.register_forward_post_hook(after))
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def weight_of(model: GPT, name: str) -> Tensor:
+    """The weight (in, out) of a linear; of the tied head the embedding (V, C)."""
+    return model.wte.weight if name == HEAD else fake_quant.layer_at(model, name).weight
+
+
+@paddle.no_grad()
+def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
+    """The weight of the linear `name` as PaddleSlim has it read."""
+    channel, bits = (0, 8) if name == HEAD else (1, plan.weight_bits)
+    per_channel = name == HEAD or plan.weight_quantize_type == "channel_wise_abs_max"
+    absmax = weight.abs().max(axis=1 - channel if per_channel else [0, 1], keepdim=True)
+    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / largest(bits)
+    return _quantize(weight, scale, largest(bits))
+
+
+def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
+    """An activation as it is read at a static quantum."""
+    return _quantize(x, paddle.to_tensor(scale, dtype=x.dtype), fake_quant.LEVELS)
+
+
+def _quantize(x: Tensor, scale: Tensor, high: int) -> Tensor:
+    return paddle.clip(paddle.round(x / scale), -high, high) * scale
+
+
+def _half_square(gradient: Tensor, error: Tensor) -> float:
+    return 0.5 * float((gradient * error).astype("float64").square().sum())
+
+
+def _add(values: Accumulator, x: Tensor, quantized: Tensor, channel: int) -> None:
+    """A part (rows, columns), and it quantized; dimension `channel` has the channels."""
+    flat, index = x.flatten(), values.chosen(int(x.size))
+    sample = flat if index is None else flat[paddle.to_tensor(index)]
+    wide, error = x.astype("float64"), (quantized - x).astype("float64")
+    values.add(
+        sample.numpy(),
+        x.min(axis=1 - channel).numpy(),
+        x.max(axis=1 - channel).numpy(),
+        float(wide.square().sum()),
+        float(error.square().sum()),
+    )

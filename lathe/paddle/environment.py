@@ -1,0 +1,55 @@
+"""What must be so before paddle is imported, and which versions work together."""
+
+import logging
+import os
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+from lathe.errors import UserError
+
+log = logging.getLogger("lathe")
+
+# The one set that prunes, trains, quantizes and exports end to end.
+VERSIONS = {
+    "paddlepaddle": ("2.6.2", "paddleslim 2.6.0 is built on it"),
+    "paddleslim": ("2.6.0", "the last with the pruners and QAT of PaddleFleetX"),
+    "paddle2onnx": (
+        "1.2.6",
+        "1.2.7 to 1.3.1 silently drop every QuantizeLinear and DequantizeLinear of a MatMul",
+    ),
+    "numpy": ("1.26.4", "paddlepaddle 2.6.2 is built for numpy 1"),
+}
+ALTERNATIVES = {"paddlepaddle": ("paddlepaddle-gpu",)}
+CURE = "make the environment with `make paddle-env`: images/paddle/requirements.lock has the set"
+
+
+def prepare() -> None:
+    """Make this process ready for `import paddle`; call it before that.
+
+    Raises:
+        UserError: a package is absent or of a version that is known not to work.
+    """
+    for package, (wanted, reason) in VERSIONS.items():
+        found = _version(package, *ALTERNATIVES.get(package, ()))
+        if found is None:
+            raise UserError(f"{package} is not installed in {sys.prefix}", CURE)
+        if found != wanted:
+            raise UserError(f"{package} is {found}, not {wanted}: {reason}", CURE)
+    # Paddle's library exports a zlib of its own: whatever needs the system's must find that first,
+    # or it ends in a segmentation fault.
+    import zlib  # noqa: F401
+
+    # Else PaddleSlim's pruner takes the causal mask for something that heads depend on.
+    os.environ["OPS_UNCHANGE_SHAPE"] = "tril_triu,fill_constant"
+    warnings.filterwarnings("ignore", message="Setuptools is replacing distutils")
+    warnings.filterwarnings("ignore", category=UserWarning, module="paddle")
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None

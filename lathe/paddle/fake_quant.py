@@ -1,0 +1,182 @@
+"""PaddleSlim's quantization-aware training on a `GPT`, and its ranges as a `QuantizationPlan`.
+
+Fake quantization is PaddleSlim's own. It reads an activation as clip(round(x / s), -127, 127) * s;
+the served graph, as `lathe.model.fake_quant`, goes down to -128, which only an input beyond the
+range sees. Its moving average counts every forward pass, Lathe's every step.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from numpy.typing import NDArray
+from paddle import nn
+from paddle.nn.quant.quant_layers import (
+    FakeQuantChannelWiseAbsMax,
+    FakeQuantMovingAverageAbsMax,
+    QuantizedColumnParallelLinear,
+    QuantizedLinear,
+    QuantizedRowParallelLinear,
+)
+
+from lathe.model.config import HEAD, QuantizationPlan, largest
+from lathe.paddle.gpt import GPT
+
+LEVELS = largest(8)
+QUANTIZED = (QuantizedLinear, QuantizedColumnParallelLinear, QuantizedRowParallelLinear)
+
+
+def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: float = 0.9) -> Any:
+    """Replace in place the linears that `plan.activation_scales` lists by PaddleSlim's.
+
+    A scale of 0 stands for "not known yet": calibrate before use.
+
+    Returns:
+        The `paddleslim.dygraph.quant.QAT`, which also saves the static model.
+    """
+    from paddleslim.dygraph.quant import QAT
+
+    paths = model.config.linear_names()
+    for path in paths:
+        layer_at(model, path).skip_quant = path not in plan.activation_scales
+    qat = QAT(
+        {
+            "weight_quantize_type": plan.weight_quantize_type,
+            "activation_quantize_type": "moving_average_abs_max",
+            "activation_preprocess_type": "PACT" if pact else None,
+            "weight_bits": plan.weight_bits,
+            "activation_bits": plan.activation_bits,
+            "moving_rate": moving_rate,
+            "quantizable_layer_type": ["Linear", "ColumnParallelLinear", "RowParallelLinear"],
+            "onnx_format": True,
+        }
+    )
+    # Inputs alone: `quantize` also watches every linear's output, which the static model would
+    # then quantize, as no training has.
+    qat.imperative_qat._quantize_inputs.apply(model)
+    if plan.quantize_embedding:
+        V = model.config.vocab_size
+        model.table_quantizer = FakeQuantChannelWiseAbsMax(
+            "table", channel_num=V, quant_axis=0, quant_on_weight=True
+        )
+    if HEAD in plan.activation_scales:
+        model.head_input = FakeQuantMovingAverageAbsMax("head", moving_rate)
+    for name, quantizer in activation_quantizers(model):
+        scale = plan.activation_scales[name]
+        if scale:
+            set_range(quantizer, LEVELS * scale)
+    return qat
+
+
+@contextmanager
+def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
+    """`insert` for the time of a `with` block; the model is as before afterwards."""
+    before = {path: layer_at(model, path) for path in model.config.linear_names()}
+    was_training = model.training
+    insert(model, plan)
+    model.train() if was_training else model.eval()
+    try:
+        yield
+    finally:
+        for path, layer in before.items():
+            parent, _, attribute = path.rpartition(".")
+            setattr(layer_at(model, parent), attribute, layer)
+        model.head_input = model.table_quantizer = None
+
+
+def layer_at(model: nn.Layer, path: str) -> Any:
+    """The layer at a dotted path."""
+    layer: Any = model
+    for part in path.split("."):
+        layer = layer[int(part)] if part.isdigit() else getattr(layer, part)
+    return layer
+
+
+def quantized_linears(model: GPT) -> Iterator[tuple[str, Any]]:
+    """(path, PaddleSlim's quantized linear)."""
+    for name, layer in model.named_sublayers():
+        if isinstance(layer, QUANTIZED):
+            yield name, layer
+
+
+def activation_quantizers(model: GPT) -> Iterator[tuple[str, Any]]:
+    """(path of the linear or `lm_head`, the quantizer of its input)."""
+    for name, layer in quantized_linears(model):
+        yield name, layer._fake_quant_input
+    if model.head_input is not None:
+        yield HEAD, model.head_input
+
+
+def set_range(quantizer: Any, absmax: float) -> None:
+    """Make `absmax` the range, and what its moving average goes on from.
+
+    PaddleSlim's average is (rate * accum + max) / (rate * state + 1); from state = 1 / (1 - rate)
+    and accum = absmax * state on it is rate * absmax + (1 - rate) * max.
+    """
+    state = 1 / (1 - quantizer._moving_rate)
+    for tensor, value in (
+        (quantizer._scale, absmax),
+        (quantizer._state, state),
+        (quantizer._accum, absmax * state),
+    ):
+        tensor.set_value(paddle.to_tensor([value], dtype=tensor.dtype))
+
+
+def scales(model: GPT) -> dict[str, float]:
+    """Path -> quantum of its input, as the exported graph uses it; PACT's bound counts."""
+    bounds = {
+        name: float(layer._act_preprocess.alpha)
+        for name, layer in quantized_linears(model)
+        if layer._act_preprocess is not None
+    }
+    return {
+        name: min(float(quantizer._scale), bounds.get(name, np.inf)) / LEVELS
+        for name, quantizer in activation_quantizers(model)
+    }
+
+
+def with_scales(model: GPT, plan: QuantizationPlan) -> QuantizationPlan:
+    """The plan with the ranges that the model has now."""
+    found = scales(model)
+    return replace(plan, activation_scales={name: found[name] for name in plan.activation_scales})
+
+
+@paddle.no_grad()
+def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, float]:
+    """Set every range to the largest magnitude seen over `batches` (B, T), with weights quantized
+    and activations not, as `lathe.model.fake_quant.calibrate`.
+
+    Returns:
+        Path -> quantum.
+    """
+    found = dict(activation_quantizers(model))
+    seen = dict.fromkeys(found, 0.0)
+    hooks = []
+    for name, quantizer in found.items():
+
+        def watch(layer: Any, inputs: Any, output: Any, name: str = name) -> Any:
+            seen[name] = max(seen[name], float(inputs[0].abs().max()))
+            return inputs[0]
+
+        hooks.append(quantizer.register_forward_post_hook(watch))
+    training = model.training
+    model.eval()
+    for tokens in batches:
+        model(paddle.to_tensor(tokens))
+    for hook in hooks:
+        hook.remove()
+    for name, quantizer in found.items():
+        set_range(quantizer, seen[name])
+    model.train() if training else model.eval()
+    return scales(model)
+
+
+def share_ranges(model: GPT) -> None:
+    """Give all processes the widest range that one of them has seen."""
+    for _, quantizer in activation_quantizers(model):
+        for tensor in (quantizer._scale, quantizer._accum):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)

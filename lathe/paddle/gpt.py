@@ -1,0 +1,131 @@
+"""The GPT of `lathe.model.gpt` in Paddle: the same parameters by the same names, the same logits.
+
+Shapes: B batch, T tokens, C hidden size, H heads of this layer, D head size, F FFN width, V
+vocabulary. Linears are (in, out), as Paddle has them and HF's files do. The columns of `c_attn`
+stand head by head, each head's q, k and v together: PaddleFleetX's fused qkv, and the one order in
+which PaddleSlim's pruner finds whole heads.
+"""
+
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import Tensor, nn
+
+from lathe.model.config import GPTConfig
+
+MASKED = -1e9
+
+
+class Attention(nn.Layer):
+    """Causal self-attention; its width `n_head * head_dim` may be below C.
+
+    The mask is made here and not once for all layers: PaddleSlim follows shared tensors, and would
+    prune every layer's heads together.
+    """
+
+    def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.n_head[layer] * config.head_dim
+        self.c_attn = nn.Linear(config.n_embd, 3 * width)
+        self.c_proj = nn.Linear(width, config.n_embd)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = paddle.reshape(self.c_attn(x), [0, 0, -1, 3 * self.head_dim])  # (B, T, H, 3D)
+        q, k, v = paddle.split(paddle.transpose(qkv, [0, 2, 1, 3]), 3, axis=-1)  # (B, H, T, D)
+        scores = paddle.matmul(q * self.head_dim**-0.5, k, transpose_y=True)  # (B, H, T, T)
+        T = paddle.shape(x)[1]
+        future = paddle.triu(paddle.full([T, T], MASKED, dtype=scores.dtype), 1)
+        weights = F.softmax(scores + future)
+        if self.dropout:
+            weights = F.dropout(weights, self.dropout, training=self.training)
+        y = paddle.transpose(paddle.matmul(weights, v), [0, 2, 1, 3])
+        return self.c_proj(paddle.flatten(y, 2))
+
+
+class MLP(nn.Layer):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, config.n_inner[layer])
+        self.c_proj = nn.Linear(config.n_inner[layer], config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=True))
+
+
+class Block(nn.Layer):
+    def __init__(
+        self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
+    ) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.attn = Attention(config, layer, attention_dropout)
+        self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.mlp = MLP(config, layer)
+        self.drop = nn.Dropout(hidden_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attn(self.ln_1(x)))
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+
+class GPT(nn.Layer):
+    """`model(tokens)` gives logits; `hidden` and `head` are its two halves.
+
+    Attributes:
+        head_input, table_quantizer: fake quantization of what the head reads and of the embedding,
+            where the plan has it; see `lathe.paddle.fake_quant`.
+    """
+
+    def __init__(
+        self, config: GPTConfig, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(hidden_dropout)
+        self.h = nn.LayerList(
+            [Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)]
+        )
+        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        self.head_input: nn.Layer | None = None
+        self.table_quantizer: nn.Layer | None = None
+
+    def table(self) -> Tensor:
+        """The embedding (V, C), as it is read."""
+        weight = self.wte.weight
+        return weight if self.table_quantizer is None else self.table_quantizer(weight)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, C) after the last LayerNorm."""
+        return self._transform(tokens, self.table())
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., C) through the tied embedding."""
+        return self._logits(hidden, self.table())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, V) logits."""
+        table = self.table()
+        return self._logits(self._transform(tokens, table), table)
+
+    def _transform(self, tokens: Tensor, table: Tensor) -> Tensor:
+        positions = paddle.arange(paddle.shape(tokens)[1])
+        x = self.drop(F.embedding(tokens, table) + self.wpe(positions))
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x)
+
+    def _logits(self, hidden: Tensor, table: Tensor) -> Tensor:
+        if self.head_input is not None:
+            hidden = self.head_input(hidden)
+        return paddle.matmul(hidden, table, transpose_y=True)
+
+
+def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, nats a token, of predicting tokens[:, 1:] of (B, T + 1)."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).astype("float32"), tokens[:, 1:].flatten())

@@ -1,0 +1,97 @@
+"""Run a verb of this engine in several processes with `paddle.distributed.launch`.
+
+On one machine the processes meet on the loopback interface. On a cluster this process is one of
+Kubeflow Trainer's torch policy, whose `PET_*` variables say how many machines there are.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paddle
+
+from lathe.errors import Preempted, StageError
+from lathe.settings import DistributedSettings
+
+SCRIPT = Path(__file__).with_name("__main__.py")
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many machines and processes on each, and for several machines where they meet."""
+
+    nodes: int = 1
+    processes_per_node: int = 1
+    node_rank: int = 0
+    master: str | None = None
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.processes_per_node
+
+
+def shape(settings: DistributedSettings) -> Shape:
+    """What the degrees ask of this machine, or what `PET_*` says; `auto` is one a GPU, or one."""
+    environment = os.environ
+    if "PET_NNODES" in environment:
+        return Shape(
+            nodes=int(environment["PET_NNODES"]),
+            processes_per_node=int(environment.get("PET_NPROC_PER_NODE", 1)),
+            node_rank=int(environment.get("PET_NODE_RANK", 0)),
+            master=f"{environment['PET_MASTER_ADDR']}:{environment['PET_MASTER_PORT']}",
+        )
+    inner = settings.mp_degree * settings.sharding.sharding_degree
+    gpus = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    dp = max(1, gpus // inner) if settings.dp_degree == "auto" else settings.dp_degree
+    return Shape(processes_per_node=dp * inner)
+
+
+def launch(command: Sequence[str], shape: Shape) -> None:
+    """Run `python -m lathe.paddle <command>` in every process of `shape` and wait for all.
+
+    Raises:
+        Preempted: SIGTERM came, and every worker saved its state.
+        StageError: a worker failed, with its last lines; status 2 where it was the user's mistake.
+    """
+    with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
+        process = subprocess.Popen(arguments(command, shape, logs), env=_variables())
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        try:
+            status = process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        if status == 0:
+            return
+        if status == Preempted.status:
+            raise Preempted("every worker has saved its state; the same command goes on")
+        raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
+
+
+def arguments(command: Sequence[str], shape: Shape, logs: str) -> list[str]:
+    """The command line of `paddle.distributed.launch`."""
+    meeting = ["--master", shape.master, "--rank", str(shape.node_rank)] if shape.master else []
+    return [
+        *(sys.executable, "-m", "paddle.distributed.launch", "--log_dir", logs, *meeting),
+        *("--nnodes", str(shape.nodes), "--nproc_per_node", str(shape.processes_per_node)),
+        *(str(SCRIPT), *command),
+    ]
+
+
+def _variables() -> dict[str, str]:
+    """The script lies beside modules of ours whose names must not shadow others."""
+    root = str(SCRIPT.parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+
+
+def _tail(logs: Path) -> str:
+    """Of the worker that says what went wrong, or of the first."""
+    texts = [path.read_text(errors="replace") for path in sorted(logs.glob("workerlog.*"))]
+    text = next((t for t in texts if "error: " in t), texts[0] if texts else "")
+    return "\n".join(text.splitlines()[-TAIL_LINES:])

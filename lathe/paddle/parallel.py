@@ -1,0 +1,109 @@
+"""A model divided over processes: every block linear (tensor parallelism), or what the optimizer
+keeps of it (sharding). Paddle 2.6 does both on GPUs only."""
+
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle.distributed import fleet
+from paddle.distributed.sharding import group_sharded_parallel
+
+from lathe.errors import UserError
+from lathe.paddle import fake_quant
+from lathe.paddle.checkpoint import Arrays, is_weight, weights_of
+from lathe.paddle.gpt import GPT
+from lathe.paddle.workers import Workers
+from lathe.settings import Sharding
+
+COLUMNS = ("attn.c_attn", "mlp.c_fc")
+ROWS = ("attn.c_proj", "mlp.c_proj")
+LEVELS = {1: "os", 2: "os_g", 3: "p_g_os"}
+
+
+def divide(model: GPT, workers: Workers) -> None:
+    """Replace in place every block linear by this process's part of it: heads and FFN channels.
+
+    Embedding, head and norms are whole in every process. Does nothing where mp is 1.
+
+    Raises:
+        UserError: a layer's heads or channels do not divide.
+    """
+    if workers.mp == 1:
+        return
+    parts, part = workers.mp, fleet.get_hybrid_communicate_group().get_model_parallel_rank()
+    config = model.config
+    for i, (heads, inner) in enumerate(zip(config.n_head, config.n_inner, strict=True)):
+        if heads % parts or inner % parts:
+            raise UserError(
+                f"layer {i} has {heads} heads and {inner} FFN channels, which "
+                f"Distributed.mp_degree {parts} does not divide",
+                "choose another degree, or prune to a multiple of it",
+            )
+    for path in config.linear_names():
+        linear = fake_quant.layer_at(model, path)
+        n_in, n_out = linear.weight.shape
+        is_column = path.endswith(COLUMNS)
+        if is_column:
+            own = fleet.meta_parallel.ColumnParallelLinear(
+                n_in, n_out, has_bias=True, gather_output=False
+            )
+        else:
+            own = fleet.meta_parallel.RowParallelLinear(
+                n_in, n_out, has_bias=True, input_is_parallel=True
+            )
+        axis = 1 if is_column else 0
+        own.weight.set_value(np.split(linear.weight.numpy(), parts, axis)[part])
+        bias = linear.bias.numpy()
+        own.bias.set_value(np.split(bias, parts)[part] if is_column else bias)
+        parent, _, attribute = path.rpartition(".")
+        setattr(fake_quant.layer_at(model, parent), attribute, own)
+
+
+def whole_weights(model: GPT, net: Any, workers: Workers) -> Arrays:
+    """The weights of all parts, in every process.
+
+    Args:
+        net: the model as it was trained, which sharding wraps.
+    """
+    if hasattr(net, "get_all_parameters"):  # stage 3
+        net.get_all_parameters(convert2cpu=True)
+    if workers.mp == 1:
+        return weights_of(model)
+    group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+    return {
+        name: _gathered(parameter, axis_of(name), group)
+        for name, parameter in model.named_parameters()
+        if is_weight(name)
+    }
+
+
+def axis_of(name: str) -> int | None:
+    """Along which a parameter is divided; None for those that every process has whole."""
+    linear, _, kind = name.rpartition(".")
+    if linear.endswith(COLUMNS):
+        return 1 if kind == "weight" else 0
+    if linear.endswith(ROWS) and kind == "weight":
+        return 0
+    return None
+
+
+def shard(model: GPT, optimizer: Any, scaler: Any, settings: Sharding) -> tuple[Any, Any, Any]:
+    """Model, optimizer and loss scaler whose state is divided over the sharding group."""
+    groups = fleet.get_hybrid_communicate_group()
+    return group_sharded_parallel(
+        model,
+        optimizer,
+        LEVELS[settings.sharding_stage],
+        scaler,
+        group=groups.get_sharding_parallel_group(),
+        offload=settings.sharding_offload,
+    )
+
+
+def _gathered(parameter: Any, axis: int | None, group: Any) -> NDArray[np.float32]:
+    if axis is None:
+        return parameter.numpy().astype(np.float32)
+    parts: list[Any] = []
+    paddle.distributed.all_gather(parts, parameter.detach(), group=group)
+    return np.concatenate([p.numpy() for p in parts], axis).astype(np.float32)

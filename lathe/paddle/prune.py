@@ -1,0 +1,139 @@
+"""Pruning with PaddleSlim's filter pruners, and finetuning what is left."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
+
+from lathe.errors import UserError
+from lathe.model.folder import checkpoint_digest
+from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
+from lathe.paddle.gpt import GPT
+from lathe.paddle.parallel import divide
+from lathe.paddle.stage import Work, run_training
+from lathe.paddle.workers import Workers
+from lathe.settings import PruneSettings, Recipe
+from lathe.train.result import TrainResult
+
+log = logging.getLogger("lathe")
+
+PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
+CURE = "change it, or use Compress.engine=torch"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Indexes of one layer's surviving heads and FFN channels, ascending."""
+
+    heads: NDArray[np.int64]
+    channels: NDArray[np.int64]
+
+
+def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
+    """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
+
+    Raises:
+        UserError: `model` is quantized or already pruned, or the recipe asks for what PaddleSlim's
+            pruners do not do; see also `run_training`.
+    """
+    settings = recipe.Compress.Prune
+    require_supported(settings)
+
+    def make(workers: Workers) -> Work:
+        dense = load_checkpoint(model)
+        pruned, kept = cut(dense.model, settings, model)
+        small = _with_dropout(pruned, recipe)
+        divide(small, workers)
+        before, after = dense.model.config.n_params(), pruned.config.n_params()
+        log.info(
+            "pruned by PaddleSlim: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
+            [len(layer.heads) for layer in kept],
+            [len(layer.channels) for layer in kept],
+            f"{before:,}",
+            f"{after:,}",
+            100 * (1 - after / before),
+        )
+        return Work("prune", small, dense.tokenizer, dense.digest)
+
+    return run_training(recipe, data, output, {"model": checkpoint_digest(model)}, make)
+
+
+def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Kept]]:
+    """The smaller GPT, and what is left of every layer; `model` is used up.
+
+    PaddleSlim removes columns of the fused qkv and of the first FFN linear, and the rows of the
+    second linears that read them.
+
+    Args:
+        source: where the model is from, for an error.
+    """
+    config = model.config
+    full = config.n_embd // config.head_dim
+    if config.quantization is not None:
+        raise UserError(f"{source}: is quantized", "prune first, then quantize")
+    if set(config.n_head) != {full}:
+        raise UserError(
+            f"{source}: is pruned already, and PaddleSlim finds no heads in a qkv that is not "
+            "three times the hidden size",
+            "prune the dense model, or use Compress.engine=torch",
+        )
+    names = {name: parameter.name for name, parameter in model.named_parameters()}
+    masks: dict[str, Any] = {}
+    for linear, n_head in (("attn.c_attn", full), ("mlp.c_fc", -1)):
+        pruner = PRUNERS[settings.criterion](
+            model,
+            [[1, min(16, config.n_positions)]],
+            skip_leaves=False,
+            prune_type="fc",
+            input_dtype="int64",
+            num_head=n_head,
+        )
+        targets = [names[f"h.{i}.{linear}.weight"] for i in range(config.n_layer)]
+        plan = pruner.prune_vars(dict.fromkeys(targets, settings.ratio), axis=1)
+        masks |= {target: plan.masks[target][0].mask for target in targets}
+    kept = []
+    for i in range(config.n_layer):
+        columns = np.asarray(masks[names[f"h.{i}.attn.c_attn.weight"]]).astype(bool)
+        heads = columns.reshape(full, 3 * config.head_dim)
+        assert (heads.all(1) | ~heads.any(1)).all()  # whole heads
+        channels = np.asarray(masks[names[f"h.{i}.mlp.c_fc.weight"]]).astype(bool)
+        kept.append(Kept(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
+    small = replace(
+        config,
+        n_head=tuple(len(layer.heads) for layer in kept),
+        n_inner=tuple(len(layer.channels) for layer in kept),
+    )
+    return _filled(GPT(small), weights_of(model), source), kept
+
+
+def require_supported(settings: PruneSettings) -> None:
+    """Raise UserError for what PaddleSlim's filter pruners do not do."""
+    wanted: Mapping[str, tuple[Any, Any]] = {
+        "criterion": (settings.criterion, "l1_norm or l2_norm"),
+        "scope": (settings.scope, "uniform"),
+        "layers": (settings.layers, 0),
+        "rounds": (settings.rounds, 1),
+        "channel_multiple": (settings.channel_multiple, 1),
+    }
+    for key, (found, possible) in wanted.items():
+        fits = found in PRUNERS if key == "criterion" else found == possible
+        if not fits:
+            raise UserError(
+                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners have {possible}", CURE
+            )
+
+
+def _with_dropout(model: GPT, recipe: Recipe) -> GPT:
+    settings = recipe.Model
+    dropouts = settings.hidden_dropout_prob, settings.attention_probs_dropout_prob
+    return _filled(GPT(model.config, *dropouts), weights_of(model), Path())
+
+
+def _filled(model: GPT, weights: Any, source: Path) -> GPT:
+    set_weights(model, weights, source)
+    return model

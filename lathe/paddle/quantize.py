@@ -1,0 +1,61 @@
+"""Quantization-aware training with PaddleSlim."""
+
+import logging
+from pathlib import Path
+
+from lathe.compress.plan import make_plan, skip_names
+from lathe.errors import UserError
+from lathe.model.folder import checkpoint_digest
+from lathe.paddle import fake_quant
+from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
+from lathe.paddle.gpt import GPT
+from lathe.paddle.parallel import divide
+from lathe.paddle.stage import Work, run_training
+from lathe.paddle.workers import Workers
+from lathe.settings import Recipe
+from lathe.storage import sha256
+from lathe.train.batches import calibration_batches, open_data
+from lathe.train.result import TrainResult
+
+log = logging.getLogger("lathe")
+
+
+def quantize(
+    recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
+) -> TrainResult:
+    """Insert PaddleSlim's fake quantization, calibrate it, train through it, write a checkpoint
+    with its plan. See `lathe.compress.quantize.quantize`."""
+    inputs = {"model": checkpoint_digest(model)}
+    if sensitivity is not None:
+        inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
+    settings = recipe.Compress.Quantization
+
+    def make(workers: Workers) -> Work:
+        start = load_checkpoint(model)
+        config = start.model.config
+        if config.quantization is not None:
+            raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
+        dropouts = recipe.Model.hidden_dropout_prob, recipe.Model.attention_probs_dropout_prob
+        trainable = GPT(config, *dropouts)
+        set_weights(trainable, weights_of(start.model), model)
+        divide(trainable, workers)
+        plan = make_plan(config, settings, skip_names(config, settings, sensitivity))
+        pact = settings.activation_preprocess_type == "PACT"
+        fake_quant.insert(trainable, plan, pact, settings.moving_rate)
+        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+        fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
+        if workers.size > 1:
+            fake_quant.share_ranges(trainable)
+        log.info("%d linears are INT8, by PaddleSlim", len(plan.activation_scales))
+
+        def after_step(workers: Workers) -> None:
+            if workers.size > 1:
+                fake_quant.share_ranges(trainable)
+
+        def before_save(whole: GPT) -> None:
+            plan_now = fake_quant.with_scales(whole, plan)
+            whole.config = whole.config.with_quantization(plan_now)
+
+        return Work("quantize", trainable, start.tokenizer, start.digest, after_step, before_save)
+
+    return run_training(recipe, data, output, inputs, make)

@@ -1,0 +1,25 @@
+"""The seeds' cosine schedule with linear warm-up, and what is special about some parameters."""
+
+import math
+
+from lathe.settings import LearningRate
+
+PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
+
+
+def is_decayed(name: str) -> bool:
+    """Whether weight decay is for the parameter: not for biases, norms and clipping bounds."""
+    return not name.endswith(("bias", "alpha")) and "ln_" not in name
+
+
+def learning_rate(step: int, settings: LearningRate) -> float:
+    """Rate of the `step`-th update (from 1): linear to `max_lr` over `warmup_rate * decay_steps`
+    updates, then half a cosine to `min_lr` at `decay_steps`, then flat (Megatron-LM)."""
+    warmup = settings.warmup_rate * settings.decay_steps
+    if step < warmup:
+        return settings.max_lr * step / warmup
+    if step >= settings.decay_steps:
+        return settings.min_lr
+    progress = (step - warmup) / (settings.decay_steps - warmup)
+    span = settings.max_lr - settings.min_lr
+    return settings.min_lr + span * 0.5 * (1.0 + math.cos(math.pi * progress))

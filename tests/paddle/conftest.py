@@ -1,0 +1,58 @@
+"""The Paddle side of a comparison runs in .venv-paddle; arrays come back in files."""
+
+import os
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lathe.errors import UserError
+from lathe.paddle.start import find_python
+
+ROOT = Path(__file__).resolve().parents[2]
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def paddle_python() -> Path:
+    try:
+        return find_python()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def in_paddle(paddle_python: Path, tmp_path: Path) -> Callable[..., Arrays]:
+    """Run code in the Paddle environment, with `given` (arrays by name) and `out` (fill it)."""
+
+    def run(code: str, **given: np.ndarray) -> Arrays:
+        np.savez(tmp_path / "given.npz", **given)
+        script = tmp_path / "script.py"
+        script.write_text(
+            "from lathe.paddle.environment import prepare\nprepare()\n"
+            "import numpy as np, paddle\nfrom pathlib import Path\n"
+            f"folder = Path({str(tmp_path)!r})\n"
+            "given, out = dict(np.load(folder / 'given.npz')), {}\n"
+            + textwrap.dedent(code)
+            + "\nnp.savez(folder / 'out.npz', **out)\n"
+        )
+        done = run_paddle(paddle_python, script)
+        assert done.returncode == 0, done.stdout[-4000:]
+        return dict(np.load(tmp_path / "out.npz"))
+
+    return run
+
+
+def run_paddle(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """stdout has both streams."""
+    return subprocess.run(
+        [python, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )

@@ -1,0 +1,145 @@
+"""Tensor and sharding parallelism: Paddle refuses a CPU, and nothing but the CPU is in the way."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lathe.recipe import load_recipe
+from tests.paddle.conftest import run_paddle
+
+PREAMBLE = """
+from lathe.paddle.environment import prepare
+prepare()
+import numpy as np, paddle
+from lathe.paddle import fake_quant, parallel, workers
+from lathe.paddle.gpt import GPT, next_token_loss
+from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.recipe import load_recipe
+workers.require_device = lambda mp, sharding: None
+recipe = load_recipe("tiny", ["Global.device=cpu", "Distributed.mp_degree=2"])
+config = GPTConfig(384, 64, 48, 12, (4, 2), (96, 40))
+tokens = paddle.to_tensor(np.random.RandomState(0).randint(0, 384, (2, 17)))
+paddle.seed(0)
+model = GPT(config)
+"""
+
+# The two collectives of a divided linear that Paddle has GPU kernels for alone, with gloo's.
+COLLECTIVES = """
+from paddle.distributed.fleet.layers.mpu import mp_ops
+import paddle.distributed.collective as collective
+
+def summed(x):
+    x = x.clone()
+    paddle.distributed.all_reduce(x)
+    return x
+
+class Identity(paddle.autograd.PyLayer):
+    forward = staticmethod(lambda ctx, x: x.clone())
+    backward = staticmethod(lambda ctx, g: summed(g))
+
+class Sum(paddle.autograd.PyLayer):
+    forward = staticmethod(lambda ctx, x: summed(x))
+    backward = staticmethod(lambda ctx, g: g.clone())
+
+for module in (mp_ops, collective):
+    module._c_identity = lambda x, *_, **__: Identity.apply(x)
+    module._mp_allreduce = lambda x, *_, **__: Sum.apply(x)
+"""
+
+DIVIDED = """
+whole = next_token_loss(model, tokens)
+whole.backward()
+slope, loss = model.h[0].ln_1.weight.grad.numpy().copy(), float(whole)
+weights = {n: p.numpy().copy() for n, p in model.named_parameters()}
+model.clear_gradients()
+with workers.join_workers(recipe) as group:
+    parallel.divide(model, group)
+    assert model.h[1].mlp.c_fc.weight.shape == [48, 20]
+    divided = next_token_loss(model, tokens)
+    divided.backward()
+    assert abs(float(divided) - loss) < 1e-5, (float(divided), loss)
+    assert np.abs(model.h[0].ln_1.weight.grad.numpy() - slope).max() < 1e-5
+    for name, array in parallel.whole_weights(model, model, group).items():
+        assert np.array_equal(array, weights[name]), name
+    fake_quant.insert(model, QuantizationPlan(activation_scales=dict.fromkeys(
+        config.linear_names(), 0.0)))
+    fake_quant.calibrate(model, [tokens.numpy()])
+    fake_quant.share_ranges(model)
+    model.eval()
+    assert abs(float(next_token_loss(model, tokens)) - loss) < 0.05
+print("divided as whole")
+"""
+
+
+def two_processes(python: Path, tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "worker.py"
+    script.write_text(code)
+    logs = str(tmp_path / "logs")
+    launcher = ["-m", "paddle.distributed.launch", "--log_dir", logs, "--nproc_per_node", "2"]
+    return run_paddle(python, *launcher, script)
+
+
+def test_tensor_parallelism_lacks_a_cpu_kernel(paddle_python: Path, tmp_path: Path) -> None:
+    done = two_processes(paddle_python, tmp_path, PREAMBLE + DIVIDED)
+    assert done.returncode != 0
+    assert "Do not support c_identity for cpu kernel now" in done.stdout
+
+
+def test_with_that_kernel_divided_linears_compute_what_whole_ones_do(
+    paddle_python: Path, tmp_path: Path
+) -> None:
+    done = two_processes(paddle_python, tmp_path, PREAMBLE + COLLECTIVES + DIVIDED)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "divided as whole" in done.stdout
+
+
+def test_sharding_asks_for_a_gpu(paddle_python: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        PREAMBLE
+        + """
+from paddle.distributed.sharding import group_sharded_parallel
+optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+try:
+    group_sharded_parallel(model, optimizer, parallel.LEVELS[2])
+except AssertionError as error:
+    print("refused:", error)
+"""
+    )
+    done = run_paddle(paddle_python, script)
+    assert "refused: group_sharded_parallel only support gpu and xpu now" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["prune-345m", "prune-6.7b", "qat-345m", "qat-345m-mp8"])
+def test_recipes_are_accepted_and_only_the_device_is_refused(
+    name: str, paddle_python: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe(name, ["Compress.engine=paddle"])
+    assert recipe.Compress.engine == "paddle"
+    settings = recipe.Distributed
+    mp, sharding = settings.mp_degree, settings.sharding.sharding_degree
+    script = tmp_path / "script.py"
+    script.write_text(
+        PREAMBLE.replace("workers.require_device = lambda mp, sharding: None", "")
+        + f"""
+from lathe.errors import UserError
+from lathe.paddle.prune import require_supported
+from lathe.paddle.stage import _require_supported
+recipe = load_recipe({name!r}, ["Compress.engine=paddle"])
+_require_supported(recipe)
+if recipe.Compress.Prune.enable:
+    require_supported(recipe.Compress.Prune)
+print("degrees", workers.degrees(recipe.Distributed, {mp * sharding}))
+try:
+    workers.require_device({mp}, {sharding})
+    print("accepted")
+except UserError as error:
+    print("refused", error)
+"""
+    )
+    done = run_paddle(paddle_python, script)
+    assert f"degrees (1, {mp}, {sharding})" in done.stdout, done.stdout[-2000:]
+    divided = mp > 1 or sharding > 1
+    assert ("refused" if divided else "accepted") in done.stdout
+    assert ("Paddle 2.6 divides a model on GPUs only" in done.stdout) == divided

@@ -1,0 +1,253 @@
+"""The stages of the Paddle engine, started as a user starts them: by the torch engine's functions
+with `Compress.engine=paddle`, in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.stage import analyze
+from lathe.errors import UserError
+from lathe.evaluate.stage import evaluate
+from lathe.export.stage import export
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.paddle import start
+from lathe.recipe import load_recipe
+from lathe.settings import Recipe
+from tests import small_run
+from tests.paddle.conftest import run_paddle
+
+SMALL = (
+    *(s for s in small_run.SMALL if "local_batch_size" not in s and "max_steps" not in s),
+    "Global.local_batch_size=null",
+    "Global.global_batch_size=8",
+    "Engine.max_steps=6",
+    "Engine.save_load.save_steps=2",
+    "Optimizer.lr.decay_steps=20",
+    "Offline_Eval.max_seq_len=32",
+    "Sensitivity.eval_batches=2",
+    "Sensitivity.calibration_batches=2",
+    "Export.prompts=6",
+    "Export.new_tokens=4",
+    "Global.device=cpu",
+)
+
+
+Factory = pytest.TempPathFactory
+
+
+def recipe(name: str, *overrides: str, engine: str = "paddle") -> Recipe:
+    return load_recipe(name, (*SMALL, f"Compress.engine={engine}", *overrides))
+
+
+@pytest.fixture(scope="module")
+def pruned(
+    paddle_python: Path,
+    small_dense: Path,
+    small_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    output = tmp_path_factory.mktemp("paddle") / "pruned"
+    result = prune(recipe("tiny-prune-paddle"), small_dense, small_data, output)
+    assert result.step == 6
+    assert result.eval_loss < result.first_eval_loss
+    return output
+
+
+@pytest.fixture(scope="module")
+def int8(pruned: Path, small_data: Path) -> Path:
+    output = pruned.with_name("int8")
+    settings = recipe("tiny-qat", "Compress.Quantization.skip_tensor_map.block_0=[linear2]")
+    quantize(settings, pruned, small_data, output)
+    return output
+
+
+def losses(folder: Path) -> list[float]:
+    return small_run.records(folder, "loss")
+
+
+def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path) -> None:
+    """The same shape, and from its first step on the same losses as the torch engine's."""
+    output = pruned.with_name("by-torch")
+    settings = recipe("tiny-prune-paddle", engine="torch")
+    prune(settings, small_dense, small_data, output)
+    ours, theirs = load_checkpoint(output), load_checkpoint(pruned)
+    assert ours.model.config == theirs.model.config
+    assert (theirs.meta["stage"], theirs.meta["engine"], ours.meta["engine"]) == (
+        *("prune", "paddle", "torch"),
+    )
+    assert losses(pruned) == pytest.approx(losses(output), abs=2e-5)
+
+
+def test_two_processes_learn_what_one_does(
+    small_data: Path, small_dense: Path, pruned: Path
+) -> None:
+    output = pruned.with_name("two")
+    settings = recipe("tiny-prune-paddle", "Distributed.dp_degree=2")
+    prune(settings, small_dense, small_data, output)
+    assert losses(output) == pytest.approx(losses(pruned), abs=1e-6)
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(
+    paddle_python: Path, small_data: Path, small_dense: Path, pruned: Path
+) -> None:
+    output = pruned.with_name("killed")
+    options = [part for value in SMALL for part in ("-o", value)]
+    arguments = ["-m", "lathe.paddle", "prune", small_dense, "--data", small_data, *options]
+    command = [paddle_python, *arguments, "--output", output]
+    process = subprocess.Popen(
+        [*map(str, command)],
+        env={**os.environ, "PYTHONPATH": str(start.ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (output / "state" / "state.json").is_file() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (output / "lathe.json").exists()
+    prune(recipe("tiny-prune-paddle"), small_dense, small_data, output)
+    assert not (output / "state").exists()
+    again, once = (load_file(f / "model.safetensors") for f in (output, pruned))
+    assert all(np.array_equal(again[name], once[name]) for name in once)
+
+
+def test_quantization_is_what_the_torch_engine_reads(
+    int8: Path, small_data: Path, pruned: Path
+) -> None:
+    checkpoint = load_checkpoint(int8)
+    plan = checkpoint.model.config.quantization
+    assert plan is not None
+    assert plan.quantize_embedding
+    assert set(plan.activation_scales) == {
+        *(set(checkpoint.model.config.linear_names()) - {"h.0.mlp.c_proj"}),
+        "lm_head",
+    }
+    assert all(scale > 0 for scale in plan.activation_scales.values())
+    output = pruned.with_name("int8-by-torch")
+    settings = recipe(
+        "tiny-qat", "Compress.Quantization.skip_tensor_map.block_0=[linear2]", engine="torch"
+    )
+    quantize(settings, pruned, small_data, output)
+    assert losses(int8) == pytest.approx(losses(output), rel=2e-3)
+
+
+def test_pact(pruned: Path, small_data: Path) -> None:
+    output = pruned.with_name("pact")
+    pact = "Compress.Quantization.activation_preprocess_type=PACT"
+    quantize(recipe("tiny-qat", pact, "Engine.max_steps=2"), pruned, small_data, output)
+    plan = load_checkpoint(output).model.config.quantization
+    assert plan is not None
+    assert all(0 < scale <= 100 / 127 for scale in plan.activation_scales.values())
+
+
+def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((small_data / "heldout.txt").read_text()[:1500])
+    found = {}
+    for engine in ("paddle", "torch"):
+        output = tmp_path / engine
+        evaluate(recipe("base", engine=engine), int8, output, text=text)
+        found[engine] = json.loads((output / "metrics.json").read_text())
+        assert found[engine]["model"]["engine"] == engine
+    ours, theirs = (found[engine]["text"] for engine in ("torch", "paddle"))
+    assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
+    assert theirs["tokens"] == ours["tokens"]
+
+
+def test_the_linear_with_outliers_ranks_first(
+    pruned: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """One weight is a thousand times the others, so that its tensor's quantum swallows the rest."""
+    checkpoint = load_checkpoint(pruned)
+    worst = "h.1.attn.c_proj"
+    with torch.no_grad():
+        weight = checkpoint.model.get_submodule(worst).weight
+        weight[0, 0] = 1000 * weight.abs().max()  # type: ignore[index, operator, union-attr]
+    parts = checkpoint.model, checkpoint.tokenizer, "prune", recipe("tiny")
+    save_checkpoint(tmp_path / "outliers", *parts)
+    settings = (
+        "Compress.Quantization.weight_quantize_type=abs_max",
+        "Sensitivity.max_skips=1",
+        "Sensitivity.budget=0",
+    )
+    found = {}
+    for engine in ("paddle", "torch"):
+        chosen = recipe("tiny-qat", *settings, engine=engine)
+        found[engine] = analyze(chosen, tmp_path / "outliers", small_data, tmp_path / engine)
+    assert found["paddle"].linears[0].name == worst
+    assert found["paddle"].skip == [worst]
+    by_name = {linear.name: linear for linear in found["torch"].linears}
+    for linear in found["paddle"].linears[:3]:
+        ours = by_name[linear.name]
+        assert linear.score == pytest.approx(ours.score, rel=0.02, abs=1e-9)
+        assert linear.estimate == pytest.approx(ours.estimate, rel=0.01, abs=1e-12)
+        assert linear.weights.sqnr_db == pytest.approx(ours.weights.sqnr_db, abs=0.1)
+    assert (tmp_path / "paddle" / "sensitivity.html").is_file()
+
+
+@pytest.mark.parametrize("which", ["pruned", "int8"])
+def test_export(which: str, request: pytest.FixtureRequest, small_data: Path) -> None:
+    model: Path = request.getfixturevalue(which)
+    output = model.with_name(f"{which}-onnx")
+    export(recipe("tiny"), model, small_data, output)
+    files = output / "paddle"
+    assert {f.name for f in files.iterdir()} >= {"model.pdmodel", "model.pdiparams", "model.onnx"}
+    card = json.loads((output / "export.json").read_text())["paddle"]
+    assert set(card["differences"]) == {"paddle.inference", "paddle2onnx", "served"}
+    plan = load_checkpoint(model).model.config.quantization
+    quantized = len(plan.activation_scales) if plan else 0
+    assert card["quantized_matmuls"] == quantized
+    graph = onnx.load(files / "model.onnx").graph
+    ops = [node.op_type for node in graph.node]
+    assert ops.count("QuantizeLinear") == quantized  # one an activation; weights are integers
+    assert ("Erf" in ops, ops.count("Tanh")) == (False, 2)
+    if plan:
+        weights = [t for t in graph.initializer if len(t.dims) == 2 and t.dims[0] > 1]
+        assert sum(t.data_type == onnx.TensorProto.INT8 for t in weights) == quantized
+
+
+def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned: Path) -> None:
+    output = pruned.with_name("refused")
+    for name, model, overrides, message in (
+        ("tiny-prune", small_dense, (), r"Compress\.Distill|criterion is taylor"),
+        ("tiny-prune-paddle", pruned, (), "is pruned already"),
+        ("tiny-prune-paddle", small_dense, ("Compress.Prune.rounds=2",), "rounds is 2"),
+        ("tiny-prune-paddle", small_dense, ("Distributed.pp_degree=2",), "no pipeline"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prune(recipe(name, *overrides), model, small_data, output)
+    assert not (output / "lathe.json").exists()
+
+
+def test_no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(start.PYTHON_VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(UserError, match="make paddle-env"):
+        prune(recipe("tiny-prune-paddle"), tmp_path, tmp_path, tmp_path / "out")
+
+
+def test_a_wrong_version_is_named(paddle_python: Path, tmp_path: Path) -> None:
+    """With the metadata of another paddle2onnx first on the path."""
+    info = tmp_path / "paddle2onnx-1.3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paddle2onnx\nVersion: 1.3.1\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"from lathe.paddle.__main__ import main\nsys.argv[1:] = ['prune', '--help']\nmain()\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = run_paddle(paddle_python, script)
+    assert done.returncode == 2
+    assert "paddle2onnx is 1.3.1, not 1.2.6: 1.2.7 to 1.3.1 silently drop" in done.stdout
