@@ -45,11 +45,13 @@ class States:
         self._behind = ThreadPoolExecutor(1, "states")
         self._writing: tuple[Future[None], Path, dict[str, Any]] | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        self._leads_disk = _leads_disk(folder, workers)
-        disks: list[bool] = [False] * workers.size
-        dist.all_gather_object(disks, self._leads_disk, group=workers.files)
-        self._one_disk = sum(disks) == 1
-        self._agreement = dist.new_group(backend="gloo")  # a save uses the other one meanwhile
+        self._leads_disk, self._one_disk = workers.is_first, True
+        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # torchrun's number of nodes
+            self._leads_disk = _leads_disk(folder, workers)
+            disks: list[bool] = [False] * workers.size
+            dist.all_gather_object(disks, self._leads_disk, group=workers.files)
+            self._one_disk = sum(disks) == 1
+            self._agreement = dist.new_group(backend="gloo")  # a save uses the other one meanwhile
         if not self._one_disk and self.mirror is None:
             raise UserError(
                 f"{folder.parent}: the nodes do not share this folder",

@@ -192,9 +192,10 @@ def test_two_at_once_do_not_mix(
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(deploy_to_production, recipe, folder) for folder in folders]
     failed = [run.exception() for run in runs if run.exception()]
-    (won,) = (run.result() for run in runs if not run.exception())
-    assert len(failed) == 1 and "is being rolled by another" in str(failed[0])
-    assert live(releases) == won.release
+    done = {run.result().release: run.result() for run in runs if not run.exception()}
+    assert all("is being rolled by another" in str(error) for error in failed)
+    won = done.pop(live(releases))
     assert [pod.release for pod in controller.ready] == [won.address]
-    assert releases.pointer().previous == ()
+    # The other was refused, or on a busy machine came before: never half of each.
+    assert [was.release for was in releases.pointer().previous] == list(done)
     assert {name_of(folder / "repository") for folder in folders} == set(releases.published())
