@@ -48,8 +48,8 @@ def run_training(
         make: builds the model, divided as the recipe asks; not called when `output` is finished.
 
     Raises:
-        UserError: as `lathe.train.stage.run_training`; `Compress.Distill` and recomputation, which
-            this engine does not have.
+        UserError: as `lathe.train.stage.run_training`; `Compress.Distill` and sequence
+            parallelism, which this engine does not have.
         Preempted: SIGTERM came; the same call goes on.
     """
     _require_supported(recipe)
@@ -100,3 +100,7 @@ def _require_supported(recipe: Recipe) -> None:
             "Model.sequence_parallel: the Paddle engine does not have it",
             "-o Model.sequence_parallel=False, or Compress.engine=torch",
         )
+    if recipe.Model.recompute:
+        log.warning("Model.use_recompute: the Paddle engine keeps activations instead")
+    if recipe.Engine.mix_precision.is_pure:
+        log.warning("mix_precision.level O2: the Paddle engine computes as for O1")
