@@ -93,22 +93,25 @@ def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, co
     assert not processes(tmp_path, "lathe") and not processes(tmp_path)
 
 
-def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3, monkeypatch):
+@pytest.mark.parametrize("name", ["pretrain", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3, monkeypatch, name):
     monkeypatch.setenv("LATHE_STORE", f"{s3}/runs")
     upload(corpus, f"{s3}/corpus")
-    recipes = ("--recipe", recipe, "--prune-recipe", recipe, "--qat-recipe", recipe)
-    run = start(tmp_path, "full", *recipes, "--corpus", f"{s3}/corpus/", "--name", "one")
+    recipes = ["--recipe", recipe]
+    if name == "full":
+        recipes += ["--prune-recipe", recipe, "--qat-recipe", recipe]
+    run = start(tmp_path, name, *recipes, "--corpus", f"{s3}/corpus/", "--name", "one")
     out, err = run.communicate(timeout=400)
     assert run.returncode == 0, out + err
-    (folder,) = (path for path in tmp_path.glob("run/one/full-*") if path.is_dir())
+    (folder,) = (path for path in tmp_path.glob(f"run/one/{name}-*") if path.is_dir())
     tasks = {path.name for path in folder.iterdir() if path.is_dir()}
     kept = {uri.rstrip("/").rsplit("/", 1)[1] for uri in list_uris(f"{s3}/runs/{folder.name}/")}
-    assert {"prepare", "pretrain", "quantize", "evaluate-int8", "deploy"} <= kept <= tasks
-    model = fetch(f"{s3}/runs/{folder.name}/quantize/quantized/", tmp_path / "fetched")
+    assert {"prepare", "pretrain", "evaluate-dense"} <= kept <= tasks
+    model = fetch(f"{s3}/runs/{folder.name}/pretrain/model/", tmp_path / "fetched")
     assert load_checkpoint(model).digest
     log = (tmp_path / "run/one/run.log").read_text()
     given = [uri for text in EXECUTOR_INPUT.findall(log) for uri in inputs_of(json.loads(text))]
-    assert len(given) > 20 and all(uri.startswith(f"{s3}/runs/") for uri in given)
+    assert len(given) >= 3 and all(uri.startswith(f"{s3}/runs/") for uri in given)
 
 
 EXECUTOR_INPUT = re.compile(r"Got executor_input:\n    (\{\n.*?\n    \})\n", re.S)
