@@ -7,12 +7,14 @@ succeeded. Workers are given the same command and find what their parent fetched
 
 import os
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lathe.storage import digest, exists, fetch, is_remote
-from lathe.train.mirror import Mirror
+# The store's client is an eighth of a second: only who gives an address waits for it.
+if TYPE_CHECKING:
+    from lathe.train.mirror import Mirror
 
-_outputs: list[Mirror] = []
+_outputs: list["Mirror"] = []
 
 
 def input_path(text: str | Path) -> Path:
@@ -23,7 +25,7 @@ def input_path(text: str | Path) -> Path:
         UserError: see `lathe.storage.fetch`.
     """
     uri = str(text)
-    if not is_remote(uri):
+    if not _is_address(uri):
         return Path(text)
     place = _place(uri)
     if not _is_worker():
@@ -33,6 +35,8 @@ def input_path(text: str | Path) -> Path:
 
 def bring(uri: str, place: Path) -> None:
     """Fetch an object to the file `place`, or what is below a prefix to the folder."""
+    from lathe.storage import exists, fetch
+
     prefix = uri.rstrip("/") + "/"
     is_s3 = urlsplit(uri).scheme not in ("http", "https")
     if uri.endswith("/") or (is_s3 and exists(prefix)):
@@ -47,10 +51,12 @@ def output_path(text: str | Path) -> Path:
     An address that a training stage of an earlier attempt wrote to goes on from there.
     """
     uri = str(text)
-    if not is_remote(uri):
+    if not _is_address(uri):
         return Path(text)
     place = _place(uri)
     if not _is_worker():
+        from lathe.train.mirror import Mirror
+
         place.parent.mkdir(parents=True, exist_ok=True)
         mirror = Mirror.make(place, uri)
         mirror.restore()
@@ -66,11 +72,21 @@ def upload_outputs() -> None:
             mirror.finish()
 
 
+def _is_address(text: str) -> bool:
+    if "://" not in text:
+        return False
+    from lathe.storage import is_remote
+
+    return is_remote(text)
+
+
 def _is_worker() -> bool:
     return "RANK" in os.environ
 
 
 def _place(uri: str) -> Path:
+    from lathe.storage import digest
+
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = PurePosixPath(urlsplit(uri).path).name or "download"
     return cache / "lathe" / digest(uri.rstrip("/"))[:16] / name
