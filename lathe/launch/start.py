@@ -1,4 +1,4 @@
-"""Where a training command's processes run: in this one, on this machine, or on a cluster."""
+"""Where a training command's processes run on this machine: in this one, or in several."""
 
 import os
 from collections.abc import Sequence

@@ -40,26 +40,12 @@ def wait_for(condition, seconds: float = 20.0) -> bool:
     return False
 
 
-def test_processes_form_a_group(tmp_path):
-    worker = script(
-        tmp_path,
-        """
-        import os, sys, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        total = torch.tensor([dist.get_rank() + 1.0])
-        dist.all_reduce(total)
-        out = f"{sys.argv[1]}/{dist.get_rank()}"
-        open(out, "w").write(f"{total.item()} {dist.get_world_size()} {os.environ['LOCAL_RANK']}")
-        dist.destroy_process_group()
-        """,
-    )
-    before = signal.getsignal(signal.SIGTERM)
-    run([worker, str(tmp_path)], TWO)
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["3.0 2 0", "3.0 2 1"]
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_two_nodes_form_one_group(tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "places"),
+    [(TWO, ["0 0", "0 1"]), (TWO_NODES, ["0 0", "0 1", "1 0", "1 1"])],
+    ids=["one node", "two nodes"],
+)
+def test_processes_form_one_group(tmp_path, shape, places):
     worker = script(
         tmp_path,
         """
@@ -68,13 +54,17 @@ def test_two_nodes_form_one_group(tmp_path):
         total = torch.tensor([dist.get_rank() + 1.0])
         dist.all_reduce(total)
         place = f"{os.environ['GROUP_RANK']} {os.environ['LOCAL_RANK']}"
-        open(f"{sys.argv[1]}/{dist.get_rank()}", "w").write(f"{total.item()} {place}")
+        out = f"{sys.argv[1]}/{dist.get_rank()}"
+        open(out, "w").write(f"{total.item()} {dist.get_world_size()} {place}")
         dist.destroy_process_group()
         """,
     )
-    run([worker, str(tmp_path)], TWO_NODES)
-    said = [(tmp_path / str(rank)).read_text() for rank in range(4)]
-    assert said == ["10.0 0 0", "10.0 0 1", "10.0 1 0", "10.0 1 1"]
+    before = signal.getsignal(signal.SIGTERM)
+    run([worker, str(tmp_path)], shape)
+    said = [(tmp_path / str(rank)).read_text() for rank in range(shape.processes)]
+    total = sum(range(1, shape.processes + 1))
+    assert said == [f"{total}.0 {shape.processes} {place}" for place in places]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("shape", [TWO, TWO_NODES], ids=["one node", "two nodes"])

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch, list_uris, upload
+from tests.s3 import free_port
 from tests.small_run import SMALL, run
 
 BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=2")
@@ -86,9 +86,7 @@ def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path
     whole = train_whole(s3, small_data, tmp_path / "whole")
 
     def start_nodes(attempt: str) -> list[subprocess.Popen[str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = int(free.getsockname()[1])
+        port = free_port()
         nodes = [Node(Shape(2, 2), rank, "127.0.0.1", port) for rank in (0, 1)]
         return [start(s3, tmp_path / f"{attempt}{n.rank}", *layout, node=n) for n in nodes]
 
@@ -106,9 +104,7 @@ def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path
 
 
 def test_nodes_that_share_no_disk_need_an_address(small_data: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     nodes = [Node(Shape(2, 1), rank, "127.0.0.1", port) for rank in (0, 1)]
     options = [part for o in (*SETTINGS, "Distributed.dp_degree=2") for part in ("-o", o)]
     processes = [
