@@ -45,7 +45,7 @@ option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 arguments = $(call quote,$(PIPELINE)) \
   $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
   $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
-  $(call option,--recipe,RECIPE) \
+  $(call option,--recipe,RECIPE) $(call option,--engine,ENGINE) \
   $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
   $(call option,--production,PRODUCTION) \
   $(foreach v,$(call dotted),$(call override,$(v)))
@@ -59,21 +59,9 @@ help: ## List the targets
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= RUN= ENGINE=torch|paddle'
 	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= (FOLLOW=1, CRON=)'
 
-# PaddleSlim's pruners know other criteria than the pipelines' own recipe asks for.
-ifeq ($(ENGINE),paddle)
-ENGINE_OPTIONS := -o Compress.engine=paddle
-ifneq ($(filter full compress,$(PIPELINE)),)
-ENGINE_OPTIONS += --prune-recipe tiny-prune-paddle
-else ifeq ($(PIPELINE)$(RECIPE),prune)
-ENGINE_OPTIONS += --recipe tiny-prune-paddle
-endif
-else ifneq ($(filter-out torch,$(ENGINE)),)
-$(error ENGINE=$(ENGINE): take torch or paddle)
-endif
-
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
-	@$(BIN)/python -m pipelines.run $(ENGINE_OPTIONS) $(arguments) $(call option,--name,RUN)
+	@$(BIN)/python -m pipelines.run $(arguments) $(call option,--name,RUN)
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
@@ -151,7 +139,6 @@ lock: dev-env ## Make the lock files agree with their .in files (delete one firs
 	$(call compile,images/serve/cuda,3.12)
 	$(call compile,images/paddle/requirements)
 	$(call compile,images/paddle/cuda)
-	$(call compile,images/kfp,,--no-deps)
 	$(call compile,requirements-dev,,--no-emit-package torch)
 
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \

@@ -50,6 +50,8 @@ def tag(flavour: str) -> str:
 def build(image: str, name: str, flavour: str, base: str, options: list[str]) -> str:
     """Build one image under its two tags, `name` and the version, and return its id.
 
+    `paddle` is built on the train image of the tag `name`.
+
     Args:
         base: image to build on; empty for the Containerfile's own, or NVIDIA's Triton.
         options: passed to the builder as they are.
@@ -62,6 +64,8 @@ def build(image: str, name: str, flavour: str, base: str, options: list[str]) ->
         "CREATED": _created(),
         "SOURCE": _source(),
     } | ({"BASE": base} if base else {})
+    if image == "paddle":
+        arguments["TRAIN"] = f"localhost/lathe-train:{name}"
     with tempfile.NamedTemporaryFile("r") as identity:
         command = [builder(), "build", "--iidfile", identity.name]
         if builder() != "docker":
@@ -139,6 +143,8 @@ def main() -> None:
             raise UserError(f"no image {', '.join(unknown)}", f"take from: {', '.join(IMAGES)}")
         made = tag(given.flavour)
         if given.push is None:
+            if "paddle" in names:
+                names = [n for n in IMAGES if n in names or n == "train"]
             built = {n: build(n, made, given.flavour, given.base, options) for n in names}
             for name, identity in built.items():
                 print(f"localhost/lathe-{name}:{made} {identity}")

@@ -12,7 +12,7 @@ from tests.images.podman import BASE, podman, run
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 
-LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 2.5e9}
+LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 5e9}
 """Bytes."""
 
 
