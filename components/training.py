@@ -12,11 +12,14 @@ from kfp import dsl
 
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
-from lathe.launch.start import start_workers
+from lathe.launch.start import is_paddles, start_workers
 from lathe.model.folder import MARKER
+from lathe.paddle.start import find_python
 from lathe.settings import Recipe
 from lathe.storage import fetch, is_remote
 from lathe.train.mirror import Mirror
+
+PADDLE_RUNTIME = "lathe-paddle"
 
 
 def train(
@@ -37,7 +40,11 @@ def train(
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
         from lathe.launch.trainjob import run
 
-        run([_address(part) for part in command], shape_of(settings), settings.Launch)
+        machines = settings.Launch
+        if is_paddles(str(command[0]), settings):
+            find_python()  # the pods have this pod's image
+            machines = machines.model_copy(update={"runtime": machines.runtime or PADDLE_RUNTIME})
+        run([_address(part) for part in command], shape_of(settings), machines)
         with tempfile.TemporaryDirectory() as folder:
             return _figures(fetch(f"{output.uri}/{MARKER}", Path(folder)))
     mirror = None

@@ -178,16 +178,16 @@ class LaunchSettings(Settings):
     Several `nodes` are groups of processes on this machine or, within a cluster, the pods of a
     Kubeflow TrainJob, which all other settings are about: `gpus_per_node` (0: processes on the
     CPU), `node_pool` (value of the node label lathe/node-pool), `runtime` (a
-    ClusterTrainingRuntime), `queue` (a Kueue LocalQueue), `priority` (within the queue: a
-    WorkloadPriorityClass), `memory_per_node`, of which `shared_memory` is a part, `deadline_hours`
-    from the launcher's start, waiting included, and `restarts` after failures of our own; a
-    preemption is not one.
+    ClusterTrainingRuntime; null: that of the engine that trains), `queue` (a Kueue LocalQueue),
+    `priority` (within the queue: a WorkloadPriorityClass), `memory_per_node`, of which
+    `shared_memory` is a part, `deadline_hours` from the launcher's start, waiting included, and
+    `restarts` after failures of our own; a preemption is not one.
     """
 
     nodes: Positive = 1
     gpus_per_node: NonNegative = 0
     node_pool: str | None = None
-    runtime: str = "lathe-torch"
+    runtime: str | None = None
     cpus_per_node: Positive = 4
     memory_per_node: str = "32Gi"
     shared_memory: str = "8Gi"

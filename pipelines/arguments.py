@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lathe.errors import UserError
-from pipelines.compile import PIPELINES
+from pipelines.compile import ENGINE, PIPELINES, defaults
 
 OPTIONS = {
     "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
@@ -23,6 +23,7 @@ OPTIONS = {
     "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
 }
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(PIPELINES)}.")]
+Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
 ]
@@ -31,15 +32,18 @@ Overrides = Annotated[
 def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     """Make `function(pipeline, arguments, **own)` a command with an option for every argument.
 
-    `arguments` has those that were given, the others being the pipeline's defaults, and always
-    `overrides`.
+    `arguments` has those that were given or that follow from the engine, the others being the
+    pipeline's defaults, and always `overrides`.
     """
 
     @functools.wraps(function)
-    def command(pipeline: str, overrides: list[str], **options: Any) -> None:
+    def command(pipeline: str, engine: str, overrides: list[str], **options: Any) -> None:
         values = {key: options.pop(key) for key in OPTIONS}
-        arguments = {key: value for key, value in values.items() if value}
-        function(pipeline, arguments | {"overrides": overrides}, **options)
+        given = {key: value for key, value in values.items() if value}
+        if engine:
+            overrides = [*overrides, f"{ENGINE}={engine}"]
+        arguments = defaults(pipeline, overrides) | given | {"overrides": overrides}
+        function(pipeline, arguments, **options)
 
     def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -49,6 +53,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     parameters = [
         parameter("pipeline", Pipeline, "full"),
         *(parameter(k, Annotated[str, typer.Option(help=h)], "") for k, h in OPTIONS.items()),
+        parameter("engine", Engine, ""),
         parameter("overrides", Overrides, []),
         *(parameter(p.name, p.annotation, p.default) for p in own),
     ]

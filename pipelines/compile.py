@@ -16,6 +16,7 @@ from pipelines.prune import prune
 from pipelines.qat import qat
 from pipelines.resources import Pool, in_pool
 
+ENGINE = "Compress.engine"
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "pretrain": pretrain,
     "prune": prune,
@@ -25,19 +26,34 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
+PRUNE_RECIPES = {"prune": "recipe", "compress": "prune_recipe", "full": "prune_recipe"}
+"""The argument of each pipeline that says how to prune."""
+
+
+def defaults(name: str, overrides: list[str]) -> dict[str, str]:
+    """Arguments of the pipeline `name` whose defaults are others with these overrides: PaddleSlim's
+    pruners know other criteria than the pipelines' own recipe asks for."""
+    engines = [o for o in overrides if o.startswith(f"{ENGINE}=")]
+    if name in PRUNE_RECIPES and engines[-1:] == [f"{ENGINE}=paddle"]:
+        return {PRUNE_RECIPES[name]: "tiny-prune-paddle"}
+    return {}
+
+
 def build(name: str, pool: Pool = Pool(), fresh: bool = False) -> GraphComponent:  # noqa: B008
     """The pipeline `name` for the machines of `pool`.
 
-    Its default `overrides` name these machines too, so that a run which somebody starts from the
-    UI trains on what its tasks ask for.
+    Its default `overrides` name these machines and their engine too, so that a run which somebody
+    starts from the UI trains on what its tasks ask for.
 
     Args:
         fresh: `prepare` reads the corpus again in every run, though its address is the same, and
             so every stage works again when the text has changed.
     """
-    function = FUNCTIONS[name]
+    overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
+    overrides += pool.overrides
+    function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     with in_pool(pool):
-        pipeline = dsl.pipeline(name=name)(_with_default(function, overrides=pool.overrides))
+        pipeline = dsl.pipeline(name=name)(function)
     if fresh:
         tasks = pipeline.component_spec.implementation.graph.root.dag.tasks
         tasks["prepare"].caching_options.enable_cache = False

@@ -14,6 +14,7 @@ from lathe import storage
 from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.launch.nodes import check_node_pool
+from lathe.paddle.supported import require_supported
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
@@ -23,13 +24,22 @@ from pipelines.registry import check_image
 from pipelines.resources import Pool
 from pipelines.server import Client, connect
 
-TRAINING_RECIPES = {
-    "pretrain": ("recipe",),
-    "prune": ("recipe",),
-    "qat": ("recipe",),
-    "compress": ("prune_recipe", "qat_recipe"),
-    "full": ("recipe", "prune_recipe", "qat_recipe"),
+STAGES = {
+    "pretrain": {"recipe": ("pretrain", "evaluate")},
+    "prune": {"recipe": ("prune", "evaluate")},
+    "qat": {"recipe": ("quantize", "evaluate")},
+    "compress": {
+        "recipe": ("evaluate",),
+        "prune_recipe": ("prune",),
+        "qat_recipe": ("quantize",),
+    },
+    "full": {
+        "recipe": ("pretrain", "evaluate"),
+        "prune_recipe": ("prune",),
+        "qat_recipe": ("quantize",),
+    },
 }
+"""What each recipe of a pipeline is for, of what is checked here."""
 NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
 """What else these may be, or begin with."""
 
@@ -75,7 +85,7 @@ class Preflight:
                 self.check(key, _check_reachable, key, value)
 
     def recipes(self, name: str, arguments: dict[str, Any], pool: Pool) -> None:
-        """Every recipe that the pipeline reads: its settings, and its layout on the pool."""
+        """Every recipe that the pipeline reads: settings, engine, and layout on the pool."""
         for key, recipe in recipe_names(name, arguments).items():
             if Path(recipe).is_file():
                 self.problems.append(
@@ -86,7 +96,11 @@ class Preflight:
                     )
                 )
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
-            if settings and key in TRAINING_RECIPES[name] and pool.gpus:
+            stages = STAGES[name][key]
+            if settings and settings.Compress.engine == "paddle":
+                for stage in stages:
+                    self.check(recipe, _check_engine, recipe, stage, settings)
+            if settings and stages != ("evaluate",) and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
 
@@ -125,6 +139,13 @@ def _check_reachable(key: str, value: str) -> None:
         f"upload it: python -m lathe.storage put {value} s3://BUCKET/{Path(value).name} "
         "and give that address",
     )
+
+
+def _check_engine(name: str, stage: str, recipe: Recipe) -> None:
+    try:
+        require_supported(stage, recipe)
+    except UserError as error:
+        raise UserError(f"recipe {name}: {error.what}", error.cure) from None
 
 
 def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
+from components.images import PADDLE
+
 ACCELERATOR = "nvidia.com/gpu"
 TAINT = ACCELERATOR
 NODE_POOL = "lathe/node-pool"
@@ -32,23 +34,28 @@ CORES, MEMORY_GIB, SHARED_MEMORY_GIB = 4, 32, 8
 
 @dataclass(frozen=True)
 class Pool:
-    """The machines that training runs on, and from which every GPU comes.
+    """The machines that training runs on, and from which every GPU comes, and the engine on them.
 
     Attributes:
         nodes: machines of one training; several are those of a TrainJob that the task starts.
         gpus: GPUs of a machine; 0 for none in any task.
         node_pool: value of the node label lathe/node-pool.
         queue: Kueue's LocalQueue, through which GPUs are given out.
+        engine: Compress.engine; `paddle` if one recipe of the run says so.
     """
 
     nodes: int = 1
     gpus: int = 1
     node_pool: str = "gpu"
     queue: str | None = None
+    engine: str = "torch"
 
     @property
     def overrides(self) -> list[str]:
-        """The same machines in a recipe's words, for the process that starts the workers."""
+        """The same machines in a recipe's words, for the process that starts the workers.
+
+        Not the engine: another recipe of the run may have another.
+        """
         settings = {"nodes": self.nodes, "gpus_per_node": self.gpus, "queue": self.queue}
         if self.gpus:
             settings["node_pool"] = self.node_pool
@@ -77,6 +84,12 @@ def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
 def on_gpu(task: PipelineTask, hours: float) -> PipelineTask:
     """One GPU, if the pool has any."""
     return _with_gpus(task, min(1, _POOL.get().gpus), hours)
+
+
+def with_engine(task: PipelineTask) -> PipelineTask:
+    """In the image that has the engine, which may do this stage; every other is in its component's
+    own."""
+    return task.set_container_image(PADDLE) if _POOL.get().engine == "paddle" else task
 
 
 def on_cpu(task: PipelineTask, hours: float, memory: str = "8Gi") -> PipelineTask:

@@ -19,7 +19,7 @@ from components.quantize.component import quantize
 from components.release.component import release
 from components.report.component import report
 from components.resolve.component import resolve
-from pipelines.resources import on_cpu, on_gpu, on_training_nodes
+from pipelines.resources import on_cpu, on_gpu, on_training_nodes, with_engine
 
 
 class Steps:
@@ -38,21 +38,21 @@ class Steps:
         return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
 
     def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_training_nodes(self._task(prune, recipe, **inputs), hours=72)
+        return on_training_nodes(self._by_engine(prune, recipe, **inputs), hours=72)
 
     def analyze(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._task(analyze, recipe, **inputs), hours=6)
+        return on_gpu(self._by_engine(analyze, recipe, **inputs), hours=6)
 
     def quantize(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_training_nodes(self._task(quantize, recipe, **inputs), hours=72)
+        return on_training_nodes(self._by_engine(quantize, recipe, **inputs), hours=72)
 
     def evaluate(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(evaluate, f"evaluate-{variant}")
-        return on_gpu(self._task(component, recipe, **inputs), hours=6)
+        return on_gpu(self._by_engine(component, recipe, **inputs), hours=6)
 
     def export(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(export, f"export-{variant}")
-        return on_cpu(self._task(component, recipe, **inputs), hours=2)
+        return on_cpu(self._by_engine(component, recipe, **inputs), hours=2)
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(gate, recipe, **inputs), hours=0.5, memory="2Gi")
@@ -116,6 +116,9 @@ class Steps:
                     self.release(recipe, production=production, **inputs)
         with dsl.Else("gate-failed"):
             self.report(recipe, **results)
+
+    def _by_engine(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return with_engine(self._task(component, recipe, **inputs))
 
     def _task(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return component(recipe=recipe, overrides=self.overrides, **inputs)

@@ -7,7 +7,7 @@ What a run needs to know of the server is in the environment: see --help.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -70,15 +70,25 @@ class Submission:
 
 
 def choose_pool(name: str, arguments: dict[str, Any]) -> Pool:
-    """The machines that the recipe's group Launch asks for; `Pool`'s own where it is silent.
+    """The machines that the first recipe's group Launch asks for; `Pool`'s own where it is silent.
 
     Raises:
-        UserError: the recipe is wrong.
+        UserError: that recipe is wrong.
     """
-    recipe = next(iter(recipe_names(name, arguments).values()))
-    launch = load_recipe(recipe, arguments["overrides"]).Launch
+    names = list(recipe_names(name, arguments).values())
+    launch = load_recipe(names[0], arguments["overrides"]).Launch
     gpus = launch.gpus_per_node if "gpus_per_node" in launch.model_fields_set else Pool.gpus
-    return Pool(launch.nodes, gpus, launch.node_pool or Pool.node_pool, launch.queue)
+    engine = _engine_of(names, arguments["overrides"])
+    return Pool(launch.nodes, gpus, launch.node_pool or Pool.node_pool, launch.queue, engine)
+
+
+def _engine_of(recipes: list[str], overrides: list[str]) -> str:
+    """`paddle` if one of the recipes says so."""
+    for recipe in recipes:
+        with suppress(UserError):  # which the check of the recipes tells
+            if load_recipe(recipe, overrides).Compress.engine == "paddle":
+                return "paddle"
+    return Pool.engine
 
 
 def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False) -> Submission:
@@ -117,7 +127,7 @@ def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False
     state = "uploaded" if is_new else "there already"
     print(f"pipeline lathe-{name}, version {version}: {state}")
     overrides = list(dict.fromkeys([*arguments["overrides"], *pool.overrides]))
-    parameters = arguments | {"overrides": overrides}
+    parameters = recipe_names(name, arguments) | arguments | {"overrides": overrides}
     return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
 
 

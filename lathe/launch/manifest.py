@@ -24,6 +24,7 @@ from lathe.launch.cluster import DEADLINE, FAILURES, GROUP, LABELS, VERSION, Clu
 from lathe.launch.shape import Shape
 from lathe.settings import LaunchSettings
 
+RUNTIME = "lathe-torch"
 REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 USER = 10001
 GRACE_SECONDS = 300
@@ -113,7 +114,7 @@ def build(
             ],
         ),
         spec=m.TrainerV1alpha1TrainJobSpec(
-            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=settings.runtime),
+            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=settings.runtime or RUNTIME),
             active_deadline_seconds=max(1, int((deadline - datetime.now(UTC)).total_seconds())),
             trainer=m.TrainerV1alpha1Trainer(
                 image=launcher.image,

@@ -13,6 +13,11 @@ PADDLE_STARTS = ("prune", "quantize")
 """Verbs whose processes the Paddle engine starts itself."""
 
 
+def is_paddles(verb: str, recipe: Recipe) -> bool:
+    """Whether the Paddle engine trains."""
+    return recipe.Compress.engine == "paddle" and verb in PADDLE_STARTS
+
+
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     """Run `lathe <command>` in the processes that the recipe asks for, and wait for them.
 
@@ -25,7 +30,7 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     Raises:
         UserError: see `shape_of`; WorkerFailed, Preempted: see `lathe.launch.local.launch`.
     """
-    if recipe.Compress.engine == "paddle" and command[0] in PADDLE_STARTS:
+    if is_paddles(command[0], recipe):
         return False
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -1,7 +1,6 @@
 """Pruning with PaddleSlim's filter pruners, and finetuning what is left."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, run_training
+from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
 from lathe.settings import PruneSettings, Recipe
 from lathe.train.result import TrainResult
@@ -23,7 +23,6 @@ from lathe.train.result import TrainResult
 log = logging.getLogger("lathe")
 
 PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
-CURE = "change it, or use Compress.engine=torch"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             pruners do not do; see also `run_training`.
     """
     settings = recipe.Compress.Prune
-    require_supported(settings)
+    require_supported("prune", recipe)
 
     def make(workers: Workers) -> Work:
         dense = load_checkpoint(model)
@@ -109,23 +108,6 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         n_inner=tuple(len(layer.channels) for layer in kept),
     )
     return _filled(GPT(small), weights_of(model), source), kept
-
-
-def require_supported(settings: PruneSettings) -> None:
-    """Raise UserError for what PaddleSlim's filter pruners do not do."""
-    wanted: Mapping[str, tuple[Any, Any]] = {
-        "criterion": (settings.criterion, "l1_norm or l2_norm"),
-        "scope": (settings.scope, "uniform"),
-        "layers": (settings.layers, 0),
-        "rounds": (settings.rounds, 1),
-        "channel_multiple": (settings.channel_multiple, 1),
-    }
-    for key, (found, possible) in wanted.items():
-        fits = found in PRUNERS if key == "criterion" else found == possible
-        if not fits:
-            raise UserError(
-                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners have {possible}", CURE
-            )
 
 
 def _with_dropout(model: GPT, recipe: Recipe) -> GPT:

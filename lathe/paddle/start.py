@@ -36,8 +36,9 @@ def find_python() -> Path:
     if not python.is_file():
         raise UserError(
             f"{python}: no such interpreter: Paddle has an environment of its own",
-            f"run `make paddle-env`, or name its interpreter in {PYTHON_VARIABLE}, "
-            "or use -o Compress.engine=torch",
+            f"run `make paddle-env`, or name its interpreter in {PYTHON_VARIABLE}; on a cluster, "
+            "submit with ENGINE=paddle, which takes the image paddle; or use "
+            "-o Compress.engine=torch",
         )
     return python
 
