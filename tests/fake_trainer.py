@@ -16,10 +16,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from lathe.paddle.start import find_python
 from tests.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 
+RUNTIMES = Path(__file__).parents[1] / "manifests" / "base" / "runtimes"
 TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
@@ -182,7 +188,8 @@ def processes(pod: Pod) -> None:
 def _run_process(pod: Pod, home: str) -> None:
     named = {v["name"]: v["value"] if "value" in v else _secret(pod.server, v) for v in _env(pod)}
     inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    command = [sys.executable, "-m", *pod.container["command"], *pod.container["args"]]
+    program, *arguments = [*pod.container["command"], *pod.container["args"]]
+    command = [*_on_this_machine(program), *arguments]
     pod.start()
     with subprocess.Popen(
         command,
@@ -197,6 +204,13 @@ def _run_process(pod: Pod, home: str) -> None:
             pod.say(line.rstrip("\n"))
     pod.end(process.returncode if process.returncode >= 0 else 128 - process.returncode)
     pod.told_to_end.set()
+
+
+def _on_this_machine(program: str) -> list[str]:
+    """What is of that name in the images."""
+    if program == "/opt/paddle/python":
+        return [str(find_python())]
+    return [sys.executable, "-m", program]
 
 
 def _end_when_told(pod: Pod, process: "subprocess.Popen[str]") -> None:
@@ -228,7 +242,8 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
     }
     env = trainer["env"] + [{"name": name, "value": value} for name, value in torch.items()]
     container: dict[str, Any] = {"name": "node", "image": trainer["image"], "env": env}
-    container |= {"command": ["lathe"], "args": trainer["args"]}  # the runtime's, the job's
+    runtime = job["spec"]["runtimeRef"]["name"].removeprefix("lathe-")
+    container |= {"command": _command(runtime), "args": trainer["args"]}
     index = {"batch.kubernetes.io/job-completion-index": str(node)}
     labels = {
         **template["metadata"]["labels"],
@@ -252,6 +267,15 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
         "spec": {**template["spec"], "containers": [container]},
         "status": {"phase": "Pending"},
     }
+
+
+@cache
+def _command(runtime: str) -> list[str]:
+    """The container's, as manifests/ has it."""
+    made = yaml.safe_load((RUNTIMES / f"{runtime}.yaml").read_text())
+    (job,) = made["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return list(container["command"])
 
 
 def _owner(kind: str, owner: Object) -> Object:

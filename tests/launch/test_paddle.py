@@ -1,0 +1,105 @@
+"""What the Paddle engine trains on several nodes: of a step's own accord in its own runtime."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+from kfp import dsl
+from safetensors.numpy import load_file
+
+from components.stage import options
+from components.training import train
+from lathe.compress.prune import prune
+from lathe.errors import UserError
+from lathe.paddle.start import PYTHON_VARIABLE
+from lathe.recipe import load_recipe
+from lathe.storage import fetch, upload, write_text
+from tests.fake_kubernetes import FakeKubernetes
+from tests.fake_trainer import processes
+from tests.launch.launchers import play, succeed
+from tests.paddle.conftest import paddle_python
+from tests.s3 import ACCESS_KEY, SECRET_KEY
+from tests.small_run import SMALL
+
+__all__ = ["paddle_python"]
+
+RECIPE = "tiny-prune-paddle"
+BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=4")
+SETTINGS = (*SMALL, *BATCH, "Engine.max_steps=6", "Engine.save_load.save_steps=3")
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture
+def step(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> FakeKubernetes:
+    """This process is a pipeline's step on the cluster, which has the store's secret."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    keys = {"accesskey": ACCESS_KEY, "secretkey": SECRET_KEY}
+    data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
+    in_pod.create("secrets", {"metadata": {"name": "lathe-s3"}, "data": data})
+    return in_pod
+
+
+def run(s3: str, verb: str, *overrides: str) -> dict[str, float]:
+    """As the component's body."""
+    model, data, output = (
+        dsl.Model(name=name, uri=f"{s3}/{name}") for name in ("dense", "tokens", "run")
+    )
+    chosen = [*SETTINGS, "Launch.nodes=2", "Distributed.dp_degree=2", *overrides]
+    command = [verb, model, "--data", data, "--output", output, *options(RECIPE, chosen)]
+    return train(load_recipe(RECIPE, chosen), command, output, lambda: pytest.fail("not here"))
+
+
+@pytest.mark.parametrize(
+    ("verb", "override", "runtime"),
+    [
+        ("prune", "Compress.engine=paddle", "lathe-paddle"),
+        ("quantize", "Compress.engine=paddle", "lathe-paddle"),
+        ("pretrain", "Compress.engine=paddle", "lathe-torch"),
+        ("prune", "Compress.engine=torch", "lathe-torch"),
+        ("prune", "Launch.runtime=mine", "mine"),
+    ],
+)
+def test_the_engine_has_its_runtime(
+    step: FakeKubernetes, s3: str, paddle_python: Path, verb: str, override: str, runtime: str
+) -> None:
+    trainer = play(step, succeed)
+    write_text(f"{s3}/run/lathe.json", json.dumps({"metrics": {"step": 6}}))
+    assert run(s3, verb, override) == {"step": 6}
+    (job,) = trainer.created
+    assert job["spec"]["runtimeRef"]["name"] == runtime
+    assert job["spec"]["trainer"]["image"] == "lathe-train:1"  # the step's own
+
+
+def test_a_step_without_paddle_starts_no_nodes(
+    step: FakeKubernetes, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
+    trainer = play(step, succeed)
+    with pytest.raises(UserError, match="/nowhere/python: no such interpreter") as said:
+        run(s3, "prune")
+    assert "ENGINE=paddle" in said.value.cure and not trainer.created
+
+
+@pytest.mark.slow
+def test_two_nodes_prune_as_one_process_does(
+    step: FakeKubernetes,
+    s3: str,
+    paddle_python: Path,
+    small_data: Path,
+    small_dense: Path,
+    tmp_path: Path,
+) -> None:
+    """Nodes are pods of real processes, each with a disk of its own; all else is in the store."""
+    prune(load_recipe(RECIPE, SETTINGS), small_dense, small_data, tmp_path / "whole")
+    upload(small_data, f"{s3}/tokens")
+    upload(small_dense, f"{s3}/dense")
+    play(step, processes)
+    figures = run(s3, "prune")
+    assert figures["step"] == 6
+    found = fetch(f"{s3}/run/", tmp_path / "found")
+    one, two = (load_file(path / "model.safetensors") for path in (tmp_path / "whole", found))
+    assert one.keys() == two.keys()
+    assert max(abs(one[name] - two[name]).max() for name in one) < 1e-4
+    assert json.loads((found / "lathe.json").read_text())["engine"] == "paddle"
