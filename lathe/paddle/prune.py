@@ -1,7 +1,6 @@
 """Pruning with PaddleSlim's filter pruners, and finetuning what is left."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
+from lathe.paddle.limits import require_prunable
 from lathe.paddle.parallel import divide
-from lathe.paddle.stage import Work, run_training
+from lathe.paddle.stage import Work, new_model, run_training
 from lathe.paddle.workers import Workers
 from lathe.settings import PruneSettings, Recipe
 from lathe.train.result import TrainResult
@@ -23,7 +23,6 @@ from lathe.train.result import TrainResult
 log = logging.getLogger("lathe")
 
 PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
-CURE = "change it, or use Compress.engine=torch"
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,12 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             pruners do not do; see also `run_training`.
     """
     settings = recipe.Compress.Prune
-    require_supported(settings)
+    require_prunable(settings)
 
     def make(workers: Workers) -> Work:
         dense = load_checkpoint(model)
         pruned, kept = cut(dense.model, settings, model)
-        small = _with_dropout(pruned, recipe)
+        small = _filled(new_model(pruned.config, recipe.Model), weights_of(pruned), model)
         divide(small, workers)
         before, after = dense.model.config.n_params(), pruned.config.n_params()
         log.info(
@@ -109,29 +108,6 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         n_inner=tuple(len(layer.channels) for layer in kept),
     )
     return _filled(GPT(small), weights_of(model), source), kept
-
-
-def require_supported(settings: PruneSettings) -> None:
-    """Raise UserError for what PaddleSlim's filter pruners do not do."""
-    wanted: Mapping[str, tuple[Any, Any]] = {
-        "criterion": (settings.criterion, "l1_norm or l2_norm"),
-        "scope": (settings.scope, "uniform"),
-        "layers": (settings.layers, 0),
-        "rounds": (settings.rounds, 1),
-        "channel_multiple": (settings.channel_multiple, 1),
-    }
-    for key, (found, possible) in wanted.items():
-        fits = found in PRUNERS if key == "criterion" else found == possible
-        if not fits:
-            raise UserError(
-                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners have {possible}", CURE
-            )
-
-
-def _with_dropout(model: GPT, recipe: Recipe) -> GPT:
-    settings = recipe.Model
-    dropouts = settings.hidden_dropout_prob, settings.attention_probs_dropout_prob
-    return _filled(GPT(model.config, *dropouts), weights_of(model), Path())
 
 
 def _filled(model: GPT, weights: Any, source: Path) -> GPT:
