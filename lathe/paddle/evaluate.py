@@ -8,12 +8,13 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
-from lathe.evaluate.measure import EvalResult, Subject, measure, require_float32
+from lathe.evaluate.measure import EvalResult, Subject, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint
 from lathe.paddle.gpt import GPT
+from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import choose_device
 from lathe.settings import Recipe
 
@@ -30,11 +31,11 @@ def evaluate(
 ) -> EvalResult:
     """See `lathe.evaluate.stage.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
     quantization. No samples are written."""
+    require_supported("evaluate", recipe)
     device = choose_device(recipe.Global.device)
     paddle.set_device(device)
     checkpoint = load_checkpoint(model)
     net, plan = checkpoint.model, checkpoint.model.config.quantization
-    require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
     if plan is not None:
         fake_quant.insert(net, plan)
         net.eval()

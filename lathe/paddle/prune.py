@@ -13,9 +13,9 @@ from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
-from lathe.paddle.limits import require_prunable
 from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, new_model, run_training
+from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
 from lathe.settings import PruneSettings, Recipe
 from lathe.train.result import TrainResult
@@ -41,7 +41,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             pruners do not do; see also `run_training`.
     """
     settings = recipe.Compress.Prune
-    require_prunable(settings)
+    require_supported("prune", recipe)
 
     def make(workers: Workers) -> Work:
         dense = load_checkpoint(model)

@@ -11,6 +11,7 @@ from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, new_model, run_training
+from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
 from lathe.settings import Recipe
 from lathe.storage import sha256
@@ -25,6 +26,7 @@ def quantize(
 ) -> TrainResult:
     """Insert PaddleSlim's fake quantization, calibrate it, train through it, write a checkpoint
     with its plan. See `lathe.compress.quantize.quantize`."""
+    require_supported("quantize", recipe)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
         inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")

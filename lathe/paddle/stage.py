@@ -13,7 +13,6 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER
 from lathe.paddle.checkpoint import save_checkpoint
 from lathe.paddle.gpt import GPT
-from lathe.paddle.limits import require_trainable
 from lathe.paddle.parallel import whole_weights
 from lathe.paddle.trainer import Trainer
 from lathe.paddle.workers import Workers, join_workers
@@ -58,10 +57,9 @@ def run_training(
         make: builds the model, divided as the recipe asks; not called when `output` is finished.
 
     Raises:
-        UserError: as `lathe.train.stage.run_training`; what this engine does not have.
+        UserError: as `lathe.train.stage.run_training`.
         Preempted: SIGTERM came; the same call goes on.
     """
-    require_trainable(recipe)
     if recipe.Engine.mix_precision.is_pure:
         log.warning("mix_precision.level O2: the Paddle engine computes as for O1")
     with join_workers(recipe) as workers:

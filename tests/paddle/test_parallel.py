@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lathe.compress.prune import prune
-from lathe.paddle.limits import require_prunable, require_trainable
+from lathe.paddle.supported import require_supported
 from lathe.recipe import load_recipe
 from tests import small_run
 from tests.paddle.conftest import run_paddle
@@ -134,9 +134,7 @@ def test_recipes_are_accepted_and_only_the_device_is_refused(
     name: str, paddle_python: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe(name, ["Compress.engine=paddle"])
-    require_trainable(recipe)
-    if recipe.Compress.Prune.enable:
-        require_prunable(recipe.Compress.Prune)
+    require_supported("prune" if recipe.Compress.Prune.enable else "quantize", recipe)
     mp, sharding = recipe.Distributed.mp_degree, recipe.Distributed.sharding.sharding_degree
     script = tmp_path / "script.py"
     script.write_text(

@@ -44,6 +44,7 @@ SMALL = (
 )
 
 
+STAGE_3 = ("Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=3")
 SKIP = "Compress.Quantization.skip_tensor_map.block_0=[linear2]"
 
 
@@ -258,6 +259,7 @@ def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned
         ("tiny-prune-paddle", pruned, (), "is pruned already"),
         ("tiny-prune-paddle", small_dense, ("Compress.Prune.rounds=2",), "rounds is 2"),
         ("tiny-prune-paddle", small_dense, ("Distributed.pp_degree=2",), "no pipeline"),
+        ("tiny-prune-paddle", small_dense, STAGE_3, "divides gradients and moments, not weights"),
     ):
         with pytest.raises(UserError, match=message):
             prune(recipe(name, *overrides), model, small_data, output)
