@@ -12,6 +12,7 @@ import typer
 from lathe.cli import Data, Model, Output, OutputBeside, Overrides, RecipeName
 from lathe.console import log_to_stderr
 from lathe.errors import StageError, UserError
+from lathe.launch.parent import end_with_parent
 from lathe.paddle.environment import prepare
 from lathe.paddle.start import MARK_VARIABLE
 from lathe.remote import upload_outputs
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from lathe.settings import Recipe
 
 log = logging.getLogger("lathe")
+
+NAMES = {
+    "RANK": "PADDLE_TRAINER_ID",
+    "LOCAL_RANK": "PADDLE_LOCAL_RANK",
+    "GROUP_WORLD_SIZE": "PADDLE_NNODES",
+}
+"""What a worker is told, by torchrun's names, which the rest of Lathe looks at, and by Paddle's."""
 
 app = typer.Typer(
     help="The stages of lathe that PaddlePaddle and PaddleSlim can do, with lathe's options.",
@@ -119,12 +127,13 @@ def export(
 
 def main() -> None:
     """As `lathe.cli.main`: a user's mistake is one message and status 2."""
+    if MARK_VARIABLE in os.environ or "PADDLE_TRAINER_ID" in os.environ:
+        end_with_parent()
     if MARK_VARIABLE in os.environ:
         _log_for_starter(os.environ[MARK_VARIABLE])
     else:
         log_to_stderr()
-    if "PADDLE_TRAINER_ID" in os.environ:
-        os.environ["RANK"] = os.environ["PADDLE_TRAINER_ID"]  # what the rest of lathe looks at
+    os.environ |= {ours: os.environ[name] for ours, name in NAMES.items() if name in os.environ}
     try:
         prepare()
         app(prog_name="python -m lathe.paddle")

@@ -6,13 +6,14 @@ stand head by head, each head's q, k and v together: PaddleFleetX's fused qkv, a
 which PaddleSlim's pruner finds whole heads.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
 from lathe.model.config import GPTConfig
+from lathe.paddle.recompute import recomputed
 
 MASKED = -1e9
 
@@ -31,18 +32,27 @@ class Attention(nn.Layer):
         self.c_attn = nn.Linear(config.n_embd, 3 * width)
         self.c_proj = nn.Linear(width, config.n_embd)
         self.dropout = dropout
+        self.recomputes_core = False
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = paddle.reshape(self.c_attn(x), [0, 0, -1, 3 * self.head_dim])  # (B, T, H, 3D)
+        qkv = self.c_attn(x)
+        if self.recomputes_core:
+            y = recomputed(self, self._core, qkv, is_random=self.dropout > 0)
+        else:
+            y = self._core(qkv)
+        return self.c_proj(y)
+
+    def _core(self, qkv: Tensor) -> Tensor:
+        """(B, T, 3HD) -> (B, T, HD)."""
+        T = paddle.shape(qkv)[1]
+        qkv = paddle.reshape(qkv, [0, 0, -1, 3 * self.head_dim])  # (B, T, H, 3D)
         q, k, v = paddle.split(paddle.transpose(qkv, [0, 2, 1, 3]), 3, axis=-1)  # (B, H, T, D)
         scores = paddle.matmul(q * self.head_dim**-0.5, k, transpose_y=True)  # (B, H, T, T)
-        T = paddle.shape(x)[1]
         future = paddle.triu(paddle.full([T, T], MASKED, dtype=scores.dtype), 1)
         weights = F.softmax(scores + future)
         if self.dropout:
             weights = F.dropout(weights, self.dropout, training=self.training)
-        y = paddle.transpose(paddle.matmul(weights, v), [0, 2, 1, 3])
-        return self.c_proj(paddle.flatten(y, 2))
+        return paddle.flatten(paddle.transpose(paddle.matmul(weights, v), [0, 2, 1, 3]), 2)
 
 
 class MLP(nn.Layer):
@@ -65,9 +75,21 @@ class Block(nn.Layer):
         self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.mlp = MLP(config, layer)
         self.drop = nn.Dropout(hidden_dropout)
+        self.is_random = hidden_dropout > 0 or attention_dropout > 0
+        self.recomputes: Literal["all", "attention"] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attn(self.ln_1(x)))
+        if self.recomputes == "all":
+            return recomputed(self, self._whole, x, is_random=self.is_random)
+        return self._whole(x)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        normed = self.ln_1(x)
+        if self.recomputes == "attention":
+            y = recomputed(self.attn, self.attn, normed, is_random=self.is_random)
+        else:
+            y = self.attn(normed)
+        x = x + self.drop(y)
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
@@ -93,6 +115,13 @@ class GPT(nn.Layer):
         self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
         self.head_input: nn.Layer | None = None
         self.table_quantizer: nn.Layer | None = None
+
+    def set_recompute(self, granularity: str | None) -> None:
+        """Which activations of every block are made again in backward: `full` all, `full_attn`
+        those of attention, `core_attn` those between its two linears."""
+        for block in self.h:
+            block.recomputes = {"full": "all", "full_attn": "attention"}.get(granularity or "")
+            block.attn.recomputes_core = granularity == "core_attn"
 
     def table(self) -> Tensor:
         """The embedding (V, C), as it is read."""

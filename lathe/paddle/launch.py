@@ -16,6 +16,7 @@ from pathlib import Path
 import paddle
 
 from lathe.errors import Preempted, StageError
+from lathe.launch.parent import end_with_parent
 from lathe.settings import DistributedSettings
 
 SCRIPT = Path(__file__).with_name("__main__.py")
@@ -60,7 +61,9 @@ def launch(command: Sequence[str], shape: Shape) -> None:
         StageError: a worker failed, with its last lines; status 2 where it was the user's mistake.
     """
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
-        process = subprocess.Popen(arguments(command, shape, logs), env=_variables())
+        process = subprocess.Popen(
+            arguments(command, shape, logs), env=_variables(), preexec_fn=end_with_parent
+        )
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             status = process.wait()

@@ -1,5 +1,5 @@
-"""A model divided over processes: every block linear (tensor parallelism), or what the optimizer
-keeps of it (sharding). Paddle 2.6 does both on GPUs only."""
+"""Every block linear divided over processes (tensor parallelism), which Paddle 2.6 does on GPUs
+only."""
 
 from typing import Any
 
@@ -7,18 +7,15 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 from paddle.distributed import fleet
-from paddle.distributed.sharding import group_sharded_parallel
 
 from lathe.errors import UserError
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Arrays, is_weight, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.workers import Workers
-from lathe.settings import Sharding
 
 COLUMNS = ("attn.c_attn", "mlp.c_fc")
 ROWS = ("attn.c_proj", "mlp.c_proj")
-LEVELS = {1: "os", 2: "os_g", 3: "p_g_os"}
 
 
 def divide(model: GPT, workers: Workers) -> None:
@@ -31,7 +28,7 @@ def divide(model: GPT, workers: Workers) -> None:
     """
     if workers.mp == 1:
         return
-    parts, part = workers.mp, fleet.get_hybrid_communicate_group().get_model_parallel_rank()
+    parts, part = workers.mp, workers.mp_rank
     config = model.config
     for i, (heads, inner) in enumerate(zip(config.n_head, config.n_inner, strict=True)):
         if heads % parts or inner % parts:
@@ -60,17 +57,11 @@ def divide(model: GPT, workers: Workers) -> None:
         setattr(fake_quant.layer_at(model, parent), attribute, own)
 
 
-def whole_weights(model: GPT, net: Any, workers: Workers) -> Arrays:
-    """The weights of all parts, in every process.
-
-    Args:
-        net: the model as it was trained, which sharding wraps.
-    """
-    if hasattr(net, "get_all_parameters"):  # stage 3
-        net.get_all_parameters(convert2cpu=True)
+def whole_weights(model: GPT, workers: Workers) -> Arrays:
+    """The weights of all parts, in every process."""
     if workers.mp == 1:
         return weights_of(model)
-    group = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+    group = workers.groups.get_model_parallel_group()
     return {
         name: _gathered(parameter, axis_of(name), group)
         for name, parameter in model.named_parameters()
@@ -86,19 +77,6 @@ def axis_of(name: str) -> int | None:
     if linear.endswith(ROWS) and kind == "weight":
         return 0
     return None
-
-
-def shard(model: GPT, optimizer: Any, scaler: Any, settings: Sharding) -> tuple[Any, Any, Any]:
-    """Model, optimizer and loss scaler whose state is divided over the sharding group."""
-    groups = fleet.get_hybrid_communicate_group()
-    return group_sharded_parallel(
-        model,
-        optimizer,
-        LEVELS[settings.sharding_stage],
-        scaler,
-        group=groups.get_sharding_parallel_group(),
-        offload=settings.sharding_offload,
-    )
 
 
 def _gathered(parameter: Any, axis: int | None, group: Any) -> NDArray[np.float32]:

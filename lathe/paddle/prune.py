@@ -14,7 +14,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
-from lathe.paddle.stage import Work, run_training
+from lathe.paddle.stage import Work, new_model, run_training
 from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
 from lathe.settings import PruneSettings, Recipe
@@ -46,7 +46,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     def make(workers: Workers) -> Work:
         dense = load_checkpoint(model)
         pruned, kept = cut(dense.model, settings, model)
-        small = _with_dropout(pruned, recipe)
+        small = _filled(new_model(pruned.config, recipe.Model), weights_of(pruned), model)
         divide(small, workers)
         before, after = dense.model.config.n_params(), pruned.config.n_params()
         log.info(
@@ -108,12 +108,6 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         n_inner=tuple(len(layer.channels) for layer in kept),
     )
     return _filled(GPT(small), weights_of(model), source), kept
-
-
-def _with_dropout(model: GPT, recipe: Recipe) -> GPT:
-    settings = recipe.Model
-    dropouts = settings.hidden_dropout_prob, settings.attention_probs_dropout_prob
-    return _filled(GPT(model.config, *dropouts), weights_of(model), Path())
 
 
 def _filled(model: GPT, weights: Any, source: Path) -> GPT:

@@ -10,7 +10,7 @@ from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
-from lathe.paddle.stage import Work, run_training
+from lathe.paddle.stage import Work, new_model, run_training
 from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
 from lathe.settings import Recipe
@@ -37,8 +37,7 @@ def quantize(
         config = start.model.config
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
-        dropouts = recipe.Model.hidden_dropout_prob, recipe.Model.attention_probs_dropout_prob
-        trainable = GPT(config, *dropouts)
+        trainable = new_model(config, recipe.Model)
         set_weights(trainable, weights_of(start.model), model)
         divide(trainable, workers)
         plan = make_plan(config, settings, skip_names(config, settings, sensitivity))

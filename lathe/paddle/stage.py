@@ -3,22 +3,23 @@
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.errors import UserError
+from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER
 from lathe.paddle.checkpoint import save_checkpoint
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import whole_weights
-from lathe.paddle.trainer import STATE, Trainer
+from lathe.paddle.trainer import Trainer
 from lathe.paddle.workers import Workers, join_workers
-from lathe.settings import Recipe
+from lathe.settings import ModelSettings, Recipe
 from lathe.train.batches import open_data
 from lathe.train.result import TrainResult, claim, read_result, run_identity
+from lathe.train.saved import STATE
 
 log = logging.getLogger("lathe")
 
@@ -35,6 +36,14 @@ class Work:
     before_save: Callable[[GPT], None] | None = None
 
 
+def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
+    """A float GPT to train, with the recipe's dropout and recomputation."""
+    bare = replace(config, quantization=None)
+    model = GPT(bare, settings.hidden_dropout_prob, settings.attention_probs_dropout_prob)
+    model.set_recompute(settings.recompute)
+    return model
+
+
 def run_training(
     recipe: Recipe,
     data: Path,
@@ -48,29 +57,28 @@ def run_training(
         make: builds the model, divided as the recipe asks; not called when `output` is finished.
 
     Raises:
-        UserError: as `lathe.train.stage.run_training`; `Compress.Distill` and sequence
-            parallelism, which this engine does not have.
+        UserError: as `lathe.train.stage.run_training`.
         Preempted: SIGTERM came; the same call goes on.
     """
-    _require_supported(recipe)
+    if recipe.Engine.mix_precision.is_pure:
+        log.warning("mix_precision.level O2: the Paddle engine computes as for O1")
     with join_workers(recipe) as workers:
         if workers.is_first:
             claim(output, run_identity(recipe, inputs, data, workers.data_size))
         workers.barrier()
-        if (output / MARKER).is_file():
+        if workers.gather((output / MARKER).is_file())[0]:
             log.info("%s is finished: nothing to do", output)
-            return read_result(output)
+            return _agreed(workers, output)
         work = make(workers)
         config = work.model.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
 
-        def after_step() -> None:
+        def observe() -> None:
             if work.after_step is not None:
                 work.after_step(workers)
 
-        trainer = Trainer(recipe, work.model, tokens, output, workers, after_step)
-        at = trainer.run()
-        weights = whole_weights(work.model, trainer.net, workers)
+        at = Trainer(recipe, work.model, tokens, output, workers, observe).run()
+        weights = whole_weights(work.model, workers)
         if workers.is_first:
             if work.before_save is not None:
                 work.before_save(work.model)
@@ -85,22 +93,10 @@ def run_training(
             parts = work.model, work.tokenizer, work.stage, recipe, work.parent, figures
             save_checkpoint(output, *parts, weights)
             shutil.rmtree(output / STATE)
-        workers.barrier()
-    return read_result(output)
+        return _agreed(workers, output)
 
 
-def _require_supported(recipe: Recipe) -> None:
-    if recipe.Compress.Distill.teacher:
-        raise UserError(
-            "Compress.Distill: the Paddle engine does not distil",
-            "-o Compress.Distill.teacher=null, or Compress.engine=torch",
-        )
-    if recipe.Model.sequence_parallel:
-        raise UserError(
-            "Model.sequence_parallel: the Paddle engine does not have it",
-            "-o Model.sequence_parallel=False, or Compress.engine=torch",
-        )
-    if recipe.Model.recompute:
-        log.warning("Model.use_recompute: the Paddle engine keeps activations instead")
-    if recipe.Engine.mix_precision.is_pure:
-        log.warning("mix_precision.level O2: the Paddle engine computes as for O1")
+def _agreed(workers: Workers, output: Path) -> TrainResult:
+    """What the first process finds, whose disk alone may have it."""
+    result: TrainResult = workers.gather(read_result(output) if workers.is_first else None)[0]
+    return result

@@ -15,8 +15,8 @@ def require_supported(verb: str, recipe: Recipe) -> None:
     """Whether the engine does `prune`, `quantize` or `evaluate` as the recipe says.
 
     Raises:
-        UserError: it has no such pruning, distillation, sequence parallelism, pipeline or
-            precision.
+        UserError: it has no such pruning, distillation, sequence parallelism, pipeline,
+            division of weights or precision.
     """
     if verb == "evaluate":
         require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
@@ -27,21 +27,33 @@ def require_supported(verb: str, recipe: Recipe) -> None:
 
 
 def _require_training(recipe: Recipe) -> None:
+    model, settings = recipe.Model, recipe.Distributed
     if recipe.Compress.Distill.teacher:
         raise UserError(
             "Compress.Distill: the Paddle engine does not distil",
             f"-o Compress.Distill.teacher=null, {CURE}",
         )
-    if recipe.Model.sequence_parallel:
+    if model.sequence_parallel:
         raise UserError(
             "Model.sequence_parallel: the Paddle engine does not have it",
             f"-o Model.sequence_parallel=False, {CURE}",
         )
-    if recipe.Distributed.pp_degree > 1:
+    if settings.pp_degree > 1:
         raise UserError(
-            f"Distributed.pp_degree is {recipe.Distributed.pp_degree}, and the Paddle engine has "
-            "no pipeline",
+            f"Distributed.pp_degree is {settings.pp_degree}, and the Paddle engine has no pipeline",
             f"use mp_degree or sharding, {CURE}",
+        )
+    sharding = settings.sharding
+    if sharding.sharding_degree > 1 and (sharding.sharding_stage == 3 or sharding.sharding_offload):
+        raise UserError(
+            "Distributed.sharding: the Paddle engine divides gradients and moments, not weights, "
+            "and keeps them on the device",
+            f"set sharding_stage to 2 and sharding_offload to False, {CURE}",
+        )
+    if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
+        raise UserError(
+            "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",
+            f"use dp_degree or sharding, leave it empty, {CURE}",
         )
 
 

@@ -1,9 +1,11 @@
 """This process's place among those that `paddle.distributed.launch` started, if it did."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import paddle
@@ -12,6 +14,8 @@ import paddle.distributed as dist
 from lathe.errors import UserError
 from lathe.settings import DistributedSettings, Recipe
 
+log = logging.getLogger("lathe")
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -19,24 +23,41 @@ class Workers:
     rank, size: of all processes.
     data_rank, data_size: of the parts into which a global batch is divided, along `dp` and
         `sharding`.
-    mp, sharding: processes that every linear, and the optimizer's state, are divided over.
+    groups: of Paddle's topology; None where all processes hold the same.
     """
 
-    rank: int
-    size: int
-    data_rank: int
-    data_size: int
-    mp: int = 1
-    sharding: int = 1
+    rank: int = 0
+    size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    groups: Any = None
 
     @property
-    def is_divided(self) -> bool:
-        """Whether a process has but a part of the model's state."""
-        return self.mp > 1 or self.sharding > 1
+    def mp(self) -> int:
+        """Processes over which every block linear is divided."""
+        return self.groups.get_model_parallel_world_size() if self.groups else 1
+
+    @property
+    def mp_rank(self) -> int:
+        return self.groups.get_model_parallel_rank() if self.groups else 0
+
+    @property
+    def sharding(self) -> int:
+        """Processes over which gradients and moments are divided."""
+        return self.groups.get_sharding_parallel_world_size() if self.groups else 1
+
+    @property
+    def sharding_rank(self) -> int:
+        return self.groups.get_sharding_parallel_rank() if self.groups else 0
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether another process, earlier along `dp`, holds the same."""
+        return self.data_rank != self.sharding_rank
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -50,6 +71,14 @@ class Workers:
         dist.all_reduce(tensor)
         return [float(value) for value in tensor.numpy()]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's, by rank. It travels as a pickle, between our processes."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = []
+        dist.all_gather_object(found, value)
+        return found
+
 
 @contextmanager
 def join_workers(recipe: Recipe) -> Iterator[Workers]:
@@ -62,9 +91,9 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", 1))
     dp, mp, sharding = degrees(recipe.Distributed, size)
     paddle.set_device(choose_device(recipe.Global.device))
-    require_device(mp, sharding)
+    require_device(recipe)
     if size == 1:
-        yield Workers(0, 1, 0, 1)
+        yield Workers()
         return
     if mp == sharding == 1:
         dist.init_parallel_env()
@@ -82,17 +111,12 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     fleet.init(is_collective=True, strategy=strategy)
     groups = fleet.get_hybrid_communicate_group()
     data_rank = groups.get_data_parallel_rank() * sharding + groups.get_sharding_parallel_rank()
-    yield Workers(dist.get_rank(), size, data_rank, dp * sharding, mp, sharding)
+    yield Workers(dist.get_rank(), size, data_rank, dp * sharding, groups)
 
 
 def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:
     """(dp, mp, sharding) that multiply to `size`; `dp_degree: auto` is what is left."""
     mp, sharding = settings.mp_degree, settings.sharding.sharding_degree
-    if settings.pp_degree > 1:
-        raise UserError(
-            f"Distributed.pp_degree is {settings.pp_degree}, and the Paddle engine has no pipeline",
-            "use mp_degree or sharding, or Compress.engine=torch",
-        )
     inner = mp * sharding
     dp = max(1, size // inner) if settings.dp_degree == "auto" else settings.dp_degree
     if dp * inner != size:
@@ -112,14 +136,24 @@ def choose_device(wanted: str) -> str:
     return "cpu" if wanted == "cpu" or not count else "gpu"
 
 
-def require_device(mp: int, sharding: int) -> None:
-    """Raise UserError for what Paddle has no CPU kernels for."""
-    if (mp > 1 or sharding > 1) and not paddle.device.get_device().startswith("gpu"):
-        what = f"mp_degree {mp}" if mp > 1 else f"sharding_degree {sharding}"
+def require_device(recipe: Recipe) -> None:
+    """Raise UserError for what Paddle does on GPUs only, where it has none."""
+    if paddle.device.get_device().startswith("gpu"):
+        return
+    model, mp = recipe.Model, recipe.Distributed.mp_degree
+    if mp > 1:
         raise UserError(
-            f"Distributed.{what}: Paddle 2.6 divides a model on GPUs only, and this is a CPU",
+            f"Distributed.mp_degree {mp}: Paddle 2.6 divides linears on GPUs only, and this is a "
+            "CPU",
             "run it on GPUs, set the degree to 1, or use Compress.engine=torch",
         )
+    if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
+        raise UserError(
+            "Model.use_recompute with dropout: Paddle 2.6 does it on GPUs only, and this is a CPU",
+            "run it on GPUs, or set use_recompute to False or the dropouts to 0",
+        )
+    if recipe.Engine.mix_precision.dtype != "float32":
+        log.warning("mix_precision: Paddle 2.6 has it on GPUs only: this CPU computes in float32")
 
 
 def seed_everything(*values: int) -> None:

@@ -1,9 +1,8 @@
-"""Global norm, clipping and loss scale of gradients, however they are divided."""
+"""Global norm and clipping of gradients, however they are divided."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,9 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lathe.train.parallel import Stage
 from lathe.train.workers import Workers
-
-GROWTH_INTERVAL = 2000  # updates without overflow before the loss scale doubles
-PATIENCE = 20  # overflows in a row that a static loss scale may have
 
 
 class TiedEmbedding:
@@ -75,39 +71,6 @@ def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torc
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, factor)
-
-
-@dataclass
-class LossScale:
-    """The factor that keeps fp16 gradients from vanishing (Micikevicius et al. 2018).
-
-    An update that overflows is skipped. A dynamic scale is then halved, and doubled after
-    `GROWTH_INTERVAL` updates without; 1, dynamic, is none.
-    """
-
-    value: float
-    dynamic: bool
-    good_steps: int = 0
-    failed_steps: int = 0  # in a row
-    skipped_steps: int = 0
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether one more overflow is no longer the scale's fault."""
-        if self.dynamic:
-            return self.value == 1.0
-        return self.failed_steps >= PATIENCE
-
-    def update(self, finite: bool) -> None:
-        self.good_steps = self.good_steps + 1 if finite else 0
-        self.failed_steps = 0 if finite else self.failed_steps + 1
-        self.skipped_steps += not finite
-        if not self.dynamic:
-            return
-        if not finite:
-            self.value = max(1.0, self.value / 2)
-        elif self.good_steps % GROWTH_INTERVAL == 0:
-            self.value *= 2
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger("lathe")
 
@@ -28,6 +29,12 @@ def committed_steps(folder: Path) -> list[Path]:
 def saved_steps(folder: Path) -> list[Path]:
     """Those that are whole; a broken one is passed over with a warning."""
     return [path for path in committed_steps(folder) if _is_whole(path)]
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """The `extra` of a save."""
+    card: dict[str, Any] = json.loads((path / CARD).read_text())
+    return card
 
 
 def _is_whole(path: Path) -> bool:

@@ -19,11 +19,12 @@ from lathe.model.gpt import GPT
 from lathe.settings import Recipe
 from lathe.train.batches import open_data
 from lathe.train.distill import Teacher
+from lathe.train.loop import Progress
 from lathe.train.parallel import Stage, Weights, build_stages
 from lathe.train.result import TrainResult, claim, read_result, run_identity
 from lathe.train.saved import STATE
 from lathe.train.state import load_tensors
-from lathe.train.trainer import Progress, Trainer
+from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers, join_workers
 
 log = logging.getLogger("lathe")
@@ -85,15 +86,15 @@ def run_training(
         weights = work.weights or _own_weights(work.model)
         stages = build_stages(work.model, weights, recipe, workers)
 
-        def after_step(stage: Stage) -> None:
+        def observe(stage: Stage) -> None:
             if work.after_step is not None:
                 work.after_step(stage.gpt, workers.replicas)
 
         guide = _load_teacher(recipe, teacher, config, workers) if teacher is not None else None
-        trainer = Trainer(recipe, stages, tokens, output, workers, after_step, guide)
+        trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
         at = trainer.run()
         if workers.is_first:
-            _write_checkpoint(recipe, output, work, at, trainer.states.newest())
+            _write_checkpoint(recipe, output, work, at, trainer.states.folder.newest())
         return workers.agree(lambda: read_result(output))
 
 

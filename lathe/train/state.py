@@ -4,10 +4,6 @@ The shards of every process are torch.distributed.checkpoint's, as safetensors. 
 after the whole model, so that any other layout of processes can read them.
 """
 
-import json
-import os
-import secrets
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,42 +21,20 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from lathe.errors import StageError, UserError
-from lathe.train.mirror import Mirror
 from lathe.train.parallel import Stage
-from lathe.train.saved import CARD, PARTIAL, committed_steps, saved_steps, step_name
+from lathe.train.state_folder import StateFolder, unwritable
 from lathe.train.workers import Workers
 
 
 class States:
-    """Saves of one run. A save is copied at once and written behind the training's back.
-
-    Nodes may share the disk or have one each. On disks of their own each node keeps what its
-    processes hold, and the output must have a mirror, where all of it comes together.
-    """
+    """Saves of one run. A save is copied at once and written behind the training's back."""
 
     def __init__(self, folder: Path, keep: int, workers: Workers) -> None:
-        self.folder, self.keep, self.workers = folder, keep, workers
-        self.mirror = Mirror.of(folder.parent)
+        self.workers, self.folder = workers, StateFolder(folder, keep, workers)
         self._behind = ThreadPoolExecutor(1, "states")
         self._writing: tuple[Future[None], Path, dict[str, Any]] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        self._leads_disk, self._one_disk = workers.is_first, True
-        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # torchrun's number of nodes
-            self._leads_disk = _leads_disk(folder, workers)
-            disks: list[bool] = [False] * workers.size
-            dist.all_gather_object(disks, self._leads_disk, group=workers.files)
-            self._one_disk = sum(disks) == 1
+        if not self.folder.is_one_disk:
             self._agreement = dist.new_group(backend="gloo")  # a save uses the other one meanwhile
-        if not self._one_disk and self.mirror is None:
-            raise UserError(
-                f"{folder.parent}: the nodes do not share this folder",
-                "give an address (s3://bucket/prefix) as output, or a folder on a shared disk",
-            )
-        if self._leads_disk:
-            for partial in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(partial)
-        workers.barrier()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
         """Begin to write `step_N`; all processes call it, each with what it holds.
@@ -69,7 +43,7 @@ class States:
             extra: JSON values of the run; the first process's are kept.
         """
         self.wait()
-        partial = self.folder / f"{step_name(step)}{PARTIAL}"
+        partial = self.folder.partial(step)
         future = async_save(
             dict(tensors),
             storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
@@ -80,15 +54,14 @@ class States:
 
     def _write(self, future: Future[Any], partial: Path) -> None:
         future.result()
-        if self.mirror and self._leads_disk:
-            self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
+        self.folder.copy(partial)
 
     def poll(self) -> None:
         """Commit a save whose writing has ended; all processes call it now and then."""
         if self._writing is None:
             return
         done = self._writing[0].done()
-        if not self._one_disk:  # to commit takes all of them
+        if not self.folder.is_one_disk:  # to commit takes all of them
             waiting = torch.tensor(float(not done))
             dist.all_reduce(waiting, group=self._agreement)
             done = waiting.item() == 0
@@ -108,66 +81,11 @@ class States:
         self._writing = None
         try:
             future.result()
-            self._commit(partial, extra)
+            self.folder.commit(partial, extra)
         except (CheckpointException, OSError) as error:
-            reason = error if isinstance(error, OSError) else _first_failure(error)
-            raise StageError(
-                f"{partial}: cannot be written: {reason}\n  cure: free space or repair the "
-                "storage, and run the same command again; it goes on from the last saved step"
+            raise unwritable(
+                partial, error if isinstance(error, OSError) else _first_failure(error)
             ) from error
-
-    def _commit(self, partial: Path, extra: dict[str, Any]) -> None:
-        """One disk: the first process alone. Several: all take part, each leader for its disk."""
-        files: list[dict[str, int]] = [{}]
-        if self._leads_disk:
-            files = [{path.name: path.stat().st_size for path in partial.iterdir()}]
-        if not self._one_disk:
-            mine, files = files[0], [{}] * self.workers.size
-            dist.all_gather_object(files, mine, group=self.workers.files)
-        if not self._leads_disk:
-            return
-        final = _final(partial)
-        sizes = dict(pair for found in files for pair in found.items())
-        card = partial / CARD
-        card.write_text(json.dumps({**extra, "files": sizes}))
-        shutil.rmtree(final, ignore_errors=True)  # a broken one, passed over on resuming
-        os.replace(partial, final)
-        for old in committed_steps(self.folder)[: -self.keep]:
-            shutil.rmtree(old)
-        if self.mirror and self.workers.is_first:
-            self.mirror.copy(final.name, [final / CARD])
-            self.mirror.commit(final.name, self.keep)
-
-    def newest(self) -> Path:
-        """The last saved state, whole, for the first process."""
-        if not self._one_disk:
-            assert self.mirror is not None
-            self.mirror.restore()
-        return saved_steps(self.folder)[-1]
-
-
-def _final(partial: Path) -> Path:
-    return partial.with_name(partial.name.removesuffix(PARTIAL))
-
-
-def _leads_disk(folder: Path, workers: Workers) -> bool:
-    """Whether this process does what is done once a disk: it is the first of all, or the first of
-    a node that does not see what the first of all writes."""
-    token, probe = workers.agree(secrets.token_hex), folder / ".first"
-    if workers.is_first:
-        probe.write_text(token)
-    workers.barrier()
-    sees = probe.is_file() and probe.read_text() == token
-    workers.barrier()
-    if workers.is_first:
-        probe.unlink()
-    return workers.is_first or (int(os.environ.get("LOCAL_RANK", 0)) == 0 and not sees)
-
-
-def read_card(path: Path) -> dict[str, Any]:
-    """The `extra` of a save."""
-    card: dict[str, Any] = json.loads((path / CARD).read_text())
-    return card
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -73,6 +73,12 @@ class Workers:
         result: T = found[0]
         return result
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's, by rank; see `agree`."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.files)
+        return found
+
     def barrier(self) -> None:
         dist.barrier(self.files)
 

@@ -12,12 +12,13 @@ from components.stage import options
 from components.training import train
 from lathe.compress.prune import prune
 from lathe.errors import UserError
+from lathe.launch import trainjob
 from lathe.paddle.start import PYTHON_VARIABLE
 from lathe.recipe import load_recipe
 from lathe.storage import fetch, upload, write_text
 from tests.fake_kubernetes import FakeKubernetes
 from tests.fake_trainer import processes
-from tests.launch.launchers import play, succeed
+from tests.launch.launchers import QUICK, play, succeed
 from tests.paddle.conftest import paddle_python
 from tests.s3 import ACCESS_KEY, SECRET_KEY
 from tests.small_run import SMALL
@@ -58,12 +59,19 @@ def run(s3: str, verb: str, *overrides: str) -> dict[str, float]:
         ("quantize", "Compress.engine=paddle", "lathe-paddle"),
         ("pretrain", "Compress.engine=paddle", "lathe-torch"),
         ("prune", "Compress.engine=torch", "lathe-torch"),
-        ("prune", "Launch.runtime=mine", "mine"),
+        ("prune", "Launch.runtime=lathe-torch", "lathe-torch"),
     ],
 )
 def test_the_engine_has_its_runtime(
-    step: FakeKubernetes, s3: str, paddle_python: Path, verb: str, override: str, runtime: str
+    step: FakeKubernetes,
+    s3: str,
+    paddle_python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    override: str,
+    runtime: str,
 ) -> None:
+    monkeypatch.setattr(trainjob, "Patience", lambda: QUICK)
     trainer = play(step, succeed)
     write_text(f"{s3}/run/lathe.json", json.dumps({"metrics": {"step": 6}}))
     assert run(s3, verb, override) == {"step": 6}

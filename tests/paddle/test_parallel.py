@@ -1,22 +1,27 @@
-"""Tensor and sharding parallelism: Paddle refuses a CPU, and nothing but the CPU is in the way."""
+"""Tensor parallelism: Paddle refuses a CPU, and nothing but the CPU is in the way."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from lathe.compress.prune import prune
+from lathe.paddle.supported import require_supported
 from lathe.recipe import load_recipe
+from tests import small_run
 from tests.paddle.conftest import run_paddle
+from tests.paddle.test_stages import SMALL
 
 PREAMBLE = """
 from lathe.paddle.environment import prepare
 prepare()
+from pathlib import Path
 import numpy as np, paddle
 from lathe.paddle import fake_quant, parallel, workers
 from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.recipe import load_recipe
-workers.require_device = lambda mp, sharding: None
+workers.require_device = lambda recipe: None
 recipe = load_recipe("tiny", ["Global.device=cpu", "Distributed.mp_degree=2"])
 config = GPTConfig(384, 64, 48, 12, (4, 2), (96, 40))
 tokens = paddle.to_tensor(np.random.RandomState(0).randint(0, 384, (2, 17)))
@@ -60,7 +65,7 @@ with workers.join_workers(recipe) as group:
     divided.backward()
     assert abs(float(divided) - loss) < 1e-5, (float(divided), loss)
     assert np.abs(model.h[0].ln_1.weight.grad.numpy() - slope).max() < 1e-5
-    for name, array in parallel.whole_weights(model, model, group).items():
+    for name, array in parallel.whole_weights(model, group).items():
         assert np.array_equal(array, weights[name]), name
     fake_quant.insert(model, QuantizationPlan(activation_scales=dict.fromkeys(
         config.linear_names(), 0.0)))
@@ -94,45 +99,52 @@ def test_with_that_kernel_divided_linears_compute_what_whole_ones_do(
     assert "divided as whole" in done.stdout
 
 
-def test_sharding_asks_for_a_gpu(paddle_python: Path, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        PREAMBLE
-        + """
-from paddle.distributed.sharding import group_sharded_parallel
-optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
-try:
-    group_sharded_parallel(model, optimizer, parallel.LEVELS[2])
-except AssertionError as error:
-    print("refused:", error)
+TRAINED = """
+from lathe.paddle.prune import prune
+data, model, output = {paths!r}
+recipe = load_recipe("tiny-prune-paddle", {overrides!r})
+prune(recipe, Path(model), Path(data), Path(output))
+print("trained divided")
 """
-    )
-    done = run_paddle(paddle_python, script)
-    assert "refused: group_sharded_parallel only support gpu and xpu now" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["prune-345m", "prune-6.7b", "qat-345m", "qat-345m-mp8"])
+def test_a_divided_model_learns_what_a_whole_one_does(
+    paddle_python: Path, small_data: Path, small_dense: Path, tmp_path: Path
+) -> None:
+    """Two heads and 64 channels of every layer in each process."""
+    overrides = (*SMALL, "Compress.engine=paddle", "Compress.Prune.ratio=0.5")
+    settings = load_recipe("tiny-prune-paddle", overrides)
+    prune(settings, small_dense, small_data, tmp_path / "whole")
+    divided = [*overrides, "Distributed.mp_degree=2"]
+    paths = [str(p) for p in (small_data, small_dense, tmp_path / "divided")]
+    code = PREAMBLE + COLLECTIVES + TRAINED.format(paths=paths, overrides=divided)
+    done = two_processes(paddle_python, tmp_path, code)
+    assert done.returncode == 0, done.stdout[-3000:]
+    ours, theirs = (small_run.records(tmp_path / name, "loss") for name in ("whole", "divided"))
+    assert theirs == pytest.approx(ours, abs=2e-5)
+    norms = [small_run.records(tmp_path / name, "grad_norm") for name in ("whole", "divided")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+RECIPES = ("prune-345m", "prune-6.7b-sharding16", "qat-345m", "qat-345m-mp8", "qat-6.7b-sharding16")
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_accepted_and_only_the_device_is_refused(
     name: str, paddle_python: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe(name, ["Compress.engine=paddle"])
-    assert recipe.Compress.engine == "paddle"
-    settings = recipe.Distributed
-    mp, sharding = settings.mp_degree, settings.sharding.sharding_degree
+    require_supported("prune" if recipe.Compress.Prune.enable else "quantize", recipe)
+    mp, sharding = recipe.Distributed.mp_degree, recipe.Distributed.sharding.sharding_degree
     script = tmp_path / "script.py"
     script.write_text(
-        PREAMBLE.replace("workers.require_device = lambda mp, sharding: None", "")
+        PREAMBLE.replace("workers.require_device = lambda recipe: None", "")
         + f"""
 from lathe.errors import UserError
-from lathe.paddle.prune import require_supported
-from lathe.paddle.stage import _require_supported
 recipe = load_recipe({name!r}, ["Compress.engine=paddle"])
-_require_supported(recipe)
-if recipe.Compress.Prune.enable:
-    require_supported(recipe.Compress.Prune)
 print("degrees", workers.degrees(recipe.Distributed, {mp * sharding}))
 try:
-    workers.require_device({mp}, {sharding})
+    workers.require_device(recipe)
     print("accepted")
 except UserError as error:
     print("refused", error)
@@ -140,6 +152,5 @@ except UserError as error:
     )
     done = run_paddle(paddle_python, script)
     assert f"degrees (1, {mp}, {sharding})" in done.stdout, done.stdout[-2000:]
-    divided = mp > 1 or sharding > 1
-    assert ("refused" if divided else "accepted") in done.stdout
-    assert ("Paddle 2.6 divides a model on GPUs only" in done.stdout) == divided
+    assert ("refused" if mp > 1 else "accepted") in done.stdout
+    assert ("Paddle 2.6 divides linears on GPUs only" in done.stdout) == (mp > 1)

@@ -2,10 +2,9 @@
 with `Compress.engine=paddle`, in processes of their own."""
 
 import json
-import os
 import signal
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,9 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.paddle import start
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
+from lathe.train.saved import saved_steps
 from tests import small_run
+from tests.fake_deployments import until
 from tests.paddle.conftest import run_paddle
 
 SMALL = (
@@ -43,7 +44,8 @@ SMALL = (
 )
 
 
-Factory = pytest.TempPathFactory
+STAGE_3 = ("Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=3")
+SKIP = "Compress.Quantization.skip_tensor_map.block_0=[linear2]"
 
 
 def recipe(name: str, *overrides: str, engine: str = "paddle") -> Recipe:
@@ -67,7 +69,7 @@ def pruned(
 @pytest.fixture(scope="module")
 def int8(pruned: Path, small_data: Path) -> Path:
     output = pruned.with_name("int8")
-    settings = recipe("tiny-qat", "Compress.Quantization.skip_tensor_map.block_0=[linear2]")
+    settings = recipe("tiny-qat", SKIP)
     quantize(settings, pruned, small_data, output)
     return output
 
@@ -89,38 +91,72 @@ def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path)
     assert losses(pruned) == pytest.approx(losses(output), abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    ["dp_degree=2", "sharding.sharding_degree=2"],
+    ids=["data parallel", "sharded"],
+)
 def test_two_processes_learn_what_one_does(
-    small_data: Path, small_dense: Path, pruned: Path
+    small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path, layout: str
 ) -> None:
-    output = pruned.with_name("two")
-    settings = recipe("tiny-prune-paddle", "Distributed.dp_degree=2")
-    prune(settings, small_dense, small_data, output)
-    assert losses(output) == pytest.approx(losses(pruned), abs=1e-6)
+    settings = recipe("tiny-prune-paddle", f"Distributed.{layout}", "Global.micro_batch_size=2")
+    prune(settings, small_dense, small_data, tmp_path / "two")
+    assert losses(tmp_path / "two") == pytest.approx(losses(pruned), abs=2e-6)
+
+
+@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+def test_recomputation_changes_nothing(
+    small_data: Path, int8: Path, pruned: Path, tmp_path: Path, granularity: str
+) -> None:
+    """Nor does a range see an input twice."""
+    again = ("Model.use_recompute=True", f"Model.recompute_granularity={granularity}")
+    quantize(recipe("tiny-qat", SKIP, *again), pruned, small_data, tmp_path / "again")
+    assert losses(tmp_path / "again") == pytest.approx(losses(int8), abs=1e-6)
+    plans = [load_checkpoint(f).model.config.quantization for f in (int8, tmp_path / "again")]
+    assert plans[0] and plans[1]
+    assert plans[1].activation_scales == pytest.approx(plans[0].activation_scales, rel=1e-6)
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(
-    paddle_python: Path, small_data: Path, small_dense: Path, pruned: Path
+    small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
-    output = pruned.with_name("killed")
+    _kill_after_a_save(_command(small_dense, small_data, tmp_path / "killed"), tmp_path / "killed")
+    prune(recipe("tiny-prune-paddle"), small_dense, small_data, tmp_path / "killed")
+    assert not (tmp_path / "killed" / "state").exists()
+    again, once = (load_file(f / "model.safetensors") for f in (tmp_path / "killed", pruned))
+    assert all(np.array_equal(again[name], once[name]) for name in once)
+
+
+def test_one_process_goes_on_for_two_that_were_killed(
+    small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
+) -> None:
+    """Of the launcher that is killed, neither Paddle's own nor its workers are left."""
+    output = tmp_path / "killed"
+    sharded = ("-o", "Distributed.sharding.sharding_degree=2")
+    _kill_after_a_save([*_command(small_dense, small_data, output), *sharded], output)
+    assert {f.name for f in saved_steps(output / "state")[-1].glob("*.safetensors")} == {
+        "sharding_000_mp_000.safetensors",
+        "sharding_001_mp_000.safetensors",
+    }
+    until(lambda: subprocess.run(["pgrep", "-f", str(output)]).returncode == 1)
+    prune(recipe("tiny-prune-paddle"), small_dense, small_data, output)
+    assert losses(output) == pytest.approx(losses(pruned), abs=2e-6)
+
+
+def _command(model: Path, data: Path, output: Path) -> list[str]:
     options = [part for value in SMALL for part in ("-o", value)]
-    arguments = ["-m", "lathe.paddle", "prune", small_dense, "--data", small_data, *options]
-    command = [paddle_python, *arguments, "--output", output]
-    process = subprocess.Popen(
-        [*map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(start.ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while not (output / "state" / "state.json").is_file() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    command = [sys.executable, "-m", "lathe", "prune", model, "--data", data, "--output", output]
+    often = ("-o", "Engine.save_load.save_steps=1")
+    return [*map(str, command), "-r", "tiny-prune-paddle", *options, *often]
+
+
+def _kill_after_a_save(command: list[str], output: Path) -> None:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
+    until(lambda: saved_steps(output / "state"), 120)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (output / "lathe.json").exists()
-    prune(recipe("tiny-prune-paddle"), small_dense, small_data, output)
-    assert not (output / "state").exists()
-    again, once = (load_file(f / "model.safetensors") for f in (output, pruned))
-    assert all(np.array_equal(again[name], once[name]) for name in once)
 
 
 def test_quantization_is_what_the_torch_engine_reads(
@@ -136,9 +172,7 @@ def test_quantization_is_what_the_torch_engine_reads(
     }
     assert all(scale > 0 for scale in plan.activation_scales.values())
     output = pruned.with_name("int8-by-torch")
-    settings = recipe(
-        "tiny-qat", "Compress.Quantization.skip_tensor_map.block_0=[linear2]", engine="torch"
-    )
+    settings = recipe("tiny-qat", SKIP, engine="torch")
     quantize(settings, pruned, small_data, output)
     assert losses(int8) == pytest.approx(losses(output), rel=2e-3)
 
@@ -225,6 +259,7 @@ def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned
         ("tiny-prune-paddle", pruned, (), "is pruned already"),
         ("tiny-prune-paddle", small_dense, ("Compress.Prune.rounds=2",), "rounds is 2"),
         ("tiny-prune-paddle", small_dense, ("Distributed.pp_degree=2",), "no pipeline"),
+        ("tiny-prune-paddle", small_dense, STAGE_3, "divides gradients and moments, not weights"),
     ):
         with pytest.raises(UserError, match=message):
             prune(recipe(name, *overrides), model, small_data, output)

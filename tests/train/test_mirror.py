@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -20,13 +21,18 @@ BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro
 SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")
 
 
-def start(s3: str, disk: Path, *overrides: str, node: Node | None = None) -> subprocess.Popen[str]:
-    """`lathe pretrain` from and to the store, on a machine whose only disk is `disk`."""
+def start(
+    s3: str,
+    disk: Path,
+    *overrides: str,
+    node: Node | None = None,
+    command: Sequence[str] = (sys.executable, "-m", "lathe", "pretrain"),
+) -> subprocess.Popen[str]:
+    """A command of Lathe from and to the store, on a machine whose only disk is `disk`."""
     options = [part for o in (*SETTINGS, *overrides) for part in ("-o", o)]
-    command = [sys.executable, "-m", "lathe", "pretrain", "--data", f"{s3}/tokens"]
     environment = os.environ | {"XDG_CACHE_HOME": str(disk), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, "--output", f"{s3}/run", *options],
+        [*command, "--data", f"{s3}/tokens", "--output", f"{s3}/run", *options],
         env=environment | (node.environment() if node else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

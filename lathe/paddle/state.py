@@ -1,0 +1,69 @@
+"""Saved states of the Paddle engine: `step_N/` holds a file of every part of the run's state.
+
+A part is what the processes at one place along `sharding` and `mp` hold: of `mp` a part of the
+weights (in the files of the first along `sharding`), of both a part of the moments.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import paddle
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from lathe.paddle.gpt import GPT
+from lathe.paddle.workers import Workers
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+
+
+def write(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
+    """This process's part, unless another process writes the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if workers.is_replica:
+        return
+    tensors = {}
+    if workers.sharding_rank == 0:
+        tensors = {f"{MODEL}{n}": t.numpy() for n, t in model.state_dict().items()}
+    names = {f"{p.name}_": n for n, p in model.named_parameters()}
+    for key, tensor in optimizer.state_dict().items():
+        if isinstance(tensor, paddle.Tensor):
+            tensors[OPTIMIZER + _lasting(key, names)] = tensor.numpy()
+    save_file(
+        tensors,
+        folder / f"sharding_{workers.sharding_rank:03d}_mp_{workers.mp_rank:03d}.safetensors",
+    )
+
+
+def read(folder: Path, model: GPT, optimizer: Any, owned: Iterable[Any], workers: Workers) -> None:
+    """Into model and optimizer, whatever the number of processes along `sharding` was.
+
+    Args:
+        owned: the parameters that this process updates.
+    """
+    weights, moments = {}, {}
+    names = {n: p.name for n, p in model.named_parameters()}
+    wanted = {p.name for p in owned}
+    for path in sorted(folder.glob(f"sharding_*_{_part(workers)}")):
+        with safe_open(path, "np") as file:
+            for key in file.keys():  # noqa: SIM118
+                if key.startswith(MODEL):
+                    weights[key.removeprefix(MODEL)] = file.get_tensor(key)
+                    continue
+                name, _, kind = key.removeprefix(OPTIMIZER).partition("/")
+                if names[name] in wanted:
+                    moments[f"{names[name]}_{kind}"] = file.get_tensor(key)
+    model.set_state_dict(weights)
+    optimizer.set_state_dict(moments)
+
+
+def _part(workers: Workers) -> str:
+    return f"mp_{workers.mp_rank:03d}.safetensors"
+
+
+def _lasting(key: str, names: dict[str, str]) -> str:
+    """Paddle counts layers into a parameter's name; its place in the model is the same in every
+    process: `linear_7.w_0_moment1_0` -> `h.0.mlp.c_fc.weight/moment1_0`."""
+    prefix = max((p for p in names if key.startswith(p)), key=len)
+    return f"{names[prefix]}/{key.removeprefix(prefix)}"

@@ -1,0 +1,203 @@
+"""The course of a training run, whichever engine computes its steps."""
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.data.tokens import TokenDataset
+from lathe.errors import Preempted, UserError
+from lathe.progress import bar
+from lathe.settings import Recipe
+from lathe.train.batch import resolve_batch
+from lathe.train.batches import EvalBatches, TrainBatches
+from lathe.train.group import Group
+from lathe.train.loss_scale import LossScale
+from lathe.train.preemption import watch_for_preemption
+from lathe.train.saved import STATE
+from lathe.train.schedule import learning_rate
+from lathe.train.trace import StepRecord, Trace
+
+log = logging.getLogger("lathe")
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved and restored whole. Losses in nats a token, NaN where unknown."""
+
+    step: int = 0
+    updates: int = 0
+    loss: float = math.nan
+    first_eval_loss: float = math.nan
+    eval_loss: float = math.nan
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the backward passes of a step found.
+
+    Attributes:
+        loss, norm: mean loss and gradient norm of the whole batch; not finite where it overflowed.
+        asked: whether any process was asked to end.
+        bad: this process's micro-batches that are to blame for what is not finite.
+    """
+
+    loss: float
+    norm: float
+    asked: bool
+    bad: Sequence[int] = ()
+
+    @property
+    def are_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class Loop(ABC):
+    """Trains to `Engine.max_steps`, with state and trace under `output`.
+
+    An engine has the rest: the abstract methods, and `mfu_of_speed`, the MFU of one token a second.
+
+    Raises:
+        UserError: batch sizes that do not divide, data too small, a loss that is not finite.
+        Preempted: SIGTERM came; the state is saved.
+    """
+
+    mfu_of_speed: float
+
+    def __init__(self, recipe: Recipe, data: TokenDataset, output: Path, workers: Group) -> None:
+        self.recipe, self.engine, self.output, self.group = recipe, recipe.Engine, output, workers
+        self.batch = resolve_batch(recipe, workers.data_size)
+        self.seq_len = recipe.Data.Train.dataset.max_seq_len
+        self.batches = TrainBatches(recipe, data, self.batch, workers.data_rank)
+        self.validation = EvalBatches(recipe, data, self.batch.micro, self.engine.eval_iters)
+        if not len(self.validation):
+            log.warning("the validation part cannot fill one sequence: no validation loss")
+        self.loss_scale = LossScale.of(self.engine.mix_precision)
+        self.at = Progress()
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Set everything to the newest saved state, if there is one."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Save everything at `self.at.step`, or begin to."""
+
+    @abstractmethod
+    def go_on_saving(self, wait: bool) -> None:
+        """Commit a save that has been written meanwhile."""
+
+    @abstractmethod
+    def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
+        """Gradients, times the loss scale, of this process's micro-batches (micro, T + 1) and of
+        all others'."""
+
+    @abstractmethod
+    def update(self, rate: float, norm: float) -> None:
+        """One optimizer step at this learning rate, clipped to `Optimizer.grad_clip`."""
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """Called after every step, updated or skipped: drop the gradients, let observers look."""
+
+    @abstractmethod
+    def validation_loss(self) -> float:
+        """Mean loss over `Engine.eval_iters` validation batches, the same ones every time."""
+
+    def run(self) -> Progress:
+        """Train on from the newest saved state, or from the start, and leave the last one saved."""
+        self.resume()
+        steps = self.engine.max_steps
+        with ExitStack() as open_ones:
+            open_ones.enter_context(closing(self.batches))
+            asked_to_end = open_ones.enter_context(watch_for_preemption())
+            progress = open_ones.enter_context(bar("train", steps, logs=False))
+            trace = self._open_trace()
+            if trace:
+                open_ones.enter_context(closing(trace))
+            if self.at.step == 0:
+                self.at.first_eval_loss = self._evaluate(trace)
+            progress.advance(self.at.step)
+            while self.at.step < steps:
+                record, preempted = self._step(asked_to_end())
+                if trace:
+                    trace.step(record, progress)
+                ended = record.step == steps
+                if record.step % self.engine.eval_freq == 0 or ended:
+                    self._evaluate(trace)
+                if record.step % self.engine.save_load.save_steps == 0 or ended or preempted:
+                    self.save()
+                self.go_on_saving(wait=False)
+                if preempted and not ended:
+                    break
+            self.go_on_saving(wait=True)
+        if self.at.step < steps:
+            raise Preempted(
+                f"saved at step {self.at.step} in {self.output}; the same command goes on"
+            )
+        return self.at
+
+    def _step(self, asked: bool) -> tuple[StepRecord, bool]:
+        """One update; also tells whether any process was asked to end."""
+        started, step = time.perf_counter(), self.at.step
+        rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
+        batches = [self.batches(step, i) for i in range(self.batch.accumulate_steps)]
+        reading = time.perf_counter() - started
+        gradients = self.backward(batches, asked)
+        if gradients.are_finite:
+            self.update(rate, gradients.norm)
+            self.at.updates += 1
+        elif self.loss_scale.exhausted:
+            self._stop_at_non_finite(gradients.bad)
+        self.loss_scale.update(gradients.are_finite)
+        self.after_step()
+        seconds, tokens = time.perf_counter() - started, self.batch.total * self.seq_len
+        self.at.step, self.at.loss = step + 1, gradients.loss
+        self.at.tokens += tokens
+        self.at.seconds += seconds
+        speed = tokens / seconds
+        record = StepRecord(
+            step=step + 1,
+            loss=gradients.loss,
+            lr=rate,
+            grad_norm=gradients.norm,
+            tokens_per_second=speed,
+            step_seconds=seconds,
+            reader_seconds=reading,
+            mfu=speed * self.mfu_of_speed,
+            loss_scale=self.loss_scale.value,
+            skipped_steps=self.loss_scale.skipped_steps,
+        )
+        return record, gradients.asked
+
+    def _stop_at_non_finite(self, bad: Sequence[int]) -> None:
+        """Raise with the rank and the documents of the micro-batches that are to blame."""
+        documents = [d for i in bad for d in self.batches.documents(self.at.step, i)]
+        found = enumerate(self.group.gather(documents))
+        places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in found if names]
+        raise UserError(
+            f"step {self.at.step + 1}: loss or gradient is not finite on {'; '.join(places)}",
+            "look at these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
+            f"saved state is in {self.output / STATE}",
+        )
+
+    def _evaluate(self, trace: Trace | None) -> float:
+        self.at.eval_loss = self.validation_loss()
+        if trace and len(self.validation):
+            trace.evaluation(self.at.step, self.at.eval_loss)
+        return self.at.eval_loss
+
+    def _open_trace(self) -> Trace | None:
+        if not self.group.is_first:
+            return None
+        epoch_samples = self.batches.samples_per_epoch
+        return Trace(self.output, self.at.step, self.batch, epoch_samples, self.engine.logging_freq)

@@ -1,0 +1,47 @@
+"""The factor of the loss under which float16 gradients do not vanish."""
+
+from dataclasses import dataclass
+
+from lathe.settings import MixPrecision
+
+GROWTH_INTERVAL = 2000  # updates without overflow before the loss scale doubles
+PATIENCE = 20  # overflows in a row that a static loss scale may have
+
+
+@dataclass
+class LossScale:
+    """As of Micikevicius et al. 2018.
+
+    An update that overflows is skipped. A dynamic scale is then halved, and doubled after
+    `GROWTH_INTERVAL` updates without; 1, dynamic, is none.
+    """
+
+    value: float
+    dynamic: bool
+    good_steps: int = 0
+    failed_steps: int = 0  # in a row
+    skipped_steps: int = 0
+
+    @classmethod
+    def of(cls, precision: MixPrecision) -> "LossScale":
+        """As a run begins with it; none but for float16."""
+        value = precision.scale_loss if precision.dtype == "float16" else 1.0
+        return cls(value, precision.use_dynamic_loss_scaling)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether one more overflow is no longer the scale's fault."""
+        if self.dynamic:
+            return self.value == 1.0
+        return self.failed_steps >= PATIENCE
+
+    def update(self, finite: bool) -> None:
+        self.good_steps = self.good_steps + 1 if finite else 0
+        self.failed_steps = 0 if finite else self.failed_steps + 1
+        self.skipped_steps += not finite
+        if not self.dynamic:
+            return
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps % GROWTH_INTERVAL == 0:
+            self.value *= 2

@@ -1,0 +1,113 @@
+"""The folder of a run's saved states: each is written aside and committed by rename.
+
+Nodes may share the disk or have one each. On disks of their own each node keeps what its processes
+write, and the output must have a mirror, where all of it comes together.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lathe.errors import StageError, UserError
+from lathe.train.group import Group
+from lathe.train.mirror import Mirror
+from lathe.train.saved import CARD, PARTIAL, committed_steps, saved_steps, step_name
+
+
+class StateFolder:
+    """Every process of `group` makes one and calls its methods.
+
+    Attributes:
+        is_one_disk: whether all processes see the same files.
+
+    Raises:
+        UserError: the nodes have disks of their own, and the output no mirror.
+    """
+
+    def __init__(self, folder: Path, keep: int, group: Group) -> None:
+        self.folder, self.keep, self.group = folder, keep, group
+        self.mirror = Mirror.of(folder.parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._leads_disk, self.is_one_disk = group.is_first, True
+        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # torchrun's number of nodes
+            self._leads_disk = _leads_disk(folder, group)
+            self.is_one_disk = sum(group.gather(self._leads_disk)) == 1
+        if not self.is_one_disk and self.mirror is None:
+            raise UserError(
+                f"{folder.parent}: the nodes do not share this folder",
+                "give an address (s3://bucket/prefix) as output, or a folder on a shared disk",
+            )
+        if self._leads_disk:
+            for partial in folder.glob(f"*{PARTIAL}"):
+                shutil.rmtree(partial)
+        group.barrier()
+
+    def partial(self, step: int) -> Path:
+        """Where the files of a step are written, each by one process."""
+        return self.folder / f"{step_name(step)}{PARTIAL}"
+
+    def copy(self, partial: Path) -> None:
+        """Send what is written on this disk to the mirror, if there is one."""
+        if self.mirror and self._leads_disk:
+            self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
+
+    def commit(self, partial: Path, extra: dict[str, Any]) -> None:
+        """Make it the newest saved state, and delete those before the last `keep`; after `copy`.
+
+        On one disk the first process does it alone. On several all take part.
+
+        Args:
+            extra: JSON values of the run.
+        """
+        files: list[dict[str, int]] = [{}]
+        if self._leads_disk:
+            files = [{path.name: path.stat().st_size for path in partial.iterdir()}]
+        if not self.is_one_disk:
+            files = self.group.gather(files[0])
+        if not self._leads_disk:
+            return
+        final = _final(partial)
+        sizes = dict(pair for found in files for pair in found.items())
+        (partial / CARD).write_text(json.dumps({**extra, "files": sizes}))
+        shutil.rmtree(final, ignore_errors=True)  # a broken one, passed over on resuming
+        os.replace(partial, final)
+        for old in committed_steps(self.folder)[: -self.keep]:
+            shutil.rmtree(old)
+        if self.mirror and self.group.is_first:
+            self.mirror.copy(final.name, [final / CARD])
+            self.mirror.commit(final.name, self.keep)
+
+    def newest(self) -> Path:
+        """The last saved state, whole, for the first process."""
+        if not self.is_one_disk:
+            assert self.mirror is not None
+            self.mirror.restore()
+        return saved_steps(self.folder)[-1]
+
+
+def unwritable(partial: Path, reason: BaseException) -> StageError:
+    return StageError(
+        f"{partial}: cannot be written: {reason}\n  cure: free space or repair the storage, and "
+        "run the same command again; it goes on from the last saved step"
+    )
+
+
+def _final(partial: Path) -> Path:
+    return partial.with_name(partial.name.removesuffix(PARTIAL))
+
+
+def _leads_disk(folder: Path, group: Group) -> bool:
+    """Whether this process does what is done once a disk: it is the first of all, or the first of
+    a node that does not see what the first of all writes."""
+    token, probe = group.gather(secrets.token_hex())[0], folder / ".first"
+    if group.is_first:
+        probe.write_text(token)
+    group.barrier()
+    sees = probe.is_file() and probe.read_text() == token
+    group.barrier()
+    if group.is_first:
+        probe.unlink()
+    return group.is_first or (int(os.environ.get("LOCAL_RANK", 0)) == 0 and not sees)
