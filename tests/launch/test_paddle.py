@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ from lathe.errors import UserError
 from lathe.launch import trainjob
 from lathe.paddle.start import PYTHON_VARIABLE
 from lathe.recipe import load_recipe
-from lathe.storage import fetch, upload, write_text
+from lathe.storage import exists, fetch, upload, write_text
 from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import processes
-from tests.launch.launchers import QUICK, play, succeed
+from tests.fake_trainer import Pod, processes
+from tests.launch.launchers import QUICK, eventually, play, succeed
 from tests.paddle.conftest import paddle_python
 from tests.s3 import ACCESS_KEY, SECRET_KEY
 from tests.small_run import SMALL
@@ -27,7 +28,7 @@ __all__ = ["paddle_python"]
 
 RECIPE = "tiny-prune-paddle"
 BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=4")
-SETTINGS = (*SMALL, *BATCH, "Engine.max_steps=6", "Engine.save_load.save_steps=3")
+SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -91,21 +92,34 @@ def test_a_step_without_paddle_starts_no_nodes(
 
 
 @pytest.mark.slow
-def test_two_nodes_prune_as_one_process_does(
+def test_two_nodes_one_of_which_is_preempted(
     step: FakeKubernetes,
     s3: str,
     paddle_python: Path,
     small_data: Path,
     small_dense: Path,
     tmp_path: Path,
+    capfd: pytest.CaptureFixture,
 ) -> None:
-    """Nodes are pods of real processes, each with a disk of its own; all else is in the store."""
+    """They prune and finetune as one process does: pods of real processes, each with a disk of its
+    own; what they share is in the store."""
     prune(load_recipe(RECIPE, SETTINGS), small_dense, small_data, tmp_path / "whole")
     upload(small_data, f"{s3}/tokens")
     upload(small_dense, f"{s3}/dense")
-    play(step, processes)
-    figures = run(s3, "prune")
-    assert figures["step"] == 6
+
+    def preempted_once(pod: Pod) -> None:
+        if pod.attempt == 1 and pod.node == 1:
+            threading.Thread(target=drained_when_saved, args=(pod,), daemon=True).start()
+        processes(pod)
+
+    def drained_when_saved(pod: Pod) -> None:
+        eventually(lambda: exists(f"{s3}/run.state/steps.json"))
+        pod.disrupt("EvictionByEvictionAPI", "Eviction API: evicting")
+
+    trainer = play(step, preempted_once)
+    assert run(s3, "prune", "Launch.restarts=0")["step"] == 20
+    assert len(trainer.created) == 2
+    assert "resuming at step" in capfd.readouterr().out
     found = fetch(f"{s3}/run/", tmp_path / "found")
     one, two = (load_file(path / "model.safetensors") for path in (tmp_path / "whole", found))
     assert one.keys() == two.keys()
