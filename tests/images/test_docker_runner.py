@@ -1,4 +1,4 @@
-"""The smallest pipeline, every step a container: KFP's DockerRunner on podman's socket."""
+"""Pipelines, every step a container: KFP's DockerRunner on podman's socket."""
 
 import json
 import os
@@ -7,9 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lathe.data.prepare import prepare
+from lathe.recipe import load_recipe
+from lathe.train.pretrain import pretrain
 from tests.pipelines.conftest import RECIPE
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
@@ -17,13 +21,14 @@ pytestmark = [pytest.mark.containers, pytest.mark.slow]
 SCRIPT = """
 import json, sys
 from kfp import local
-from pipelines.compile import PIPELINES
-root, arguments = sys.argv[1], json.loads(sys.argv[2])
+from pipelines.compile import build
+from pipelines.resources import Pool
+root, name, engine, arguments = *sys.argv[1:4], json.loads(sys.argv[4])
 runner = local.DockerRunner(
     user="10001:10001", read_only=True, cap_drop=["ALL"], tmpfs={"/tmp": ""}, network_mode="none"
 )
 local.init(runner=runner, pipeline_root=root)
-PIPELINES["pretrain"](**arguments)
+build(name, Pool(engine=engine))(**arguments)
 """
 
 
@@ -42,24 +47,58 @@ def socket(images: dict[str, str], tmp_path: Path) -> Iterator[str]:
         service.wait()
 
 
-def test_pretrain(images: dict[str, str], socket: str, work: Path, corpus: Path) -> None:
+@pytest.fixture
+def root(work: Path, corpus: Path) -> Path:
+    """Where artifacts go, with a recipe and a corpus."""
     root = work / "root"
     root.mkdir()
     root.chmod(0o777)
     (root / "micro.yaml").write_text(RECIPE)
     (root / "corpus.txt").write_text("\n\n".join(f.read_text() for f in corpus.iterdir()))
-    arguments = {"recipe": f"{root}/micro.yaml", "corpus": f"{root}/corpus.txt", "overrides": []}
-    environment = os.environ | {"DOCKER_HOST": socket, "LATHE_TRAIN_IMAGE": images["train"]}
+    return root
+
+
+def run_pipeline(
+    images: dict[str, str], socket: str, root: Path, name: str, engine: str, **arguments: Any
+) -> str:
+    """What the process says on standard output."""
+    inputs = {"recipe": f"{root}/micro.yaml", "corpus": f"{root}/corpus.txt", **arguments}
+    names = {f"LATHE_{image.upper()}_IMAGE": images[image] for image in ("train", "paddle")}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(root), json.dumps(arguments)],
-        env=environment,
+        [sys.executable, "-c", SCRIPT, str(root), name, engine, json.dumps(inputs)],
+        env=os.environ | {"DOCKER_HOST": socket, **names},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert f"Found image '{images['train']}'" in done.stdout
+    return done.stdout
+
+
+def test_pretrain(images: dict[str, str], socket: str, root: Path) -> None:
+    said = run_pipeline(images, socket, root, "pretrain", "torch", overrides=[])
+    assert f"Found image '{images['train']}'" in said
+    assert f"Found image '{images['paddle']}'" not in said
     (model,) = root.glob("*/pretrain/model")
     assert (model / "model.safetensors").stat().st_uid == 10001
     (metrics,) = root.glob("*/evaluate*/metrics")
     assert json.loads(metrics.read_text())["perplexity"] > 1
+
+
+def test_prune_with_paddle(images: dict[str, str], socket: str, root: Path) -> None:
+    settings = load_recipe(f"{root}/micro.yaml", [])
+    prepare(settings, root / "tokens", f"{root}/corpus.txt")
+    pretrain(settings, root / "tokens", root / "dense")
+    arguments = {"model": f"{root}/dense", "overrides": ["Compress.engine=paddle"]}
+    said = run_pipeline(images, socket, root, "prune", "paddle", **arguments)
+    found = {line.split("'")[1] for line in said.splitlines() if "Found image '" in line}
+    assert found == {images["train"], images["paddle"]}
+    (card,) = root.glob("*/prune/pruned/lathe.json")
+    assert json.loads(card.read_text())["engine"] == "paddle"
+    assert card.stat().st_uid == 10001
+    for variant in ("dense", "pruned"):
+        (scores,) = root.glob(f"*/evaluate-{variant}/evaluation/metrics.json")
+        assert json.loads(scores.read_text())["engine"] == "paddle"
+        (exported,) = root.glob(f"*/export-{variant}/exported")
+        assert (exported / "paddle" / "model.pdiparams").is_file()
+        assert (exported / "model.onnx").is_file()
