@@ -89,6 +89,7 @@ def test_prune_with_paddle(images: dict[str, str], socket: str, root: Path) -> N
     settings = load_recipe(f"{root}/micro.yaml", [])
     prepare(settings, root / "tokens", f"{root}/corpus.txt")
     pretrain(settings, root / "tokens", root / "dense")
+    subprocess.run(["chmod", "--recursive", "a+rX", root / "dense"], check=True)
     arguments = {"model": f"{root}/dense", "overrides": ["Compress.engine=paddle"]}
     said = run_pipeline(images, socket, root, "prune", "paddle", **arguments)
     found = {line.split("'")[1] for line in said.splitlines() if "Found image '" in line}

@@ -12,11 +12,12 @@ pytestmark = [pytest.mark.containers, pytest.mark.slow]
 MULTIPLY = """
 import os
 os.environ["OPS_UNCHANGE_SHAPE"] = "tril_triu,fill_constant"
+libraries = os.environ["LD_LIBRARY_PATH"]
 import numpy as np, paddle, paddleslim, paddle2onnx, onnxruntime, lathe.recipe
 a = np.arange(6, dtype="float32").reshape(2, 3)
 product = paddle.matmul(paddle.to_tensor(a), paddle.to_tensor(a.T)).numpy()
 assert np.array_equal(product, a @ a.T), product
-print(paddle.__version__, os.environ["LD_LIBRARY_PATH"], lathe.recipe.__file__)
+print(paddle.__version__, libraries, lathe.recipe.__file__)
 """
 STEP = """
 import os, kfp.dsl.executor_main, torch, lathe.recipe

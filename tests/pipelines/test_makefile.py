@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on
 
 def dry_run(*arguments: str, target: str = "run") -> list[str]:
     """The words of the command that `make <target>` would run."""
-    fresh = [f"--old-file={stamp}" for stamp in (".venv/.train", ".venv-serve/.serve")]
+    stamps = (".venv/.train", ".venv-serve/.serve", ".venv-paddle/.paddle")
+    fresh = [f"--old-file={stamp}" for stamp in stamps]
     command = ["make", "--dry-run", "--no-print-directory", *fresh, target, *arguments]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     line = made.stdout.replace("\\\n", " ")
@@ -54,6 +55,13 @@ def test_submit_and_schedule():
     ]
     words = dry_run("PIPELINE=qat", target="unschedule")
     assert words[2:] == ["pipelines.schedule", "remove", "qat"]
+
+
+@pytest.mark.parametrize("target", ["run", "submit", "schedule"])
+def test_the_engine(target):
+    words = dry_run("ENGINE=paddle", "CRON=0 0 3 * * 1", target=target)
+    place = words.index("full")
+    assert words[place : place + 3] == ["full", "--engine", "paddle"]
 
 
 def test_overrides_after_two_dashes():

@@ -9,7 +9,7 @@ from kfp import compiler
 from kfp.kubernetes import kubernetes_executor_config_pb2
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-from components.images import TRAIN
+from components.images import PADDLE, TRAIN
 from pipelines.compile import FUNCTIONS, build
 from pipelines.resources import Pool
 
@@ -18,7 +18,9 @@ ONE = Pool()
 MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")
 NODE = Pool(gpus=8, node_pool="a100", queue="research")
 NONE = Pool(gpus=0)
-POOLS = {"default": ONE, "two-nodes": MANY, "one-node": NODE, "no-gpu": NONE}
+BY_PADDLE = Pool(nodes=2, gpus=8, engine="paddle")
+POOLS = {"default": ONE, "two-nodes": MANY, "one-node": NODE, "no-gpu": NONE, "paddle": BY_PADDLE}
+BY_ENGINE = {"prune", "analyze", "quantize", "evaluate", "export"}
 TIMEOUT_HOURS = {
     "prepare": 4, "pretrain": 240, "prune": 72, "analyze": 6, "quantize": 72, "evaluate": 6,
     "export": 2, "gate": 0.5, "choose": 2, "deploy": 1, "report": 1,
@@ -85,7 +87,8 @@ def test_what_every_task_has(compiled, name, pool):
     stages = set()
     for stage, label, container, settings in executors(spec, platform):
         stages.add(stage)
-        assert container["image"] == TRAIN
+        is_paddles = POOLS[pool].engine == "paddle" and stage in BY_ENGINE
+        assert container["image"] == (PADDLE if is_paddles else TRAIN)
         assert settings["activeDeadlineSeconds"] == str(int(TIMEOUT_HOURS[stage] * 3600))
         gib = 8 * gpus_of(stage, POOLS[pool]) or 2
         assert settings["emptyDirMounts"] == [
@@ -139,6 +142,18 @@ def test_a_run_without_overrides_trains_on_the_pools_machines(compiled, pool, la
     spec, _ = compiled("full", pool)
     parameter = spec["root"]["inputDefinitions"]["parameters"]["overrides"]
     assert parameter["defaultValue"] == [f"Launch.{setting}" for setting in launch]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("prune", "recipe"), ("compress", "prune_recipe"), ("full", "prune_recipe"), ("qat", None)],
+)
+def test_a_run_without_arguments_of_a_paddle_version_is_paddles(compiled, name, recipe):
+    spec, _ = compiled(name, "paddle")
+    parameters = spec["root"]["inputDefinitions"]["parameters"]
+    assert parameters["overrides"]["defaultValue"][0] == "Compress.engine=paddle"
+    told = {key for key, p in parameters.items() if p.get("defaultValue") == "tiny-prune-paddle"}
+    assert told == ({recipe} if recipe else set())
 
 
 @pytest.mark.parametrize("pool", POOLS)

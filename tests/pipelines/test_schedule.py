@@ -8,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from components.images import PADDLE
 from pipelines.schedule import app
 
 WEEKLY, DAILY = "0 0 3 * * 1", "0 30 4 * * *"
@@ -52,6 +53,19 @@ def test_made_updated_and_removed(kfp):
     assert kfp.recurring_runs == {}
     result = schedule("remove", "full")
     assert (result.exit_code, result.output) == (0, "schedule lathe-full: there was none\n")
+
+
+def test_with_paddle(kfp):
+    assert schedule("set", "full", "--cron", WEEKLY, "--engine", "paddle").exit_code == 0
+    (run,) = kfp.recurring_runs.values()
+    parameters = run["runtime_config"]["parameters"]
+    assert "Compress.engine=paddle" in parameters["overrides"]
+    assert parameters["prune_recipe"] == "tiny-prune-paddle"
+    (version,) = kfp.versions.values()
+    assert re.fullmatch("0123456789ab-[0-9a-f]{8}-scheduled", version["display_name"])
+    spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
+    executors = spec["deploymentSpec"]["executors"]
+    assert executors["exec-prune"]["container"]["image"] == PADDLE
 
 
 def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):

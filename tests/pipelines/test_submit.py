@@ -12,6 +12,7 @@ from kfp import compiler
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
+from components.images import PADDLE, TRAIN
 from lathe.storage import list_uris
 from pipelines import upload
 from pipelines.compile import build
@@ -99,6 +100,70 @@ def test_the_recipe_too_says_which_machines(kfp):
         "Launch.gpus_per_node=2",  # the last one holds
         "Launch.node_pool=gpu",
     ]
+
+
+def images(kfp) -> list[dict[str, str]]:
+    """Of every version on the server, stage -> image."""
+    found = []
+    for text in kfp.uploads.values():
+        spec = next(yaml.safe_load_all(text))
+        executors = spec["deploymentSpec"]["executors"]
+        containers = {k: e["container"] for k, e in executors.items() if "container" in e}
+        found.append({k.removeprefix("exec-"): c["image"] for k, c in containers.items()})
+    return found
+
+
+def test_the_engine_is_told_or_written_in_a_recipe(kfp):
+    by_option = ("--engine", "paddle")
+    by_override = ("-o", "Compress.engine=paddle")
+    by_recipe = ("--prune-recipe", "tiny-prune-paddle")
+    for given in ((), by_option, by_override, by_recipe):
+        assert submit("full", *given).exit_code == 0
+    torch, paddle = images(kfp)  # the three have one version
+    assert {torch[stage] for stage in torch} == {TRAIN}
+    assert {stage for stage, image in paddle.items() if image == PADDLE} == {
+        *("prune", "analyze", "quantize", "evaluate-dense", "evaluate-pruned", "evaluate-int8"),
+        *("export-dense", "export-pruned", "export-int8"),
+    }
+    names = [version["display_name"] for version in kfp.versions.values()]
+    assert names[0] == "0123456789ab" and re.fullmatch("0123456789ab-[0-9a-f]{8}", names[1])
+    runs = [run["runtime_config"]["parameters"] for run in kfp.runs.values()]
+    assert [run["prune_recipe"] for run in runs] == ["tiny-prune", *["tiny-prune-paddle"] * 3]
+    engines = [[o for o in run["overrides"] if o.startswith("Compress.")] for run in runs]
+    assert engines == [[], ["Compress.engine=paddle"], ["Compress.engine=paddle"], []]
+    assert submit("full", *by_recipe, "--engine", "torch").exit_code == 0
+    assert len(kfp.versions) == 2  # the recipe's Paddle is overridden
+
+
+def test_the_recipe_of_pruning_that_is_given_stays(kfp):
+    recipe = ("--recipe", "prune-345m", "-o", "Compress.Distill.teacher=null")
+    result = submit("prune", "--model", "s3://models/gpt/", *recipe, "--engine", "paddle")
+    assert result.exit_code == 0, result.output
+    (run,) = kfp.runs.values()
+    assert run["runtime_config"]["parameters"]["recipe"] == "prune-345m"
+
+
+def test_what_paddle_does_not_do_is_told_before(kfp):
+    wrong = (
+        *("-o", "Distributed.pp_degree=2", "-o", "Offline_Eval.dtype=bfloat16", "--gpus", "2"),
+        *("--prune-recipe", "tiny-prune", "--engine", "paddle"),
+    )
+    result = submit("full", *wrong)
+    assert result.exit_code == 2 and not kfp.runs
+    errors = re.findall(r"error: (.*)\n  cure: (.+)", result.output)
+    wanted = [
+        "recipe tiny: Offline_Eval.dtype is bfloat16, and the Paddle engine measures in float32",
+        "recipe tiny-prune: Compress.Prune.criterion is taylor: PaddleSlim's pruners have l1_norm",
+        "recipe tiny-qat: Distributed.pp_degree is 2, and the Paddle engine has no pipeline",
+    ]
+    assert [what[: len(want)] for want, (what, _) in zip(wanted, errors, strict=True)] == wanted
+    assert all("Compress.engine=torch" in cure for _, cure in errors[1:])
+
+
+def test_no_such_engine(kfp):
+    result = submit("full", "--engine", "padle")
+    assert result.exit_code == 2
+    assert re.search("Compress.engine.*padle|padle.*Compress.engine", result.output)
 
 
 def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
