@@ -27,7 +27,7 @@ TRAIN = reference("train")
 """Everything but Paddle: images/train."""
 
 PADDLE = reference("paddle")
-"""PaddlePaddle and PaddleSlim, and of Lathe what needs no torch: images/paddle."""
+"""The same, and beside it PaddlePaddle and PaddleSlim: images/paddle."""
 
 SERVE = reference("serve")
 """Triton, and the environment that its Python backend runs in: images/serve."""

@@ -40,6 +40,19 @@ def test_no_such_image() -> None:
     assert done.returncode == 2 and "serv" in done.stderr and "paddle" in done.stderr
 
 
+def test_paddle_is_built_on_the_train_image_of_the_same_tag(tmp_path: Path) -> None:
+    recorder = tmp_path / "podman"
+    recorder.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    recorder.chmod(0o755)
+    done = command("paddle", path=Path(f"{tmp_path}:{os.environ['PATH']}"))
+    assert done.returncode == 0, done.stderr
+    train, paddle = (tmp_path / "asked").read_text().splitlines()
+    assert "--file images/train/Containerfile" in train and "TRAIN=" not in train
+    assert "--file images/paddle/Containerfile" in paddle
+    (tag,) = (word for word in train.split() if word.endswith("-cpu"))
+    assert f"--build-arg TRAIN={tag} " in paddle
+
+
 def test_push_needs_a_registry() -> None:
     done = subprocess.run(["make", "push"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "REGISTRY=registry.example.com/team" in done.stderr

@@ -118,7 +118,9 @@ def test_the_engine_is_told_or_written_in_a_recipe(kfp):
     by_override = ("-o", "Compress.engine=paddle")
     by_recipe = ("--prune-recipe", "tiny-prune-paddle")
     for given in ((), by_option, by_override, by_recipe):
-        assert submit("full", *given).exit_code == 0
+        result = submit("full", *given)
+        assert result.exit_code == 0
+        assert (f"image {PADDLE}: not checked" in result.output) == bool(given)
     torch, paddle = images(kfp)  # the three have one version
     assert {torch[stage] for stage in torch} == {TRAIN}
     assert {stage for stage, image in paddle.items() if image == PADDLE} == {
