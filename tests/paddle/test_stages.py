@@ -204,8 +204,9 @@ def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> N
     assert samples["paddle"] == samples["torch"] != []
 
 
+@pytest.mark.parametrize("mode", ["ptq", "fisher"])
 def test_the_linear_with_outliers_ranks_first(
-    pruned: Path, small_data: Path, tmp_path: Path
+    pruned: Path, small_data: Path, tmp_path: Path, mode: str
 ) -> None:
     """One weight is a thousand times the others, so that its tensor's quantum swallows the rest."""
     checkpoint = load_checkpoint(pruned)
@@ -219,6 +220,7 @@ def test_the_linear_with_outliers_ranks_first(
         "Compress.Quantization.weight_quantize_type=abs_max",
         "Sensitivity.max_skips=1",
         "Sensitivity.budget=0",
+        f"Sensitivity.mode={mode}",
     )
     found = {}
     for engine in ("paddle", "torch"):
