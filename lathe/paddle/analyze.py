@@ -17,7 +17,6 @@ from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.rank import (
     part_of,
-    require_mode,
     run_analysis,
     validation_batches,
 )
@@ -30,21 +29,18 @@ from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.paddle.measure import Measure
 from lathe.paddle.workers import choose_device
 from lathe.settings import Recipe
-from lathe.train.batches import calibration_batches, open_data
+from lathe.train.batches import calibration_batches
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
     """See `lathe.compress.sensitivity.stage.analyze`."""
     paddle.set_device(choose_device(recipe.Global.device))
     checkpoint = load_checkpoint(model)
-    config = checkpoint.model.config
-    require_mode(recipe.Sensitivity, config.quantization is not None, model)
-    tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
 
-    def open_subject(journal: Journal) -> PaddleSubject:
+    def open_subject(tokens: TokenDataset, journal: Journal) -> PaddleSubject:
         return PaddleSubject(recipe, checkpoint, tokens, journal)
 
-    return run_analysis(recipe, output, checkpoint.digest, tokens, open_subject)
+    return run_analysis(recipe, model, data, output, checkpoint, open_subject)
 
 
 class PaddleSubject:

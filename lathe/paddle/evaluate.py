@@ -1,5 +1,6 @@
 """A checkpoint measured on a cloze set and on a text with Paddle."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
+from lathe.data.tokenizer import eos_id
 from lathe.evaluate.measure import EvalResult, Subject, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS
@@ -16,7 +18,9 @@ from lathe.paddle.checkpoint import load_checkpoint
 from lathe.paddle.gpt import GPT
 from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import choose_device
-from lathe.settings import Recipe
+from lathe.serve.params import Params
+from lathe.serve.sampling import next_token
+from lathe.settings import GenerationSettings, Recipe
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 
@@ -30,7 +34,7 @@ def evaluate(
     text: Path | None = None,
 ) -> EvalResult:
     """See `lathe.evaluate.stage.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
-    quantization. No samples are written."""
+    quantization."""
     require_supported("evaluate", recipe)
     device = choose_device(recipe.Global.device)
     paddle.set_device(device)
@@ -48,9 +52,45 @@ def evaluate(
         n_bytes=(checkpoint.folder / WEIGHTS).stat().st_size,
         digest=checkpoint.digest,
         on_cpu=device == "cpu",
+        generate=lambda prompts, how: generate(
+            net, prompts, how, eos_id(checkpoint.tokenizer), recipe.Global.seed
+        ),
         engine="paddle",
     )
     return measure(recipe, subject, output, data, cloze, text)
+
+
+@paddle.no_grad()
+def generate(
+    net: GPT,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationSettings,
+    eos: int | None,
+    seed: int,
+) -> list[list[int]]:
+    """One continuation a prompt, each token by a whole forward pass; a beam search is a greedy one
+    here."""
+    params = Params(
+        min_tokens=settings.min_dec_len,
+        decode_strategy="sampling" if settings.decode_strategy == "sampling" else "greedy_search",
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        repetition_penalty=settings.repetition_penalty,
+    )
+    rng, texts = np.random.default_rng(seed), []
+    for prompt in prompts:
+        ids, seen = list(prompt), np.zeros(net.config.vocab_size, bool)
+        seen[ids] = True
+        for n in range(settings.max_dec_len):
+            hidden = net.hidden(paddle.to_tensor([ids]))  # (1, T, C)
+            token = next_token(net.head(hidden[0, -1:]).numpy()[0], seen, n, params, eos, rng)
+            if token == eos:
+                break
+            ids.append(token)
+            seen[token] = True
+        texts.append(ids[len(prompt) :])
+    return texts
 
 
 class PaddleScorer:

@@ -156,5 +156,7 @@ class GPT(nn.Layer):
 
 def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, nats a token, of predicting tokens[:, 1:] of (B, T + 1)."""
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).astype("float32"), tokens[:, 1:].flatten())
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    if logits.dtype != paddle.float32:  # a cast copies, to the same type as well
+        logits = logits.astype("float32")
+    return F.cross_entropy(logits, tokens[:, 1:].flatten())

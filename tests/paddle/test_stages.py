@@ -188,20 +188,25 @@ def test_pact(pruned: Path, small_data: Path) -> None:
 
 def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text((small_data / "heldout.txt").read_text()[:1500])
-    found = {}
+    words = (small_data / "heldout.txt").read_text()[:1500].split()
+    text.write_text("\n".join(" ".join(words[i : i + 20]) for i in range(0, len(words), 20)))
+    found, samples = {}, {}
     for engine in ("paddle", "torch"):
         output = tmp_path / engine
-        evaluate(recipe("base", engine=engine), int8, output, text=text)
+        settings = recipe("base", "Generation.decode_strategy=greedy_search", engine=engine)
+        evaluate(settings, int8, output, text=text)
         found[engine] = json.loads((output / "metrics.json").read_text())
+        samples[engine] = json.loads((output / "samples.json").read_text())
         assert found[engine]["model"]["engine"] == engine
     ours, theirs = (found[engine]["text"] for engine in ("torch", "paddle"))
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["tokens"] == ours["tokens"]
+    assert samples["paddle"] == samples["torch"] != []
 
 
+@pytest.mark.parametrize("mode", ["ptq", "fisher"])
 def test_the_linear_with_outliers_ranks_first(
-    pruned: Path, small_data: Path, tmp_path: Path
+    pruned: Path, small_data: Path, tmp_path: Path, mode: str
 ) -> None:
     """One weight is a thousand times the others, so that its tensor's quantum swallows the rest."""
     checkpoint = load_checkpoint(pruned)
@@ -215,6 +220,7 @@ def test_the_linear_with_outliers_ranks_first(
         "Compress.Quantization.weight_quantize_type=abs_max",
         "Sensitivity.max_skips=1",
         "Sensitivity.budget=0",
+        f"Sensitivity.mode={mode}",
     )
     found = {}
     for engine in ("paddle", "torch"):

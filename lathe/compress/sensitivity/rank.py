@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
@@ -30,7 +30,7 @@ from lathe.progress import track
 from lathe.report.sensitivity import sensitivity_page
 from lathe.settings import Recipe, SensitivitySettings
 from lathe.storage import atomic_folder, digest, require_replaceable
-from lathe.train.batches import EvalBatches
+from lathe.train.batches import EvalBatches, open_data
 
 log = logging.getLogger("lathe")
 
@@ -63,12 +63,23 @@ class Subject(Protocol):
     def n_params(self, name: str) -> int: ...
 
 
+class Loaded(Protocol):
+    """A checkpoint, whose `model` has a `lathe.model.config.GPTConfig` as `config`."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
 def run_analysis(
     recipe: Recipe,
+    model: Path,
+    data: Path,
     output: Path,
-    model: str,
-    data: TokenDataset,
-    open_subject: Callable[[Journal], Subject],
+    checkpoint: Loaded,
+    open_subject: Callable[[TokenDataset, Journal], Subject],
 ) -> SensitivityResult:
     """Rank the linears, choose skips, write `output`.
 
@@ -76,18 +87,27 @@ def run_analysis(
     on from there, to the same result.
 
     Args:
-        model: digest of the checkpoint.
+        checkpoint: what is loaded from `model`.
         open_subject: what needs calibrating recalls it from the journal.
 
     Raises:
-        UserError: an unfinished analysis of something else is in the way.
+        UserError: `Sensitivity.mode` is not for this checkpoint, or an unfinished analysis of
+            something else is in the way.
     """
+    config = checkpoint.model.config
+    _require_mode(recipe.Sensitivity, config.quantization is not None, model)
+    tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
     require_replaceable(output, RESULT)
     journal = Journal(
         output.with_name(f"{output.name}.unfinished.jsonl"),
-        {"settings": digest(_settings_that_matter(recipe)), "model": model, "data": data.digest},
+        {
+            "settings": digest(_settings_that_matter(recipe)),
+            "model": checkpoint.digest,
+            "data": tokens.digest,
+        },
     )
-    result = rank(recipe.Sensitivity, model, open_subject(journal), journal)
+    subject = open_subject(tokens, journal)
+    result = rank(recipe.Sensitivity, checkpoint.digest, subject, journal)
     values = asdict(result)
     with atomic_folder(output, RESULT) as work:
         text = json.dumps(values, indent=2, allow_nan=False)
@@ -185,7 +205,7 @@ def part_of(plan: QuantizationPlan, names: Iterable[str]) -> QuantizationPlan:
     return replace(plan, quantize_embedding=HEAD in scales, activation_scales=scales)
 
 
-def require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
+def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
     if settings.mode == "qat" and not is_quantized:
         raise UserError(
             f"{model}: is not quantized, and Sensitivity.mode is qat",

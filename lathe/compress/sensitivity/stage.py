@@ -16,7 +16,6 @@ from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import (
     part_of,
-    require_mode,
     run_analysis,
     validation_batches,
 )
@@ -29,7 +28,7 @@ from lathe.model.config import HEAD, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.paddle.start import start as start_paddle
 from lathe.settings import Recipe
-from lathe.train.batches import calibration_batches, open_data
+from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
 
 
@@ -46,14 +45,11 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
         start_paddle("analyze", recipe, model, "--data", data, "--output", output)
         return read_analysis(output)
     checkpoint = load_checkpoint(model)
-    config = checkpoint.model.config
-    require_mode(recipe.Sensitivity, config.quantization is not None, model)
-    tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
 
-    def open_subject(journal: Journal) -> TorchSubject:
+    def open_subject(tokens: TokenDataset, journal: Journal) -> TorchSubject:
         return TorchSubject(recipe, checkpoint, tokens, journal)
 
-    return run_analysis(recipe, output, checkpoint.digest, tokens, open_subject)
+    return run_analysis(recipe, model, data, output, checkpoint, open_subject)
 
 
 class TorchSubject:
