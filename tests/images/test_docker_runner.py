@@ -99,7 +99,7 @@ def test_prune_with_paddle(images: dict[str, str], socket: str, root: Path) -> N
     assert card.stat().st_uid == 10001
     for variant in ("dense", "pruned"):
         (scores,) = root.glob(f"*/evaluate-{variant}/evaluation/metrics.json")
-        assert json.loads(scores.read_text())["engine"] == "paddle"
+        assert json.loads(scores.read_text())["model"]["engine"] == "paddle"
         (exported,) = root.glob(f"*/export-{variant}/exported")
         assert (exported / "paddle" / "model.pdiparams").is_file()
         assert (exported / "model.onnx").is_file()
