@@ -14,7 +14,7 @@ from lathe.console import log_to_stderr
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import end_with_parent
 from lathe.paddle.environment import prepare
-from lathe.paddle.start import MARK_VARIABLE
+from lathe.paddle.start import MARK_VARIABLE, leave_outcome
 from lathe.remote import upload_outputs
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def main() -> None:
         prepare()
         app(prog_name="python -m lathe.paddle")
     except (UserError, StageError) as error:
+        if leave_outcome(error):
+            sys.exit(error.status)
         for line in f"{error.kind}: {error}".splitlines():
             log.error("%s", line)
         sys.exit(error.status)

@@ -4,6 +4,7 @@ On one machine the processes meet on the loopback interface. On a cluster this p
 Kubeflow Trainer's torch policy, whose `PET_*` variables say how many machines there are.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import paddle
 
 from lathe.errors import Preempted, StageError
 from lathe.launch.parent import end_with_parent
+from lathe.paddle.start import LOGS_VARIABLE, OUTCOME, error_of
 from lathe.settings import DistributedSettings
 
 SCRIPT = Path(__file__).with_name("__main__.py")
@@ -58,11 +60,11 @@ def launch(command: Sequence[str], shape: Shape) -> None:
 
     Raises:
         Preempted: SIGTERM came, and every worker saved its state.
-        StageError: a worker failed, with its last lines; status 2 where it was the user's mistake.
+        UserError, StageError: what a worker raised, or that it failed, with its last lines.
     """
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
         process = subprocess.Popen(
-            arguments(command, shape, logs), env=_variables(), preexec_fn=end_with_parent
+            arguments(command, shape, logs), env=_variables(logs), preexec_fn=end_with_parent
         )
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
@@ -71,8 +73,9 @@ def launch(command: Sequence[str], shape: Shape) -> None:
             signal.signal(signal.SIGTERM, before)
         if status == 0:
             return
-        if status == Preempted.status:
-            raise Preempted("every worker has saved its state; the same command goes on")
+        raised = [json.loads(path.read_text()) for path in Path(logs).glob(f"{OUTCOME}*")]
+        if raised:  # where one fails, the others are asked to end and save
+            raise error_of(**min(raised, key=lambda outcome: outcome["status"] == Preempted.status))
         raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
 
 
@@ -86,11 +89,11 @@ def arguments(command: Sequence[str], shape: Shape, logs: str) -> list[str]:
     ]
 
 
-def _variables() -> dict[str, str]:
+def _variables(logs: str) -> dict[str, str]:
     """The script lies beside modules of ours whose names must not shadow others."""
     root = str(SCRIPT.parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, LOGS_VARIABLE: logs}
 
 
 def _tail(logs: Path) -> str:

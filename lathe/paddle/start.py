@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lathe.errors import Preempted, StageError, UserError
 from lathe.settings import Recipe
+from lathe.storage import atomic_file
 
 log = logging.getLogger("lathe")
 
@@ -23,6 +24,8 @@ MARK_VARIABLE = "LATHE_PADDLE_MARK"
 MARK = "[lathe.paddle] "
 """Opens every line of the child's stdout that is Lathe's own: Paddle says much on both streams."""
 
+LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
+OUTCOME = "outcome."
 TAIL_LINES = 20
 
 
@@ -83,18 +86,27 @@ def _run(command: list[str]) -> None:
                 log.info("%s", text)
         status = child.wait()
     if status:
-        raise _error(status, "\n".join(said), "".join(noise))
+        _, _, message = "\n".join(said).partition(": ")
+        message = message or f"the Paddle process ended with status {status}:\n{''.join(noise)}"
+        raise error_of(status, message)
 
 
-def _error(status: int, said: str, noise: str) -> Exception:
-    """What the child raised, from its exit status and what it said."""
-    _, _, message = said.partition(": ")
+def leave_outcome(error: UserError | StageError) -> bool:
+    """Tell `lathe.paddle.launch`, if it started this process, what is raised here."""
+    logs = os.environ.get(LOGS_VARIABLE)
+    if logs is None:
+        return False
+    with atomic_file(Path(logs) / f"{OUTCOME}{os.environ['RANK']}") as work:
+        work.write_text(json.dumps({"status": error.status, "message": str(error)}))
+    return True
+
+
+def error_of(status: int, message: str) -> UserError | StageError:
+    """What another process raised, from its exit status and message."""
     if status == UserError.status:
         what, _, cure = message.partition("\n  cure: ")
         return UserError(what, cure)
-    if status == Preempted.status:
-        return Preempted(message)
-    return StageError(message or f"the Paddle process ended with status {status}:\n{noise}")
+    return Preempted(message) if status == Preempted.status else StageError(message)
 
 
 @contextmanager

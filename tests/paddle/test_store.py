@@ -47,11 +47,9 @@ def machine(
     store: str, disk: Path, *overrides: str, node: Node | None = None
 ) -> subprocess.Popen[str]:
     """By itself, or a pod of the runtime lathe-paddle."""
-    program = (
-        (str(find_python()), "-m", "lathe.paddle") if node else (sys.executable, "-m", "lathe")
-    )
-    verb = (*program, "prune", f"{store}/dense", "-r", "tiny-prune-paddle")
-    return start(store, disk, *ENGINE, *overrides, node=node, verb=verb)
+    python, module = (find_python(), "lathe.paddle") if node else (sys.executable, "lathe")
+    command = (str(python), "-m", module, "prune", f"{store}/dense", "-r", "tiny-prune-paddle")
+    return start(store, disk, *ENGINE, *overrides, node=node, command=command)
 
 
 def weights(store: str, tmp_path: Path) -> dict[str, np.ndarray]:
