@@ -14,7 +14,7 @@ from lathe import storage
 from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.launch.nodes import check_node_pool
-from lathe.paddle.supported import require_supported
+from lathe.paddle.supported import require_no_gpu_needed, require_supported
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
@@ -99,7 +99,7 @@ class Preflight:
             stages = STAGES[name][key]
             if settings and settings.Compress.engine == "paddle":
                 for stage in stages:
-                    self.check(recipe, _check_engine, recipe, stage, settings)
+                    self.check(recipe, _check_engine, recipe, stage, settings, pool)
             if settings and stages != ("evaluate",) and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
@@ -141,9 +141,11 @@ def _check_reachable(key: str, value: str) -> None:
     )
 
 
-def _check_engine(name: str, stage: str, recipe: Recipe) -> None:
+def _check_engine(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
     try:
         require_supported(stage, recipe)
+        if stage in ("prune", "quantize") and not pool.gpus:
+            require_no_gpu_needed(recipe)
     except UserError as error:
         raise UserError(f"recipe {name}: {error.what}", error.cure) from None
 

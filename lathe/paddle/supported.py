@@ -26,6 +26,22 @@ def require_supported(verb: str, recipe: Recipe) -> None:
         _require_training(recipe)
 
 
+def require_no_gpu_needed(recipe: Recipe) -> None:
+    """Raise UserError for what of a training Paddle does on GPUs only."""
+    model, mp = recipe.Model, recipe.Distributed.mp_degree
+    if mp > 1:
+        raise UserError(
+            f"Distributed.mp_degree {mp}: Paddle 2.6 divides linears on GPUs only, and this is a "
+            "CPU",
+            f"run it on GPUs, set the degree to 1, {CURE}",
+        )
+    if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
+        raise UserError(
+            "Model.use_recompute with dropout: Paddle 2.6 does it on GPUs only, and this is a CPU",
+            "run it on GPUs, or set use_recompute to False or the dropouts to 0",
+        )
+
+
 def _require_training(recipe: Recipe) -> None:
     model, settings = recipe.Model, recipe.Distributed
     if recipe.Compress.Distill.teacher:

@@ -12,6 +12,7 @@ import paddle
 import paddle.distributed as dist
 
 from lathe.errors import UserError
+from lathe.paddle.supported import require_no_gpu_needed
 from lathe.settings import DistributedSettings, Recipe
 
 log = logging.getLogger("lathe")
@@ -138,22 +139,10 @@ def choose_device(wanted: str) -> str:
 
 def require_device(recipe: Recipe) -> None:
     """Raise UserError for what Paddle does on GPUs only, where it has none."""
-    if paddle.device.get_device().startswith("gpu"):
-        return
-    model, mp = recipe.Model, recipe.Distributed.mp_degree
-    if mp > 1:
-        raise UserError(
-            f"Distributed.mp_degree {mp}: Paddle 2.6 divides linears on GPUs only, and this is a "
-            "CPU",
-            "run it on GPUs, set the degree to 1, or use Compress.engine=torch",
-        )
-    if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
-        raise UserError(
-            "Model.use_recompute with dropout: Paddle 2.6 does it on GPUs only, and this is a CPU",
-            "run it on GPUs, or set use_recompute to False or the dropouts to 0",
-        )
-    if recipe.Engine.mix_precision.dtype != "float32":
-        log.warning("mix_precision: Paddle 2.6 has it on GPUs only: this CPU computes in float32")
+    if not paddle.device.get_device().startswith("gpu"):
+        require_no_gpu_needed(recipe)
+        if recipe.Engine.mix_precision.dtype != "float32":
+            log.warning("mix_precision: Paddle 2.6 has it on GPUs only: this computes in float32")
 
 
 def seed_everything(*values: int) -> None:

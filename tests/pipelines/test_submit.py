@@ -162,6 +162,13 @@ def test_what_paddle_does_not_do_is_told_before(kfp):
     assert all("Compress.engine=torch" in cure for _, cure in errors[1:])
 
 
+def test_what_paddle_does_on_gpus_alone_is_told_where_there_are_none(kfp):
+    given = ("--model", "s3://models/gpt/", "--recipe", "qat-345m-mp8", "--engine", "paddle")
+    result = submit("qat", *given, "--gpus", "0")
+    assert result.exit_code == 2 and not kfp.runs
+    assert "recipe qat-345m-mp8: Distributed.mp_degree 8: Paddle 2.6 divides" in result.output
+
+
 def test_no_such_engine(kfp):
     result = submit("full", "--engine", "padle")
     assert result.exit_code == 2
