@@ -15,7 +15,7 @@ from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.paddle.start import find_python
 from lathe.recipe import load_recipe
-from lathe.storage import fetch, list_uris, upload
+from lathe.storage import exists, fetch, upload
 from tests.s3 import free_port
 from tests.train.test_mirror import SETTINGS, ended, start, wait_for_steps
 
@@ -65,7 +65,7 @@ def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None
     assert "resuming at step" in ended(machine(store, tmp_path / "second"))
     expected = load_file(whole / "model.safetensors")
     assert all(np.array_equal(a, expected[n]) for n, a in weights(store, tmp_path).items())
-    assert not list_uris(f"{store}/run.state/")
+    assert not exists(f"{store}/run.state/")
 
 
 def test_nodes_with_disks_of_their_own(store: str, whole: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
-from lathe.storage import exists, fetch, list_uris, upload
+from lathe.storage import exists, fetch, upload
 from tests.s3 import free_port
 from tests.small_run import SMALL, run
 
@@ -106,7 +106,7 @@ def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path
     found = fetch(f"{s3}/run/", tmp_path / "found")
     one, other = (load_file(path / "model.safetensors") for path in (whole, found))
     assert all(tensor.allclose(other[name], atol=1e-4) for name, tensor in one.items())
-    assert not list_uris(f"{s3}/run.state/")
+    assert not exists(f"{s3}/run.state/")
 
 
 def test_nodes_that_share_no_disk_need_an_address(small_data: Path, tmp_path: Path) -> None:
