@@ -87,13 +87,16 @@ stop: env ## Stop the server
 client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
+# Two files at a time: more get into each other's way, since many start processes of their own.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(BIN)/python -m pytest -m "not slow and not soak and not containers" $(TESTS)
+	$(PYTEST) -m "not slow and not soak and not containers" $(TESTS)
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak
-	$(BIN)/python -m pytest -m "not soak and not containers" $(TESTS)
+	$(PYTEST) -m "not soak and not containers" $(TESTS)
 
 .PHONY: test-containers
 test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)

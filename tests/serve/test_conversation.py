@@ -56,4 +56,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(
 def read_until(terminal: int, wanted: bytes) -> None:
     seen = b""
     while wanted not in seen:
-        seen += os.read(terminal, 4096)
+        try:
+            seen += os.read(terminal, 4096)
+        except OSError:
+            raise AssertionError(seen) from None
