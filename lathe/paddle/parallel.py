@@ -61,7 +61,7 @@ def whole_weights(model: GPT, workers: Workers) -> Arrays:
     """The weights of all parts, in every process."""
     if workers.mp == 1:
         return weights_of(model)
-    group = workers.groups.get_model_parallel_group()
+    group = workers.parts
     return {
         name: _gathered(parameter, axis_of(name), group)
         for name, parameter in model.named_parameters()

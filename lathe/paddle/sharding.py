@@ -29,17 +29,15 @@ class GradientSums:
         self.owner = assign([int(p.size) for p in parameters], workers.sharding)
         self.owned = [p for p, o in self._owners() if o == workers.sharding_rank]
         if workers.sharding > 1:
-            self.group = workers.groups.get_sharding_parallel_group()
+            self.group = workers.shards
             for parameter, owner in self._owners():
                 parameter._register_backward_hook(self._reduce(parameter, owner))
 
     def sum(self) -> None:
         """Call it after the last backward pass of a step."""
         workers = self.workers
-        copies = workers.data_size // workers.sharding
-        if copies > 1:
-            group = workers.groups.get_data_parallel_group() if workers.groups else None
-            _all_reduce([p.grad for p in self.owned if p.grad is not None], group)
+        if workers.data_size > workers.sharding:
+            _all_reduce([p.grad for p in self.owned if p.grad is not None], workers.replicas)
 
     @paddle.no_grad()
     def publish(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from numpy.typing import NDArray
 
 from lathe.errors import UserError
 from lathe.paddle.supported import require_no_gpu_needed
@@ -24,32 +25,35 @@ class Workers:
     rank, size: of all processes.
     data_rank, data_size: of the parts into which a global batch is divided, along `dp` and
         `sharding`.
-    groups: of Paddle's topology; None where all processes hold the same.
+    replicas, shards, parts: Paddle's groups along dp, sharding and mp; None for all processes in
+        the first, for this one alone in the others.
     """
 
     rank: int = 0
     size: int = 1
     data_rank: int = 0
     data_size: int = 1
-    groups: Any = None
+    replicas: Any = None
+    shards: Any = None
+    parts: Any = None
 
     @property
     def mp(self) -> int:
         """Processes over which every block linear is divided."""
-        return self.groups.get_model_parallel_world_size() if self.groups else 1
+        return len(self.parts.ranks) if self.parts else 1
 
     @property
     def mp_rank(self) -> int:
-        return self.groups.get_model_parallel_rank() if self.groups else 0
+        return self.parts.ranks.index(self.rank) if self.parts else 0
 
     @property
     def sharding(self) -> int:
         """Processes over which gradients and moments are divided."""
-        return self.groups.get_sharding_parallel_world_size() if self.groups else 1
+        return len(self.shards.ranks) if self.shards else 1
 
     @property
     def sharding_rank(self) -> int:
-        return self.groups.get_sharding_parallel_rank() if self.groups else 0
+        return self.shards.ranks.index(self.rank) if self.shards else 0
 
     @property
     def is_first(self) -> bool:
@@ -96,10 +100,30 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     if size == 1:
         yield Workers()
         return
-    if mp == sharding == 1:
-        dist.init_parallel_env()
-        yield Workers(dist.get_rank(), size, dist.get_rank(), size)
+    if mp > 1:
+        yield _join_fleet(dp, mp, sharding)
         return
+    dist.init_parallel_env()
+    rank, replicas, shards = dist.get_rank(), None, None
+    if sharding > 1:
+        ranks = np.arange(size).reshape(dp, sharding)
+        replicas, shards = _own_group(rank, ranks.T), _own_group(rank, ranks)
+    yield Workers(rank, size, rank, size, replicas, shards)
+
+
+def _own_group(rank: int, groups: NDArray[np.int64]) -> Any:
+    """That of this process. They are made one after another: the processes of one can else be
+    refused by those that are still at another."""
+    own = None
+    for ranks in groups.tolist():
+        group = dist.new_group(ranks)
+        dist.barrier()
+        own = group if rank in ranks else own
+    return own
+
+
+def _join_fleet(dp: int, mp: int, sharding: int) -> Workers:
+    """By fleet, whose groups its divided linears look up."""
     from paddle.distributed import fleet
 
     strategy = fleet.DistributedStrategy()
@@ -111,8 +135,15 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     }
     fleet.init(is_collective=True, strategy=strategy)
     groups = fleet.get_hybrid_communicate_group()
-    data_rank = groups.get_data_parallel_rank() * sharding + groups.get_sharding_parallel_rank()
-    yield Workers(dist.get_rank(), size, data_rank, dp * sharding, groups)
+    return Workers(
+        dist.get_rank(),
+        dist.get_world_size(),
+        groups.get_data_parallel_rank() * sharding + groups.get_sharding_parallel_rank(),
+        dp * sharding,
+        groups.get_data_parallel_group(),
+        groups.get_sharding_parallel_group(),
+        groups.get_model_parallel_group(),
+    )
 
 
 def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:

@@ -91,17 +91,19 @@ def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path)
     assert losses(pruned) == pytest.approx(losses(output), abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["dp_degree=2", "sharding.sharding_degree=2"],
-    ids=["data parallel", "sharded"],
-)
-def test_two_processes_learn_what_one_does(
-    small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path, layout: str
+@pytest.mark.parametrize("degrees", [(2, 1), (2, 2)], ids=["two", "four, sharded"])
+def test_many_processes_learn_what_one_does(
+    small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path, degrees: tuple[int, int]
 ) -> None:
-    settings = recipe("tiny-prune-paddle", f"Distributed.{layout}", "Global.micro_batch_size=2")
-    prune(settings, small_dense, small_data, tmp_path / "two")
-    assert losses(tmp_path / "two") == pytest.approx(losses(pruned), abs=2e-6)
+    """Each in two backward passes a step."""
+    dp, sharding = degrees
+    layout = (
+        f"Distributed.dp_degree={dp}",
+        f"Distributed.sharding.sharding_degree={sharding}",
+        f"Global.micro_batch_size={8 // (2 * dp * sharding)}",
+    )
+    prune(recipe("tiny-prune-paddle", *layout), small_dense, small_data, tmp_path / "many")
+    assert losses(tmp_path / "many") == pytest.approx(losses(pruned), abs=2e-6)
 
 
 @pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
