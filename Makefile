@@ -87,16 +87,23 @@ stop: env ## Stop the server
 client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
-# Two files at a time: more get into each other's way, since many start processes of their own.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two files at a time; but those that watch a server or a cluster answer in time, alone.
+PYTEST := $(BIN)/python -m pytest
+TIMED  := tests/launch tests/serve
+
+define tests
+$(if $(TESTS),$(PYTEST) -m $(1) $(TESTS),\
+  $(PYTEST) -m $(1) -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED)) tests)
+$(if $(TESTS),,$(PYTEST) -m $(1) $(TIMED))
+endef
 
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(PYTEST) -m "not slow and not soak and not containers" $(TESTS)
+	$(call tests,"not slow and not soak and not containers")
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak
-	$(PYTEST) -m "not soak and not containers" $(TESTS)
+	$(call tests,"not soak and not containers")
 
 .PHONY: test-containers
 test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)
