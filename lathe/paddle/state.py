@@ -30,10 +30,7 @@ def write(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
     for key, tensor in optimizer.state_dict().items():
         if isinstance(tensor, paddle.Tensor):
             tensors[OPTIMIZER + _lasting(key, names)] = tensor.numpy()
-    save_file(
-        tensors,
-        folder / f"sharding_{workers.sharding_rank:03d}_mp_{workers.mp_rank:03d}.safetensors",
-    )
+    save_file(tensors, folder / f"sharding_{workers.sharding_rank:03d}_{_part(workers)}")
 
 
 def read(folder: Path, model: GPT, optimizer: Any, owned: Iterable[Any], workers: Workers) -> None:
@@ -59,6 +56,7 @@ def read(folder: Path, model: GPT, optimizer: Any, owned: Iterable[Any], workers
 
 
 def _part(workers: Workers) -> str:
+    """The end of the names of the files that have this process's part along `mp`."""
     return f"mp_{workers.mp_rank:03d}.safetensors"
 
 
