@@ -128,6 +128,11 @@ manifests: env ## Write the cluster's manifests, and the pipelines as objects, t
 	$(call render,build/manifests)
 	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
 
+.PHONY: reference
+reference: env ## Write the reference of all settings to docs/reference/
+	mkdir -p docs/reference
+	$(BIN)/python -m lathe.explain > docs/reference/settings.md
+
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
 	LATHE_TRAIN_IMAGE= LATHE_PADDLE_IMAGE= LATHE_SERVE_IMAGE= \

@@ -45,7 +45,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     figures = _figures(result if isinstance(result, dict) else asdict(result))
     for name, value in figures.items():
         metrics.log_metric(name, value)
-    Path(metrics.path).write_text(json.dumps(figures, indent=2))
+    Path(metrics.path).write_text(json.dumps(figures, indent=2), encoding="utf-8")
     for artifact in artifacts:
         artifact.metadata.update(figures)
     if store := os.environ.get(STORE):

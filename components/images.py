@@ -19,7 +19,9 @@ def reference(name: str) -> str:
     built = f"localhost/lathe-{name}:{__version__}"
     if (given := os.environ.get(f"LATHE_{name.upper()}_IMAGE")) is not None:
         return given or built
-    pushed: dict[str, str] = json.loads(PUSHED.read_text()) if PUSHED.exists() else {}
+    pushed: dict[str, str] = (
+        json.loads(PUSHED.read_text(encoding="utf-8")) if PUSHED.exists() else {}
+    )
     return pushed.get(name, built)
 
 

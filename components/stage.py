@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lathe.errors import StageError, UserError
+from lathe.console import end_cleanly_on_sigterm, print_any_text
+from lathe.errors import StageError, UserError, explain_os_error
+from lathe.launch.parent import end_with_tied_shell
 from lathe.recipe import load_recipe
 from lathe.settings import Recipe
 
@@ -23,6 +25,9 @@ class _MarkEveryLine(logging.Formatter):
 @contextmanager
 def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
     """Yield the recipe; a mistake of the user ends the process with its message and status 2."""
+    end_with_tied_shell()
+    end_cleanly_on_sigterm()
+    print_any_text()
     log = logging.getLogger("lathe")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_MarkEveryLine())
@@ -30,10 +35,11 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
     log.setLevel(logging.INFO)
     try:
         yield load_recipe(recipe, overrides)
-    except (UserError, StageError) as error:
-        for line in str(error).splitlines():
+    except (UserError, StageError, OSError) as error:
+        told = explain_os_error(error) if isinstance(error, OSError) else error
+        for line in str(told).splitlines():
             log.error("%s%s", ERROR, line)
-        raise SystemExit(error.status) from error
+        raise SystemExit(told.status) from error
 
 
 def options(recipe: str, overrides: Sequence[str]) -> list[str]:

@@ -61,7 +61,7 @@ def train(
 
 
 def _figures(card: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(card.read_text())["metrics"]
+    figures: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))["metrics"]
     return figures
 
 

@@ -1,16 +1,18 @@
 """The command line: a verb a stage, the same functions as the pipeline components call."""
 
-import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lathe.console import log_to_stderr, show, with_error
-from lathe.errors import StageError, UserError
+from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text, show, with_error
+from lathe.errors import StageError, UserError, explain_os_error, printable
+from lathe.inputs import argument_text
 from lathe.remote import input_path, output_path, upload_outputs
 
 # The stages bring torch: the verb that runs imports its own, after its recipe has been read, so
@@ -465,6 +467,10 @@ def deploy(
         return
     from lathe.serve.deploy import deploy
 
+    if production:
+        from lathe.serve.release import releases_of
+
+        releases_of(settings)
     result = deploy(settings, exported, model, output, data, keep_running and not production)
     show(
         repository=result.repository,
@@ -545,7 +551,9 @@ def client(
         "seed": seed,
         "decode_strategy": "greedy_search" if greedy else None,
     }
-    with Client(url, model_name) if url else connect() as server:
+    prompt = None if prompt is None else argument_text(prompt, "prompt")
+    score = None if score is None else argument_text(score, "--score")
+    with Client(url, model_name) if url is not None else connect() as server:
         if score is not None:
             likelihoods, is_greedy = server.score_text(prompt or "", score)
             show(
@@ -557,7 +565,8 @@ def client(
             ask(server, prompt, parameters)
         else:
             for line in lines():
-                ask(server, line, parameters, goes_on=True)
+                with suppress(KeyboardInterrupt):  # wherever in an answer it comes
+                    ask(server, line, parameters, goes_on=True)
 
 
 @app.command(epilog="Example: lathe playground, then open the address that it prints")
@@ -565,8 +574,6 @@ def playground(
     port: Annotated[int, typer.Option(min=0, help="Of the page; 0: any free one.")] = 8080,
 ) -> None:
     """A web page to try the running server with, until Ctrl-C; ?prompt=... in its address asks."""
-    import signal
-
     from lathe.serve import state
     from lathe.serve.playground import playground
 
@@ -657,6 +664,7 @@ def generate(
     a line: xargs -d '\\n' lathe generate run/dense < prompts.txt
     """
     settings = _load(recipe, override)
+    prompts = [argument_text(prompt, "prompt") for prompt in prompts]
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
     from lathe.progress import bar
@@ -675,10 +683,12 @@ def generate(
 def report(
     models: Annotated[
         list[Path],
-        typer.Argument(help="Checkpoint folders; the others are compared with the first."),
+        typer.Argument(
+            help="Checkpoint folders; the others are compared with the first.", parser=input_path
+        ),
     ],
     sensitivity: Annotated[Path | None, _input("Folder of `lathe analyze`.")] = None,
-    deployed: Annotated[Path | None, typer.Option(help="Folder of `lathe deploy`.")] = None,
+    deployed: Annotated[Path | None, _input("Folder of `lathe deploy`.")] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Annotated[Path, _output("HTML file to write.")] = RUN / "report.html",
@@ -695,7 +705,9 @@ def report(
     from lathe.report.summary import Candidate, summary_table
 
     candidates = [
-        Candidate(m.name, m, _if_folder(_beside(m, "eval")), _if_folder(_beside(m, "onnx")))
+        Candidate(
+            printable(m.name), m, _if_folder(_beside(m, "eval")), _if_folder(_beside(m, "onnx"))
+        )
         for m in models
     ]
     rows = report_run(settings, candidates, output, sensitivity, deployed)
@@ -707,12 +719,26 @@ def report(
 def recipe(
     name: Annotated[str | None, typer.Argument(help="Recipe to print; none: list them.")] = None,
     override: Overrides = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Say what a setting, or a whole group of them, means."),
+    ] = None,
 ) -> None:
-    """Print a recipe with its bases merged and every default filled in, as YAML."""
+    """Print a recipe with its bases merged and every default filled in, as YAML.
+
+    With --explain it prints what KEY means, its range and default, and its value in the recipe.
+    """
     import yaml
 
     from lathe.recipe import shipped_recipes
 
+    if name is None and override:
+        raise UserError(f"-o {override[0]}: of no recipe", "name it: lathe recipe tiny -o ...")
+    if explain is not None:
+        from lathe.explain import explain as text_of
+
+        print(text_of(explain, _load(name, override) if name is not None else None, name or ""))
+        return
     if name is None:
         print("\n".join(shipped_recipes()))
         return
@@ -722,18 +748,22 @@ def recipe(
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and status 2, no traceback."""
+    print_any_text()
     log_to_stderr()
+    end_cleanly_on_sigterm()
     try:
         app(prog_name="lathe")
-    except (UserError, StageError) as error:
-        print(f"{error.kind}: {error}", file=sys.stderr)
-        sys.exit(error.status)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        print("  cure: free space, or choose another --output", file=sys.stderr)
-        sys.exit(1)
+    except BrokenPipeError:  # of `lathe recipe tiny | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except UnicodeEncodeError as error:  # of a library in Rust
+        print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
+        print("  cure: rename the file or folder", file=sys.stderr)
+        sys.exit(UserError.status)
+    except (UserError, StageError, OSError) as error:
+        told = explain_os_error(error) if isinstance(error, OSError) else error
+        print(f"{told.kind}: {told}", file=sys.stderr)
+        sys.exit(told.status)
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":
@@ -774,6 +804,8 @@ def _milliseconds(percentiles: dict[str, float]) -> str:
 
 
 def _beside(model: Path, suffix: str) -> Path:
+    if not model.name:
+        raise UserError(f"{model}: has no name to put {suffix} behind", "give --output")
     return model.with_name(f"{model.name}-{suffix}")
 
 

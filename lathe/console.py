@@ -1,8 +1,11 @@
 """What the command line prints: log lines on stderr, results on stdout."""
 
+import io
 import logging
 import os
+import signal
 import sys
+import threading
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +25,25 @@ def log_to_stderr() -> None:
     log.addHandler(PlainLines())
     log.setLevel(logging.INFO)
     log.propagate = False
+
+
+def print_any_text() -> None:
+    """Let stdout and stderr show what their encoding lacks as escapes, `\\xe9`, and never raise.
+
+    Arguments that are not UTF-8, and a terminal that is not (`LC_ALL=C`), are no mistake.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def end_cleanly_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, so that what is half written goes again.
+
+    A training takes the signal itself while it runs, and saves; its workers end at once before.
+    """
+    if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def show(**figures: Any) -> None:

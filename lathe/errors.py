@@ -1,7 +1,14 @@
 """The exceptions that end a stage with a message and no traceback, each with an exit status."""
 
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-class UserError(ValueError):
+
+class UserError(Exception):
     """Something the user gave is wrong: names the thing, the value found and the cure.
 
     The command line prints it and exits with status 2.
@@ -32,3 +39,87 @@ class Preempted(StageError):
     """
 
     kind, status = "preempted", 75
+
+
+NO_SPACE = "free some space, or use a larger disk, and run it again"
+NO_RIGHT = "get the right to read or write it (ls -l, chmod), or give another path"
+
+# What the user can do about an errno: the exit status tells a wrong path from a failing machine.
+USER_CURES = {
+    errno.EACCES: NO_RIGHT,
+    errno.EPERM: NO_RIGHT,
+    errno.EROFS: "the file system is read-only: give a path on another one",
+    errno.ENAMETOOLONG: "give a shorter name or path",
+    errno.ENOTDIR: "a file stands where a folder is needed: move it away, or give another path",
+    errno.EEXIST: "move away what is there, or give another path",
+    errno.EISDIR: "it is a folder, a file is needed: give the file",
+    errno.ENOTEMPTY: "the folder is not empty: give another path",
+    errno.ELOOP: "its symbolic links lead in a circle: mend them, or give another path",
+    errno.ENOENT: "check the path",
+    errno.EINVAL: "give another path: this one cannot be used in this way",
+    errno.EBUSY: "it is in use, as a mount point perhaps: give another path",
+    errno.EXDEV: "the two lie on different file systems: give paths on one",
+    errno.ENXIO: "it is no regular file: give another path",
+    errno.ENODEV: "it is no regular file: give another path",
+}
+MACHINE_CURES = {
+    errno.ENOSPC: NO_SPACE,
+    errno.EDQUOT: NO_SPACE,
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or use another disk",
+    errno.EIO: "the disk may be failing: see dmesg, and copy the data to another one",
+    errno.ESTALE: "the network file system lost it: mount it again, and run it again",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), and run it again",
+    errno.ENFILE: "the system has too many open files: close some programs, and run it again",
+    errno.ENOMEM: "free some memory, and run it again",
+    errno.EAGAIN: "raise the limit on processes (ulimit -u), and run it again",
+}
+
+
+def explain_os_error(error: OSError, path: str | Path | None = None) -> UserError | StageError:
+    """What to tell the user about an error of the operating system.
+
+    Args:
+        path: what was being read or written, for an error that does not name a file itself.
+
+    Returns:
+        UserError where the path is to blame, StageError where the machine is: a full or failing
+        disk, a limit. Both name the file and a cure that fits.
+    """
+    if error.errno == errno.ENOENT and error.filename is None and not _here():
+        return UserError("the working directory has been deleted", "change to another one with cd")
+    named = error.filename if isinstance(error.filename, str | bytes | Path) else path
+    where = f"{printable(named)}: " if named is not None else ""
+    what = f"{where}{error.strerror or error or type(error).__name__}"
+    number = error.errno or 0
+    if number in USER_CURES:
+        return UserError(what, USER_CURES[number])
+    cure = MACHINE_CURES.get(number, "check the path, the disk and the space on it")
+    return StageError(f"{what}\n  cure: {cure}")
+
+
+def _here() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+@contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    """Raise OSError about `path` where a library written in Rust wraps one in its own exception:
+    `tokenizers` in Exception, `safetensors` in SafetensorError."""
+    try:
+        yield
+    except Exception as error:
+        found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
+        if not found:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def printable(name: object) -> str:
+    """A name for a message, on one line, whatever bytes it is made of; shortened when very long."""
+    text = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= 300 else f"{text[:200]}...{text[-80:]}"

@@ -7,6 +7,8 @@ Its layouts differ: release 2.4 (`ppfleetx/configs`) has an `Engine` group, the 
 from collections.abc import Sequence
 from typing import Any
 
+from lathe.errors import UserError
+
 # Where another layout says it -> where Lathe does.
 MOVED = {
     "Global.max_steps": "Engine.max_steps",
@@ -18,14 +20,20 @@ MOVED = {
     "Global.save_load": "Engine.save_load",
     "Prune": "Compress.Prune",
     "Quantization": "Compress.Quantization",
-    "Compress.Quantization.pretrained": "Compress.pretrained",
     "Engine.use_recompute": "Model.use_recompute",
     "Optimizer.adam_beta1": "Optimizer.beta1",
     "Optimizer.adam_beta2": "Optimizer.beta2",
     "Optimizer.adam_epsilon": "Optimizer.epsilon",
 }
 
-_OF_A_DATASET = ("sampler", "loader", "collate_fn", "sample_split", "dataset.name")
+_OF_A_DATASET = (
+    "sampler",
+    "loader",
+    "collate_fn",
+    "sample_split",
+    "dataset.name",
+    "dataset.input_dir",
+)
 _OF_A_RUN = ("run_mode", "num_train_epochs", "test_iters")
 
 # What has no meaning here, by group; a name stands for all that is under it.
@@ -45,8 +53,11 @@ IGNORED = {
     "Distributed": ("fuse_sequence_parallel_allreduce",),
     "Distributed.sharding": ("comm_overlap", "reduce_overlap", "broadcast_overlap"),
     "Optimizer": ("tensor_fusion",),
+    "Compress": ("pretrained",),
     "Compress.Prune": ("cal_sens",),
-    "Compress.Quantization": ("quantizable_layer_type", "onnx_format", "weight_preprocess_type"),
+    "Compress.Quantization": (
+        *("pretrained", "quantizable_layer_type", "onnx_format", "weight_preprocess_type"),
+    ),
     "Generation": ("use_topp_sampling", "inference"),
     "Offline_Eval": ("logging_freq",),
 }
@@ -58,6 +69,8 @@ def translate(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
     `origins` (dotted key -> where it was set) follows the keys that move.
     """
     for old, new in MOVED.items():
+        if not _has_room(values, new):
+            continue
         found, value = _pop(values, old)
         if found:
             _put(values, new, value)
@@ -85,13 +98,28 @@ def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) ->
         found, on = _pop(values, f"{group}.{key}")
         if not found or on is None:
             continue
+        origin = origins.get(f"{group}.{key}", group)
+        if not isinstance(on, bool):
+            raise UserError(f"{origin}: {group}.{key}: not a boolean", "write True or False")
         if key == "enable" and on is False:
             _pop(values, f"{group}.dtype")
         _put(values, f"{group}.dtype", "float16" if on else "float32")
-        origins.setdefault(f"{group}.dtype", origins[f"{group}.{key}"])
+        origins.setdefault(f"{group}.dtype", origin)
         if key == "use_pure_fp16":
             _put(values, f"{group}.level", "O2" if on else "O1")
-            origins.setdefault(f"{group}.level", origins[f"{group}.{key}"])
+            origins.setdefault(f"{group}.level", origin)
+
+
+def _has_room(values: dict[str, Any], dotted: str) -> bool:
+    """Whether the groups on the way are mappings, or not there yet."""
+    for group in dotted.split(".")[:-1]:
+        inner = values.get(group)
+        if inner is None:
+            return True
+        if not isinstance(inner, dict):
+            return False
+        values = inner
+    return True
 
 
 def _pop(values: dict[str, Any], dotted: str) -> tuple[bool, Any]:

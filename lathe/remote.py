@@ -6,9 +6,11 @@ succeeded. Workers are given the same command and find what their parent fetched
 """
 
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+
+from lathe.errors import UserError, printable
 
 # The store's client is an eighth of a second: only who gives an address waits for it.
 if TYPE_CHECKING:
@@ -24,9 +26,9 @@ def input_path(text: str | Path) -> Path:
     Raises:
         UserError: see `lathe.storage.fetch`.
     """
-    uri = str(text)
+    uri = _not_empty(text)
     if not _is_address(uri):
-        return Path(text)
+        return _with_name(Path(text))
     place = _place(uri)
     if not _is_worker():
         bring(uri, place)
@@ -38,7 +40,7 @@ def bring(uri: str, place: Path) -> None:
     from lathe.storage import exists, fetch
 
     prefix = uri.rstrip("/") + "/"
-    is_s3 = urlsplit(uri).scheme not in ("http", "https")
+    is_s3 = not uri.lower().startswith(("http:", "https:"))
     if uri.endswith("/") or (is_s3 and exists(prefix)):
         fetch(prefix, place)
     else:
@@ -50,9 +52,9 @@ def output_path(text: str | Path) -> Path:
 
     An address that a training stage of an earlier attempt wrote to goes on from there.
     """
-    uri = str(text)
+    uri = _not_empty(text)
     if not _is_address(uri):
-        return Path(text)
+        return _with_name(Path(text))
     place = _place(uri)
     if not _is_worker():
         from lathe.train.mirror import Mirror
@@ -80,6 +82,17 @@ def _is_address(text: str) -> bool:
     return is_remote(text)
 
 
+def _not_empty(text: str | Path) -> str:
+    if not str(text):
+        raise UserError("an empty path", "name a file, a folder or an address; this folder is `.`")
+    return str(text)
+
+
+def _with_name(path: Path) -> Path:
+    """`.` and `..` as the folder that they mean, beside which there may be others."""
+    return path.resolve() if path.name in ("", "..") else path
+
+
 def _is_worker() -> bool:
     return "RANK" in os.environ
 
@@ -88,5 +101,8 @@ def _place(uri: str) -> Path:
     from lathe.storage import digest
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = PurePosixPath(urlsplit(uri).path).name or "download"
+    if not uri.isprintable():
+        raise UserError(f"{printable(uri)}: not an address", "write http://host:port/path")
+    path = re.split("[?#]", uri)[0].partition("://")[2].partition("/")[2]
+    name = PurePosixPath(path).name or "download"
     return cache / "lathe" / digest(uri.rstrip("/"))[:16] / name

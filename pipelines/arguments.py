@@ -79,6 +79,12 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
             )
 
 
+def argument(name: str, key: str) -> Any:
+    """The default of a pipeline's argument; None where it has none, or no such argument."""
+    inputs = PIPELINES[name].component_spec.inputs
+    return inputs[key].default if key in inputs else None
+
+
 def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     """The recipes that a pipeline reads, by argument."""
     inputs = PIPELINES[name].component_spec.inputs

@@ -11,7 +11,11 @@ import warnings
 from typing import Any
 
 from kfp import local
+from kfp.local import cache as kfp_cache
+from kfp.local import subprocess_task_handler as kfp_subprocess
 
+from lathe.launch.parent import tied
+from pipelines.cache import CheckedCache
 from pipelines.compile import PIPELINES
 
 
@@ -35,7 +39,16 @@ def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
         enable_caching=True,
         cache_root=cache,
     )
+    kfp_cache.LocalCache = CheckedCache
+    kfp_subprocess.run_local_subprocess = _run_tied
     pipeline(**arguments)
+
+
+def _run_tied(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
+    return int(_run(tied(full_command), env_vars))
+
+
+_run = kfp_subprocess.run_local_subprocess
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Iterator
 
 from components.stage import ERROR, MARK
+from pipelines.cache import DONE_AGAIN
 
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
 _ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
 _REUSED = re.compile(r"Task (\S+) cache hit")
+_DONE_AGAIN = re.compile(rf"Task (\S+ {DONE_AGAIN}: .+)$")
 _FIRST_WORKER = re.compile(r"\[rank0\]:")
 _KFP = re.compile(r"\[KFP Executor .*?\]: ")
 
@@ -42,6 +44,8 @@ class StageLog:
                 yield f"    done in {time.monotonic() - self._since:.1f} s"
         elif match := _REUSED.search(text):
             yield f"{match[1]}\n    finished in an earlier run of this folder: reused"
+        elif match := _DONE_AGAIN.search(text):
+            yield match[1]
         elif text.startswith(MARK + ERROR):
             self._errors.append(text.removeprefix(MARK + ERROR))
         elif text.startswith(MARK):

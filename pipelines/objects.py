@@ -28,7 +28,7 @@ def write(path: Path, version: str) -> None:
             so name it after the commit.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as work, work.open("w") as file:
+    with atomic_file(path) as work, work.open("w", encoding="utf-8") as file:
         yaml.safe_dump_all((thing for name in PIPELINES for thing in _objects(name, version)), file)
 
 
@@ -47,7 +47,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,
         )
-        objects = list(yaml.safe_load_all(Path(file.name).read_text()))
+        objects = list(yaml.safe_load_all(Path(file.name).read_text(encoding="utf-8")))
     for thing in objects:
         thing["metadata"]["labels"] = LABELS
     return objects

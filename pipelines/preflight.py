@@ -2,7 +2,6 @@
 
 import os
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +19,7 @@ from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 from pipelines.arguments import recipe_names, wrong_names
+from pipelines.inputs import Inputs
 from pipelines.registry import check_image
 from pipelines.resources import Pool
 from pipelines.server import Client, connect
@@ -44,27 +44,8 @@ NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
 """What else these may be, or begin with."""
 
 
-class Preflight:
-    """Collects what is wrong, and what could not be checked from here."""
-
-    def __init__(self) -> None:
-        self.problems: list[UserError] = []
-        self.unchecked: list[str] = []
-
-    def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result; None where it found something wrong or could not check."""
-        try:
-            return function(*arguments)
-        except UserError as error:
-            self.problems.append(error)
-        except StageError as error:
-            self.unchecked.append(f"{what}: not checked: {error}")
-        return None
-
-    def finish(self) -> None:
-        """Raise all that was found, as an ExceptionGroup of UserErrors."""
-        if self.problems:
-            raise ExceptionGroup("preflight", self.problems)
+class Preflight(Inputs):
+    """The checks of a run on the cluster."""
 
     def server(self) -> Client | None:
         """A client that is signed in."""
@@ -83,6 +64,7 @@ class Preflight:
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
                 self.check(key, _check_reachable, key, value)
+        self.goal(name, arguments)
 
     def recipes(self, name: str, arguments: dict[str, Any], pool: Pool) -> None:
         """Every recipe that the pipeline reads: settings, engine, and layout on the pool."""

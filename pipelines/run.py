@@ -6,6 +6,7 @@ Everything is written under the run folder. Run into the same folder again with 
 and the stages that finished are not done twice.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -17,25 +18,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from lathe.data.newest import NEWEST
-from lathe.errors import UserError
-from lathe.recipe import load_recipe
+from lathe.errors import StageError, UserError
+from lathe.launch.parent import tied
 from lathe.storage import is_remote
-from pipelines.arguments import recipe_names, takes_arguments, wrong_names
+from pipelines.arguments import takes_arguments
+from pipelines.inputs import (
+    CACHE,
+    LOCK,
+    RUN_LOG,
+    SERVES,
+    Inputs,
+    check_folder,
+    check_link,
+    check_name,
+)
 from pipelines.log import StageLog
 from pipelines.summary import show
+from pipelines.told import fail, told
 
 RUNS = Path("run")
+DEPLOYED = RUNS / "deployed"
 GRACE_SECONDS = 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-class StageFailed(RuntimeError):
+class StageFailed(StageError):
     """A stage failed; the message is the stage's own."""
 
 
@@ -50,17 +63,21 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     """Run pipeline `name` into `folder`, with a readable log on stdout and all of it in run.log.
 
     Raises:
-        UserError: an argument is wrong; found before the first stage starts.
+        ExceptionGroup: of UserErrors, all that is wrong; nothing is written then.
+        UserError: a run is going on in the folder, or it cannot be written.
         StageFailed: with the stage's own message.
     """
-    recipes = check(name, arguments)
+    recipes = check(name, folder, arguments)
     folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    cache = folder / "cache" / fingerprint(arguments, recipes)
+    cache = folder / CACHE / fingerprint(arguments, recipes)
     command = [sys.executable, "-u", "-m", "pipelines.local"]
     command += [name, str(folder), str(cache), json.dumps(arguments)]
     log = StageLog()
-    with _worker(command) as worker, (folder / "run.log").open("a") as full:
+    with (
+        _locked(folder) as lock,
+        (folder / RUN_LOG).open("a", encoding="utf-8") as full,
+        _worker(command, lock) as worker,
+    ):
         assert worker.stdout is not None
         for line in worker.stdout:
             full.write(line)
@@ -71,19 +88,28 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
         else:
             worker.wait()
     if log.failed or worker.returncode:
-        raise StageFailed(f"{log.error()}\nthe whole log: {folder / 'run.log'}")
+        raise StageFailed(f"{log.error()}\nthe whole log: {folder / RUN_LOG}")
 
 
-def check(name: str, arguments: dict[str, Any]) -> list[str]:
-    """Check what can be checked before work begins; return the recipes, resolved, as JSON."""
-    for problem in wrong_names(name, arguments):
-        raise problem
-    for key in ("model", "cloze"):
-        path = arguments.get(key)
-        if path and not is_remote(path) and not Path(path).exists():
-            raise UserError(f"{key}: no such file or folder: {path}", "check the path")
-    names = recipe_names(name, arguments).values()
-    return [load_recipe(n, arguments["overrides"]).model_dump_json() for n in names]
+def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[str]:
+    """Check what can be checked before work begins; return the recipes, resolved, as JSON.
+
+    Raises:
+        ExceptionGroup: of UserErrors, all that is wrong.
+    """
+    inputs = Inputs()
+    recipes = inputs.recipes(name, arguments)
+    first = recipes.get("recipe")
+    inputs.paths(name, arguments, first)
+    inputs.goal(name, arguments)
+    inputs.production(arguments, first)
+    inputs.environments(name, recipes)
+    inputs.check(str(folder), check_name, folder, RUNS)
+    inputs.check(str(folder), check_folder, folder)
+    if name in SERVES:
+        inputs.check(str(DEPLOYED), check_link, DEPLOYED)
+    inputs.finish()
+    return [recipe.model_dump_json() for recipe in recipes.values()]
 
 
 def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
@@ -91,22 +117,48 @@ def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
     parts = ("lathe", "components", "pipelines")
     files = [f for part in parts for f in sorted((REPOSITORY / part).rglob("*.py"))]
     for value in arguments.values():
-        if isinstance(value, str) and (path := Path(value.removeprefix(NEWEST))).exists():
+        if isinstance(value, str) and not is_remote(value.removeprefix(NEWEST)):
+            path = Path(value.removeprefix(NEWEST))
             files += sorted(path.rglob("*")) if path.is_dir() else [path]
-    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
     return hashlib.sha256(json.dumps([recipes, stamps]).encode()).hexdigest()[:16]
 
 
 @contextmanager
-def _worker(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, in a session of its own; leaving the block ends all that it started."""
+def _locked(folder: Path) -> Iterator[int]:
+    """Have the folder for this run alone; yields the lock's file descriptor.
+
+    The lock is the kernel's, and so ends with the last process that holds the descriptor.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            process = file.read(20).strip()
+            raise UserError(
+                f"{folder}: a run is going on there, process {process}",
+                f"wait for it, end it with `kill {process}`, or give another --name",
+            ) from None
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        yield file.fileno()
+
+
+@contextmanager
+def _worker(command: list[str], lock: int) -> Iterator[subprocess.Popen[str]]:
+    """The process, in a session of its own, which holds the lock, too; leaving the block ends all
+    that it started, and the kernel kills it where this process is killed."""
     worker = subprocess.Popen(
-        command,
+        tied(command),
         # Else a folder named lathe where the user stands would be taken for the package.
         env=os.environ | {"PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
+        pass_fds=[lock],
         start_new_session=True,
     )
     handlers = {number: signal.signal(number, _interrupt) for number in SIGNALS}
@@ -149,21 +201,13 @@ def main(
     name: Annotated[str, typer.Option(help="Run folder under run/; default: the time.")] = "",
 ) -> None:
     """Run a pipeline on this machine and print what came of it."""
-    folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))
-    try:
-        run(pipeline, folder, arguments)
-    except UserError as error:
-        fail(f"error: {error}", 2)
-    except StageFailed as error:
-        fail(f"error: {error}", 1)
-    except Interrupted as error:
-        fail("interrupted: every process of the run has ended", 128 + error.number)
-    show(folder, pipeline, RUNS / "deployed")
-
-
-def fail(message: str, status: int) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(status)
+    with told():
+        folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))
+        try:
+            run(pipeline, folder, arguments)
+        except Interrupted as error:
+            fail("interrupted: every process of the run has ended", 128 + error.number)
+        show(folder, pipeline, DEPLOYED)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,18 @@
 What a run needs to know of the server is in the environment: see --help.
 """
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe.errors import StageError, UserError
+from lathe.errors import UserError
 from lathe.recipe import load_recipe
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import PIPELINES, build
@@ -26,6 +24,7 @@ from pipelines.follow import follow
 from pipelines.preflight import Preflight
 from pipelines.resources import SERVICE_ACCOUNT, Pool
 from pipelines.server import HELP, Client, answers
+from pipelines.told import fail, told
 from pipelines.upload import experiment_id, upload, version_name
 
 EXPERIMENT = "lathe"
@@ -143,22 +142,6 @@ def tasks_of(pipeline: GraphComponent) -> set[str]:
     dags = [spec.root.dag, *(c.dag for c in spec.components.values() if c.HasField("dag"))]
     tasks = [(n, task.component_ref.name) for dag in dags for n, task in dag.tasks.items()]
     return {name for name, component in tasks if spec.components[component].executor_label}
-
-
-@contextmanager
-def told() -> Iterator[None]:
-    """End the process with the messages of what the block raises, and no traceback."""
-    try:
-        yield
-    except ExceptionGroup as group:
-        fail("\n".join(f"error: {error}" for error in group.exceptions), UserError.status)
-    except (UserError, StageError) as error:
-        fail(f"error: {error}", error.status)
-
-
-def fail(message: str, status: int) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(status)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -20,7 +20,7 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     """
     console = Console(width=max(100, shutil.get_terminal_size().columns), highlight=False)
     if figures := newest(folder, "report*/metrics"):
-        console.print(summary_table(rows(json.loads(figures.read_text()))))
+        console.print(summary_table(rows(json.loads(figures.read_text(encoding="utf-8")))))
     checkpoints = CHECKPOINTS if pipeline != "compress" else {"INT8": "choose/chosen"}
     for name, output in checkpoints.items():
         if path := newest(folder, output):
@@ -37,7 +37,8 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     if repository is None:
         print("not deployed: the INT8 model did not pass the gate")
         return
-    deployed.unlink(missing_ok=True)
+    if deployed.is_symlink():
+        deployed.unlink()
     deployed.symlink_to(repository, target_is_directory=True)
     print(
         f'server  {repository}\n\ntalk to it: make serve && make client PROMPT="In the beginning"'

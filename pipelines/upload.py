@@ -102,4 +102,6 @@ def _commit() -> str:
 
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(REPOSITORY), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=True
+    ).stdout

@@ -72,14 +72,14 @@ def test_overrides_are_yaml_and_the_last_wins() -> None:
             "Optimizer.lr.max_lr=1e-3",
             "Data.Train.dataset.split=949,50,1",
             "Compress.Quantization.skip_tensor_map={block_0: [linear2]}",
-            "Compress.pretrained=a=b",
+            "Compress.Distill.teacher=a=b",
         ],
     )
     assert recipe.Engine.max_steps == recipe.Optimizer.lr.decay_steps == 9
     assert recipe.Optimizer.lr.max_lr == 1e-3
     assert recipe.Data.Train.dataset.split == (949, 50, 1)
     assert recipe.Compress.Quantization.skip_tensor_map == {"block_0": ["linear2"]}
-    assert recipe.Compress.pretrained == "a=b"
+    assert recipe.Compress.Distill.teacher == "a=b"
 
 
 def test_a_base_merges_deeply_and_inherited_false_replaces(tmp_path: Path) -> None:
@@ -156,10 +156,11 @@ def test_a_fleetx_file_reads_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureF
     assert recipe.Engine.mix_precision.dtype == "float16"
     assert recipe.Distributed.dp_degree == "auto"
     assert recipe.Compress.Quantization.enable
-    assert recipe.Compress.pretrained == "./model"
     [warning] = caplog.messages
     assert "Profiler; " in warning
     assert "Data.Train (sampler, loader)" in warning
+    assert "Data.Train.dataset (name, input_dir)" in warning
+    assert "Compress.Quantization (pretrained, onnx_format)" in warning
     assert "Model (module, name, type_vocab_size, fused_linear, no_recompute_layers)" in warning
 
 
@@ -208,7 +209,7 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         ("Data: {Train: {dataset: {split: '9,-1,1'}}}\n", r"non-negative"),
         ("Optimizer: {lr: {max_lr: .inf}}\n", r"finite number"),
         ("Engine: 5\n", r"recipe.yaml:1: Engine: .*dictionary"),
-        ("Model: {num_layers: '${Model.layers}'}\n", r"recipe.yaml: .*Model.layers"),
+        ("Model: {num_layers: '${Model.layers}'}\n", r"recipe.yaml:1: .*Model.layers"),
         ("Compress: {Quantization: {skip_tensor_map: {3: [qkv]}}}\n", r"skip_tensor_map: "),
         ("Engine: {max_steps: 3\n", r"recipe.yaml: not YAML"),
         ("Engine: {eval_freq: 1, eval_freq: 2}\n", r"recipe.yaml: not YAML.*duplicate"),

@@ -47,11 +47,11 @@ def choose(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.compress.search import PAGE, choose, parse_goal, require_met
+    from lathe.compress.search import PAGE, choose, gather, parse_goal, require_met
 
     with stage(recipe, overrides) as settings:
         goal, folder = parse_goal(target, budget), Path(trials.path)
-        candidates = list(zip(ratios, local(*evaluations), local(*exports), strict=True))
+        candidates = gather(ratios, local(*models), local(*evaluations), local(*exports))
         found = choose(settings, goal, local(dense_evaluation, dense_export), candidates, folder)
         shutil.copyfile(folder / PAGE, page.path)
         index = found.trials.index(require_met(found))

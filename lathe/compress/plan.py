@@ -1,8 +1,8 @@
 """Which linears become INT8: all but those that the recipe or an analysis leaves in float."""
 
-import json
 from pathlib import Path
 
+from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
 from lathe.settings import QuantizationSettings
@@ -50,7 +50,7 @@ def skip_names(
             )
         names |= {f"h.{int(index)}.{SEED_NAMES[linear]}" for linear in linears}
     if sensitivity is not None:
-        chosen = json.loads((sensitivity / "sensitivity.json").read_text())["skip"]
+        chosen = read_analysis(sensitivity).skip
         unknown = set(chosen) - {*quantizable(config, settings), HEAD}
         if unknown:
             raise UserError(

@@ -2,14 +2,15 @@
 
 import logging
 import os
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lathe.compress.criteria import importance
+from lathe.compress.enabled import require_enabled
 from lathe.compress.widths import (
     Cost,
     choose_global,
@@ -29,7 +30,7 @@ from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult, read_result
+from lathe.train.result import TrainResult, read_result, remove_run
 from lathe.train.stage import Work, run_training
 
 log = logging.getLogger("lathe")
@@ -44,8 +45,10 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     The result's `first_eval_loss` is the loss right after the last pruning, before its finetuning.
 
     Raises:
-        UserError: `model` is already quantized; see also `run_training`.
+        UserError: `model` is already quantized, or `Compress.Prune.enable` is False; see also
+            `run_training`.
     """
+    require_enabled("Prune", recipe.Compress.Prune.enable)
     if recipe.Compress.engine == "paddle":
         start_paddle("prune", recipe, model, "--data", data, "--output", output)
         return read_result(output)
@@ -59,7 +62,9 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     result = _one_round(recipe, rounds, model, start, data, output)
     if os.environ.get("RANK", "0") == "0":
         for folder in others:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_run(folder)
+            with suppress(OSError):
+                folder.rmdir()
     return result
 
 
@@ -93,7 +98,8 @@ def _one_round(
         )
         return Work("prune", pruned, dense.tokenizer, dense.digest)
 
-    return run_training(_share(recipe, index), data, output, inputs, make, teacher)
+    share = _share(recipe, index)
+    return run_training(share, data, output, inputs, make, teacher, [model, start])
 
 
 def cut(

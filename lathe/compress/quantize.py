@@ -7,7 +7,10 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
+from lathe.artifacts import SENSITIVITY
+from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
+from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
@@ -35,16 +38,18 @@ def quantize(
         sensitivity: a folder of `analyze`; its skips stay float, as do `skip_tensor_map`'s.
 
     Raises:
-        UserError: `model` is already quantized, a skip names no linear of it; see also
-            `run_training`.
+        UserError: `model` is already quantized, a skip names no linear of it, or
+            `Compress.Quantization.enable` is False; see also `run_training`.
     """
+    require_enabled("Quantization", recipe.Compress.Quantization.enable)
     if recipe.Compress.engine == "paddle":
         skips = ["--sensitivity", sensitivity] if sensitivity else []
         start_paddle("quantize", recipe, model, "--data", data, *skips, "--output", output)
         return read_result(output)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
+        read_analysis(sensitivity)
+        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.card)
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
@@ -76,7 +81,8 @@ def quantize(
             before_save=before_save,
         )
 
-    return run_training(recipe, data, output, inputs, make, teacher)
+    sources = [model, sensitivity] if sensitivity else [model]
+    return run_training(recipe, data, output, inputs, make, teacher, sources)
 
 
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:

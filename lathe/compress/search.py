@@ -7,6 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
+from tokenizers import Tokenizer, models
+
+from lathe.artifacts import EXPORT as EXPORTED
+from lathe.artifacts import PAGE as HTML
+from lathe.artifacts import SEARCH, SENSITIVITY, read_as
+from lathe.compress.enabled import require_enabled
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.stage import analyze
@@ -14,17 +20,21 @@ from lathe.compress.trial import Budget, Goal, SearchResult, Target, Trial
 from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError, UserError
 from lathe.evaluate.gate import gate
+from lathe.evaluate.lambada import read_cloze
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import METRICS, read_metrics
 from lathe.evaluate.stage import evaluate
 from lathe.export.stage import export
-from lathe.model.folder import checkpoint_digest
+from lathe.model.config import read_config
+from lathe.model.folder import checkpoint_digest, read_marker, resolve
 from lathe.report.pareto import pareto_page
 from lathe.settings import Recipe
-from lathe.storage import atomic_file, digest, sha256
-from lathe.train.result import FREE, claim
+from lathe.storage import atomic_file, claim_file, digest, sha256
+from lathe.train.result import FREE, Identity, begin, claimed
 
 log = logging.getLogger("lathe")
+
+Perform = Callable[[str, Callable[[], object], Sequence[object]], object]
 
 CARD = "trial.json"
 RESULT = "compress.json"
@@ -33,6 +43,7 @@ PARTS = EVALUATION, EXPORT = "evaluation", "onnx"
 CLOSE = 0.97  # of the target: what is nearer to it is not searched on
 LARGEST = 0.75  # ratio
 REST = 0.3  # of the cost, guessed to be left when all heads and channels are gone
+MOST_INCREASE = 1e6  # of a perplexity, relative
 STEP = 1 / 64  # of a ratio: finer ones give the same heads
 
 
@@ -40,16 +51,16 @@ def parse_goal(target: str, budget: str) -> Goal:
     """`latency=0.4` and `accuracy=-0.5` (points) or `perplexity=0.05` (relative).
 
     Raises:
-        UserError: another word, or not a number.
+        UserError: another word, not a number, or one that is no share and no loss.
     """
     of, share = _assignment("--target", target, get_args(Target))
     kind, allowed = _assignment("--budget", budget, get_args(Budget))
     if not 0 < share < 1:
         raise UserError(f"--target {target}: not a share", f"give one below 1, e.g. {of}=0.4")
     loss = -allowed / 100 if kind == "accuracy" else allowed
-    if loss < 0:
+    if not 0 <= loss <= (1 if kind == "accuracy" else MOST_INCREASE):
         raise UserError(
-            f"--budget {budget}: asks for a gain",
+            f"--budget {budget}: {'asks for a gain' if loss < 0 else 'not a loss to bear'}",
             "write accuracy=-0.5 for half a point lost, perplexity=0.05 for 5 % more",
         )
     return Goal(of, share, kind, loss)  # type: ignore[arg-type]
@@ -63,7 +74,7 @@ def compress(
     output: Path,
     trials: int = 4,
     cloze: Path | None = None,
-    run: Callable[[str, Callable[[], object], Sequence[object]], None] | None = None,
+    run: Perform | None = None,
 ) -> SearchResult:
     """Try INT8 alone, then as much pruning as the target seems to need, nearer each time; write
     `compress.json` and `compress.html`, a picture of all trials.
@@ -78,28 +89,45 @@ def compress(
             may run it on several processes.
 
     Raises:
-        UserError: `output` belongs to a search of other settings; see also the stages.
+        UserError: `output` belongs to a search of other settings, or a recipe disables its stage;
+            see also the stages.
     """
-    base, pruning, quantization = recipes
+    require_enabled("Prune", recipes[1].Compress.Prune.enable)
+    require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
     perform = run or (lambda name, stage, arguments: stage())
     judged = ("Sensitivity", "Offline_Eval", "Export")
     free = {group: what for group, what in FREE.items() if group not in judged}
-    claim(
-        output,
-        {
-            "model": checkpoint_digest(model),
-            "data": TokenDataset.open(data).digest,
-            "settings": digest("".join(r.model_dump_json(exclude=free) for r in recipes)),
-            "cloze": sha256(cloze) if cloze else "",
-        },
-    )
+    if cloze:
+        read_cloze(cloze, Tokenizer(models.BPE()))  # before the work; no words are needed for it
+    identity: Identity = {
+        "model": checkpoint_digest(model),
+        "data": TokenDataset.open(data).digest,
+        "settings": digest("".join(r.model_dump_json(exclude=free) for r in recipes)),
+        "cloze": sha256(cloze) if cloze else "",
+    }
+    with claimed(output, identity, model, data, cloze):
+        begin(output, identity)
+        return _search(goal, recipes, model, data, output, trials, cloze, perform)
+
+
+def _search(
+    goal: Goal,
+    recipes: tuple[Recipe, Recipe, Recipe],
+    model: Path,
+    data: Path,
+    output: Path,
+    trials: int,
+    cloze: Path | None,
+    perform: Perform,
+) -> SearchResult:
+    base, pruning, quantization = recipes
     dense = output / "dense"
     _measure_up(base, model, dense, data, cloze)
 
     def attempt(ratio: float) -> Trial:
         folder = output / trial_name(ratio)
         if (folder / CARD).is_file():
-            known = Trial(**json.loads((folder / CARD).read_text()))
+            known = read_as(folder / CARD, Trial, "delete the file: the trial is judged again")
             return replace(
                 known, verdict=_verdict(base, goal, dense / EVALUATION, folder / EVALUATION)
             )
@@ -114,7 +142,7 @@ def compress(
                 [*arguments, "--output", source, "-o", f"Compress.Prune.ratio={ratio}"],
             )
         ranked, int8 = folder / "sensitivity", folder / "int8"
-        if not (ranked / "sensitivity.json").is_file():
+        if not (ranked / SENSITIVITY.card).is_file():
             analyze(quantization, source, data, ranked)
         perform(
             "quantize",
@@ -124,7 +152,7 @@ def compress(
         _measure_up(base, int8, folder, data, cloze)
         trial = weigh(base, goal, ratio, *(f / part for f in (dense, folder) for part in PARTS))
         with atomic_file(folder / CARD) as work:
-            work.write_text(json.dumps(asdict(trial), indent=2) + "\n")
+            work.write_text(json.dumps(asdict(trial), indent=2) + "\n", encoding="utf-8")
         return trial
 
     done: list[Trial] = []
@@ -151,10 +179,37 @@ def choose(
         output: folder for `compress.json` and `compress.html`.
     """
     evaluation, exported = dense
+    claim_file(output / RESULT, SEARCH)
+    claim_file(output / PAGE, HTML)
     trials = [
         weigh(recipe, goal, ratio, evaluation, exported, *folders) for ratio, *folders in candidates
     ]
     return conclude(goal, evaluation, trials, output)
+
+
+def gather(
+    ratios: Sequence[float],
+    models: Sequence[Path],
+    evaluations: Sequence[Path],
+    exports: Sequence[Path],
+) -> list[tuple[float, Path, Path]]:
+    """The candidates of `choose`, whose checkpoints are whole.
+
+    Raises:
+        UserError: not as many of each, a ratio that is none, or a model that is no checkpoint.
+    """
+    counts = [len(part) for part in (ratios, models, evaluations, exports)]
+    if len(set(counts)) > 1 or not ratios:
+        raise UserError(
+            f"there are {', '.join(map(str, counts))} ratios, models, evaluations and exports",
+            "give as many of each, and one at least",
+        )
+    for ratio, model in zip(ratios, models, strict=True):
+        if not (isinstance(ratio, float | int) and 0 <= ratio < 1):
+            raise UserError(f"ratio {ratio!r}: not a share below 1", "give what was pruned")
+        read_config(resolve(model))
+        read_marker(model)
+    return list(zip(ratios, evaluations, exports, strict=True))
 
 
 def weigh(
@@ -197,9 +252,9 @@ def conclude(
     result = SearchResult(goal, dense, tuple(trials), best)
     output.mkdir(parents=True, exist_ok=True)
     with atomic_file(output / RESULT) as work:
-        work.write_text(json.dumps(asdict(result), indent=2) + "\n")
+        work.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     with atomic_file(output / PAGE) as work:
-        work.write_text(pareto_page(result))
+        work.write_text(pareto_page(result), encoding="utf-8")
     return result
 
 
@@ -241,7 +296,7 @@ def _ratios(goal: Goal, done: Sequence[Trial]) -> Iterator[float]:
 
 
 def _measure_up(recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None) -> None:
-    if not (folder / EXPORT / "export.json").is_file():
+    if not (folder / EXPORT / EXPORTED.card).is_file():
         export(recipe, model, data, folder / EXPORT)
     if not (folder / EVALUATION / METRICS).is_file():
         evaluate(recipe, model, folder / EVALUATION, data, cloze)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lathe.data.tokenizer import load_tokenizer
-from lathe.data.tokens import CARD, TokenBlend, TokenDataset, TokenSequences
+from lathe.artifacts import DATA
+from lathe.data.tokenizer import load_tokenizer, save_tokenizer
+from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
-from lathe.storage import atomic_folder
+from lathe.storage import atomic_folder, claim_folder
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
 MOST_PARTS = 255  # a part's number is one byte
@@ -39,8 +40,10 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
         UserError: fewer than two parts, one given twice, absent, broken, a blend itself or of
             another tokenizer, or a weight that is not a positive number.
     """
+    folders = [folder for folder, _ in parts]
+    claim_folder(output, DATA, *folders)
     opened = _open_parts(parts)
-    _check_folders([folder for folder, _ in parts], output)
+    _require_different(folders)
     tokenizer = load_tokenizer(opened[0].folder)
     for part in opened[1:]:
         theirs = load_tokenizer(part.folder)
@@ -50,7 +53,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
                 f"{opened[0].folder}'s ({tokenizer.get_vocab_size():,} ids)",
                 f"prepare it with --tokenizer {opened[0].folder}",
             )
-    with atomic_folder(output, CARD) as work:
+    with atomic_folder(output, DATA) as work:
         entries: list[dict[str, Any]] = []
         for i, (part, (_, weight)) in enumerate(zip(opened, parts, strict=True), 1):
             name = f"{i}-{part.folder.resolve().name}"
@@ -65,7 +68,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
                     "card_sha256": hashlib.sha256(card).hexdigest(),
                 }
             )
-        tokenizer.save(str(work / "tokenizer.json"))
+        save_tokenizer(tokenizer, work / "tokenizer.json")
         for held_out in (opened[0].folder / name for name in HELD_OUT):
             if held_out.is_file():
                 _link(held_out, work / held_out.name)
@@ -76,7 +79,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
             "eos_id": opened[0].eos_id,
             "blend": entries,
         }
-        (work / CARD).write_text(json.dumps(summary, indent=2) + "\n")
+        (work / DATA.card).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     blended = TokenDataset.open(output)
     assert isinstance(blended, TokenBlend)
     return blended
@@ -98,14 +101,12 @@ def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
     return opened
 
 
-def _check_folders(folders: Sequence[Path], output: Path) -> None:
+def _require_different(folders: Sequence[Path]) -> None:
     seen: set[Path] = set()
     for folder in folders:
         if folder.resolve() in seen:
             raise UserError(f"{folder}: given twice", "give it once, with the sum of the weights")
         seen.add(folder.resolve())
-    if output.resolve() in seen:
-        raise UserError(f"{output}: is one of the parts", "give a new folder as --output")
 
 
 def _bad_weight(folder: Path, weight: float | str) -> UserError:

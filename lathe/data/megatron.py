@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lathe.errors import UserError
+from lathe.inputs import open_file
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -84,7 +85,8 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     Raises:
         UserError: not this format, cut short, or the two do not belong together.
     """
-    index = idx_file.read_bytes()
+    with open_file(idx_file) as file:
+        index = file.read()
     if len(index) < HEADER.size or not index.startswith(MAGIC):
         raise UserError(f"{idx_file}: not a Megatron index", "give the .idx of a mmap data set")
     _, version, code, n, d = HEADER.unpack_from(index)
@@ -110,12 +112,16 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             f"{bin_file}: {held:,} bytes, but {idx_file.name} counts {needed:,}",
             "copy or prepare the data set again; one of the two is not whole",
         )
-    inside = (
-        (sizes >= 0)
-        & (pointers >= 0)
-        & (pointers + sizes.astype(np.int64) * dtype.itemsize <= held)
-    )
+    lengths = sizes.astype(np.int64) * dtype.itemsize
+    inside = (sizes >= 0) & (pointers >= 0) & (pointers <= held - lengths)
     if not inside.all() or (pointers % dtype.itemsize).any():
         raise UserError(f"{idx_file}: points outside {bin_file.name}", "prepare the data set again")
+    order = np.argsort(pointers, kind="stable")
+    if (pointers[order][1:] < (pointers + lengths)[order][:-1]).any():
+        raise UserError(f"{idx_file}: sequences overlap", "prepare the data set again")
+    if d and (doc_idx[0] != 0 or doc_idx[-1] != n or (doc_idx[1:] < doc_idx[:-1]).any()):
+        raise UserError(
+            f"{idx_file}: its documents do not divide {n:,} sequences", "prepare the data set again"
+        )
     tokens = np.memmap(bin_file, dtype, "r") if held else np.zeros(0, dtype)
     return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes)

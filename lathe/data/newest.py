@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from lathe.errors import UserError
+from lathe.errors import UserError, explain_os_error
 from lathe.storage import exists, is_remote, list_uris
 
 log = logging.getLogger("lathe")
@@ -26,6 +26,8 @@ def resolve(source: str) -> str:
     if not source.startswith(NEWEST):
         return source
     place = source.removeprefix(NEWEST)
+    if not place:
+        raise UserError(f"{source}: of which place?", "write newest:FOLDER or newest:s3://...")
     found = _newest_below(place) if is_remote(place) else _newest_in(Path(place))
     if found is None:
         raise UserError(
@@ -50,8 +52,11 @@ def _newest_below(prefix: str) -> str | None:
 def _newest_in(folder: Path) -> str | None:
     if not folder.is_dir():
         raise UserError(f"{NEWEST}{folder}: no such folder", "check the path")
-    children = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    times = {path: time for path in children if (time := _changed(path))}
+    try:
+        children = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        times = {path: time for path in children if (time := _changed(path))}
+    except OSError as error:
+        raise explain_os_error(error, folder) from error
     return str(max(times, key=lambda path: (times[path], path.name))) if times else None
 
 

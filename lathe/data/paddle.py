@@ -12,11 +12,15 @@ from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lathe.data.megatron import TokenArrays
-from lathe.errors import UserError
+from lathe.errors import UserError, explain_os_error
+from lathe.inputs import require_file
 
 U16_BELOW = 65535
+SPARE_SEQUENCES = 1024  # without a token
+WHOLE = "copy or prepare the data set again; the file is not whole"
 
 
 class PaddleWriter:
@@ -74,27 +78,57 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
     Raises:
         UserError: not this format, cut short, or the two do not belong together.
     """
-    whole = "copy or prepare the data set again; the file is not whole"
+    require_file(ids_file)
+    require_file(idx_file)
     try:
-        tokens = np.load(ids_file, mmap_mode="r")
-    except (ValueError, EOFError, OSError) as error:
-        raise UserError(f"{ids_file}: cannot be mapped: {error}", whole) from error
-    try:
-        with np.load(idx_file) as idx:
-            lens = idx["lens"].astype(np.int32)
-            docs = idx["docs"] if "docs" in idx else np.arange(len(lens) + 1)
-    except (ValueError, EOFError, OSError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{idx_file}: cannot be read: {error}", whole) from error
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        tokens = np.lib.format.open_memmap(ids_file, mode="r")
+    except OSError as error:
+        raise explain_os_error(error, ids_file) from error
+    except Exception as error:  # a broken header raises whatever its bytes lead to
+        raise UserError(f"{ids_file}: cannot be mapped: {error}", WHOLE) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.dtype.isnative:
         raise UserError(
             f"{ids_file}: {tokens.dtype} of shape {tokens.shape}, not one row of token ids",
-            "prepare the data set again",
+            "prepare the data set again, with little-endian integers",
         )
-    ends = np.cumsum(lens, dtype=np.int64)
+    try:
+        with zipfile.ZipFile(idx_file) as archive:
+            lens = _read_row(archive, "lens", len(tokens))
+            has_docs = "docs.npy" in archive.namelist()
+            docs = _read_row(archive, "docs", len(tokens)) if has_docs else np.arange(len(lens) + 1)
+    except OSError as error:
+        raise explain_os_error(error, idx_file) from error
+    except Exception as error:  # `zipfile` raises what its decompressors raise
+        raise UserError(f"{idx_file}: cannot be read: {error}", WHOLE) from error
+    if (lens < 0).any() or (lens > np.iinfo(np.int32).max).any():
+        raise UserError(f"{idx_file}: lens has numbers that are no length", WHOLE)
+    ends = np.cumsum(lens)
     counted = int(ends[-1]) if len(ends) else 0
-    if counted != len(tokens) or (lens < 0).any():
+    if counted != len(tokens):
         raise UserError(
             f"{ids_file}: {len(tokens):,} tokens, but {idx_file.name} counts {counted:,}",
             "take both files from one data set",
         )
-    return TokenArrays(tokens, ends - lens, lens, docs.astype(np.int64))
+    return TokenArrays(tokens, ends - lens, lens.astype(np.int32), docs)
+
+
+def _read_row(archive: zipfile.ZipFile, name: str, tokens: int) -> NDArray[np.int64]:
+    """An array of whole numbers in an `.npz`, of no more numbers than sequences of `tokens` have.
+
+    Its length is known before it is unpacked: a small archive may unpack to any size.
+    """
+    with archive.open(f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, _, dtype = read_header(member)
+        if len(shape) != 1 or dtype.kind not in "iu":
+            raise ValueError(f"{name} is {dtype} of shape {shape}, not a row of whole numbers")
+        if not 0 <= shape[0] <= 2 * tokens + SPARE_SEQUENCES:
+            raise ValueError(f"{name} has {shape[0]:,} numbers for {tokens:,} tokens")
+        data = member.read(shape[0] * dtype.itemsize)
+    if len(data) != shape[0] * dtype.itemsize:
+        raise ValueError(f"{name} is cut short")
+    return np.frombuffer(data, dtype).astype(np.int64)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,15 +13,25 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from lathe.artifacts import DATA, check_files, read_card
+from lathe.cards import DataCard
 from lathe.data.cloze import cloze_passages
 from lathe.data.newest import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
-from lathe.data.sources import documents
-from lathe.data.tokenizer import eos_id, load_tokenizer, train_tokenizer, vocab_size
-from lathe.data.tokens import CARD, WRITERS
+from lathe.data.sources import documents, named
+from lathe.data.tokenizer import (
+    FILES,
+    eos_id,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+    vocab_size,
+)
+from lathe.data.tokens import CURE, WRITERS
+from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.settings import PrepareSettings, Recipe
-from lathe.storage import atomic_folder, require_replaceable, sha256
+from lathe.storage import atomic_folder, claim_folder
 
 log = logging.getLogger("lathe")
 
@@ -50,7 +59,7 @@ class Spool:
     def __init__(self, path: Path, source: str, text_key: str) -> None:
         self.path, self.documents = path, 0
         digest = hashlib.sha256()
-        with path.open("wb") as file, bar(f"read {source}") as progress:
+        with path.open("wb") as file, bar(f"read {named(source)}") as progress:
             for text in documents(source, text_key):
                 line = json.dumps(text, ensure_ascii=False).encode() + b"\n"
                 digest.update(line)
@@ -84,15 +93,17 @@ def prepare(
             hold one sample. Nothing is left half written.
     """
     settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
-    source = resolve(source or settings.source)
-    tokenizer = tokenizer or settings.tokenizer
-    require_replaceable(output, CARD)
+    source = resolve(settings.source if source is None else source)
+    tokenizer = settings.tokenizer if tokenizer is None else tokenizer
+    if not tokenizer:
+        raise UserError("--tokenizer is empty", "give a file or a folder, or `train`")
+    local = [] if source == "python" else [source.removeprefix("hf://")]
+    claim_folder(output, DATA, *local, *(Path(tokenizer) / name for name in FILES))
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     if settings.num_workers:
         os.environ["RAYON_NUM_THREADS"] = str(settings.num_workers)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.text.", dir=output.parent) as scratch:
-        spool = Spool(Path(scratch) / "documents.jsonl", source, settings.text_key)
+    with atomic_folder(output, DATA) as work:
+        spool = Spool(work.with_name("documents.jsonl"), source, settings.text_key)
         made_from = {
             "text_sha256": spool.sha256,
             "format": settings.format,
@@ -103,27 +114,22 @@ def prepare(
         }
         card = _whole(output, made_from)
         if card is not None:
-            _check_parts(card, source, dataset.max_seq_len)
+            _check_parts(card, named(source), dataset.max_seq_len)
             log.info("%s: already prepared from the same text and settings, kept", output)
             return _result(output, card, reused=True)
         boundaries = split_boundaries(dataset.split, spool.documents)
-        with atomic_folder(output, CARD) as work:
-            used = given or train_tokenizer(islice(spool, boundaries[1]), settings.vocab_size)
-            used.save(str(work / "tokenizer.json"))
-            card = {"source": source, "made_from": made_from, "boundaries": boundaries}
-            card |= _write_tokens(work, settings.format, spool, used, boundaries)
-            card["cloze_examples"] = _write_held_out(
-                work,
-                islice(spool, boundaries[2], boundaries[3]),
-                boundaries[3] - boundaries[2],
-                settings,
-            )
-            _check_parts(card, source, dataset.max_seq_len)
-            files = sorted(work.iterdir())
-            card["files"] = {
-                f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files
-            }
-            (work / CARD).write_text(json.dumps(card, indent=2) + "\n")
+        used = given or train_tokenizer(islice(spool, boundaries[1]), settings.vocab_size)
+        save_tokenizer(used, work / "tokenizer.json")
+        card = {"source": named(source), "made_from": made_from, "boundaries": boundaries}
+        card |= _write_tokens(work, settings.format, spool, used, boundaries)
+        card["cloze_examples"] = _write_held_out(
+            work,
+            islice(spool, boundaries[2], boundaries[3]),
+            boundaries[3] - boundaries[2],
+            settings,
+        )
+        _check_parts(card, named(source), dataset.max_seq_len)
+        (work / DATA.card).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     return _result(output, card, reused=False)
 
 
@@ -199,22 +205,20 @@ def _check_parts(card: dict[str, Any], source: str, seq_len: int) -> None:
     parts = list(zip(PARTS, pairwise(card["boundaries"]), card["part_tokens"], strict=True))
     for part, (first, end), tokens in parts:
         if part == PARTS[0]:
-            require_sample(f"{source}: {part} part", end - first, tokens, seq_len)
+            require_sample(f"{named(source)}: {part} part", end - first, tokens, seq_len)
         elif 0 < tokens <= seq_len:
             log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
 
 
 def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
-    """The card of a folder made from the same things, if all its files have their length."""
+    """The card of a folder made from the same things, if all its files are as they were."""
     try:
-        card: dict[str, Any] = json.loads((output / CARD).read_bytes())
-        lengths = {name: file["bytes"] for name, file in card["files"].items()}
-        same = card["made_from"] == made_from and all(
-            (output / name).stat().st_size == length for name, length in lengths.items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        card = read_card(output / DATA.card, DataCard, CURE)
+        check_files(output, DATA.card, card.files, CURE)
+    except UserError:
         return None
-    return card if same else None
+    same = bool(card.files) and card.raw.get("made_from") == made_from
+    return card.raw if same else None
 
 
 def _fingerprint(tokenizer: Tokenizer) -> str:

@@ -1,21 +1,23 @@
 """Where text comes from: one iterator of documents for files, folders, addresses and data sets."""
 
 import gzip
-import json
+import io
 import logging
 import lzma
+import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import zstandard
 
 from lathe.data.embedded import python_documents
-from lathe.errors import UserError
+from lathe.errors import UserError, explain_os_error
+from lathe.inputs import lines, open_file, parse_json, require_text
 from lathe.storage import fetch, is_remote
+from lathe.storage.failures import shown
 
 log = logging.getLogger("lathe")
 
@@ -51,7 +53,14 @@ def documents(source: str, text_key: str = "text") -> Iterator[str]:
             empty = False
             yield stripped
     if empty:
-        raise UserError(f"{source}: no text in it", "give a corpus with at least one document")
+        raise UserError(
+            f"{named(source)}: no text in it", "give a corpus with at least one document"
+        )
+
+
+def named(source: str) -> str:
+    """The source for a message or a card: an address without its password or signature."""
+    return shown(source) if is_remote(source) else source
 
 
 def _read(source: str, text_key: str) -> Iterator[str]:
@@ -68,18 +77,30 @@ def _read(source: str, text_key: str) -> Iterator[str]:
 
 def _read_path(path: Path, text_key: str) -> Iterator[str]:
     if not path.is_dir():
-        lines = _lines(path)
-        yield from (
-            _json_texts(path, lines, text_key) if _kind(path) in JSON_LINES else _blocks(lines)
-        )
+        is_json = _kind(path) in JSON_LINES
+        yield from _json_texts(path, text_key) if is_json else _blocks(_lines(path))
         return
-    below = (p for p in sorted(path.rglob("*")) if p.is_file())
-    files = [p for p in below if not any(q.startswith(".") for q in p.relative_to(path).parts)]
+    files = _files(path)
     texts = [p for p in files if _kind(p) in IN_FOLDERS]
     if len(texts) < len(files):
         log.warning("%s: %d files with other endings ignored", path, len(files) - len(texts))
     for file in texts:
         yield from _read_path(file, text_key)
+
+
+def _files(folder: Path) -> list[Path]:
+    """All that is no folder below one, sorted; what is hidden does not count."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        for link in (p for p in (Path(parent, name) for name in folders) if p.is_symlink()):
+            log.warning("%s: a link to a folder, passed over", link)
+    return sorted(found)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise explain_os_error(error)
 
 
 def _kind(path: Path) -> str:
@@ -90,61 +111,68 @@ def _kind(path: Path) -> str:
 
 def _lines(path: Path) -> Iterator[str]:
     """Decoded lines without their ends, whatever the compression."""
-    try:
-        with _open(path) as raw:
-            for number, line in enumerate(raw, 1):
-                try:
-                    text = line.decode()
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start}",
-                        "convert the file, for instance with iconv -t utf-8",
-                    ) from error
-                yield (text.removeprefix("\ufeff") if number == 1 else text).rstrip("\r\n")
-    except (EOFError, OSError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
-        raise UserError(
-            f"{path}: cannot be read: {error}", "check the file; is it whole?"
-        ) from error
+    with open_file(path) as file:
+        try:
+            yield from lines(_unpacked(file, path.suffix.lower()), path)
+        except OSError as error:
+            if error.errno:
+                raise
+            raise _broken(path, error) from error
+        except (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+            raise _broken(path, error) from error
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[Iterable[bytes]]:
-    match path.suffix.lower():
+def _broken(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path}: cannot be read: {error}", "is the file whole, and what its ending says?"
+    )
+
+
+def _unpacked(file: BinaryIO, ending: str) -> io.BufferedIOBase | BinaryIO:
+    match ending:
         case ".gz":
-            with gzip.open(path) as file:
-                yield file
+            return gzip.GzipFile(fileobj=file)
         case ".xz":
-            with lzma.open(path) as file:
-                yield file
+            return lzma.LZMAFile(file)
         case ".zst":
-            with path.open("rb") as file:
-                yield _zstandard_lines(file)
-        case _:
-            with path.open("rb") as file:
-                yield file
+            return io.BufferedReader(_Zstandard(file), 1 << 18)
+    return file
 
 
-def _zstandard_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of one or more frames. The library's own file reader ends a cut file in silence."""
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    rest = b""
-    while chunk := file.read(1 << 18):
-        while chunk:
-            if frame.eof:
-                frame = zstandard.ZstdDecompressor().decompressobj()
-            *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
-            yield from lines
-            chunk = frame.unused_data
-    if not frame.eof:
-        raise EOFError("the file ends inside a zstandard frame")
-    if rest:
-        yield rest
+class _Zstandard(io.RawIOBase):
+    """One or more frames. The library's own file reader ends a cut file in silence."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._unpacked = memoryview(b"")
+        self._packed = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            # Few bytes at a time: what a block of a bomb unpacks to is held in memory.
+            self._packed = self._packed or self._file.read(1 << 12)
+            if not self._packed:
+                if not self._frame.eof:
+                    raise EOFError("the file ends inside a zstandard frame")
+                return 0
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._unpacked = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+        room = memoryview(buffer)
+        count = min(len(room), len(self._unpacked))
+        room[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
+        return count
 
 
-def _blocks(lines: Iterable[str]) -> Iterator[str]:
+def _blocks(text: Iterable[str]) -> Iterator[str]:
     gathered: list[str] = []
     characters = 0
-    for line in lines:
+    for line in text:
         gathered.append(line)
         characters += len(line) + 1
         if not line.strip() and characters >= DOCUMENT_CHARACTERS:
@@ -153,15 +181,12 @@ def _blocks(lines: Iterable[str]) -> Iterator[str]:
     yield "\n".join(gathered)
 
 
-def _json_texts(path: Path, lines: Iterable[str], text_key: str) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
+def _json_texts(path: Path, text_key: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: not JSON: {error}", "mend or remove the line") from error
+        row = parse_json(line, where, "mend or remove the line")
         if not isinstance(row, dict):
             raise UserError(f"{where}: not a JSON object", f'write {{"{text_key}": "..."}}')
         yield _text(where, row, text_key)
@@ -170,7 +195,7 @@ def _json_texts(path: Path, lines: Iterable[str], text_key: str) -> Iterator[str
 def _text(where: str, row: dict[str, Any], text_key: str) -> str:
     if text_key not in row:
         raise UserError(
-            f"{where}: no key {text_key!r} among {', '.join(map(repr, row)) or 'none'}",
+            f"{where}: no key {text_key!r} among {', '.join(map(repr, [*row][:8])) or 'none'}",
             "set Prepare.text_key to the key that holds the text",
         )
     text = row[text_key]
@@ -179,13 +204,7 @@ def _text(where: str, row: dict[str, Any], text_key: str) -> str:
             f"{where}: {text_key!r} holds {type(text).__name__}, not text",
             "set Prepare.text_key to the key that holds the text",
         )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{where}: half of a surrogate pair at character {error.start}", "mend the text"
-        ) from error
-    return text
+    return require_text(text, where)
 
 
 def _read_data_set(source: str, text_key: str) -> Iterator[str]:
@@ -201,10 +220,11 @@ def _read_data_set(source: str, text_key: str) -> Iterator[str]:
             rows = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         else:
             rows = datasets.load_dataset(name, config or None, split=split)
-    except (OSError, ValueError, KeyError) as error:
+        numbered = enumerate(iter(rows))
+    except Exception as error:  # `datasets` raises what its many readers raise
         raise UserError(
-            f"{source}: cannot be loaded: {error}",
+            f"{source}: cannot be loaded: {str(error).partition(chr(10))[0]}",
             "check the name, config and split; offline, give hf:// the folder of a local data set",
         ) from error
-    for number, row in enumerate(rows):
+    for number, row in numbered:
         yield _text(f"{source} row {number}", row, text_key)

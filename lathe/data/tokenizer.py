@@ -1,13 +1,21 @@
 """Byte-level BPE: read GPT-2's or any `tokenizers` file, or train one on a corpus."""
 
-from collections.abc import Callable, Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lathe.errors import UserError
+from lathe.errors import UserError, explain_os_error, os_errors
+from lathe.inputs import open_file, parse_json
 
 EOS = "<|endoftext|>"
+FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+ID_LIMIT = 1 << 31  # token files hold int32
+SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
+CURE = "give an unbroken file"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -17,7 +25,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         path: one of those files, or a folder that holds them (`tokenizer.json` wins).
 
     Raises:
-        UserError: nothing there, not a tokenizer, or one without the token `<|endoftext|>`.
+        UserError: nothing there, not a tokenizer, one without the token `<|endoftext|>`, or with
+            ids that no embedding could have.
     """
     folder, name = (path, "tokenizer.json") if path.is_dir() else (path.parent, path.name)
     file, vocab, merges = folder / name, folder / "vocab.json", folder / "merges.txt"
@@ -25,6 +34,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if file.is_file() and file not in (vocab, merges):
         tokenizer = _parse(file, lambda: Tokenizer.from_file(str(file)))
     elif is_pair:
+        _require_vocabulary(vocab)
         tokenizer = _parse(path, lambda: _byte_level(models.BPE.from_file(str(vocab), str(merges))))
     else:
         raise UserError(
@@ -34,6 +44,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         )
     if tokenizer.token_to_id(EOS) is None:
         raise UserError(f"{path}: the tokenizer has no token {EOS}", "add it to the vocabulary")
+    _require_ids(tokenizer, path)
     tokenizer.add_special_tokens([EOS])
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -57,6 +68,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Write `tokenizer.json`.
+
+    Raises:
+        OSError: as any other file's.
+    """
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
 def eos_id(tokenizer: Tokenizer) -> int:
     """The id of `<|endoftext|>`."""
     found = tokenizer.token_to_id(EOS)
@@ -78,6 +98,51 @@ def _byte_level(model: models.BPE) -> Tokenizer:
 
 def _parse(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     try:
-        return read()
+        with os_errors(path), _panics_muted():
+            tokenizer = read()
+            tokenizer.decode(tokenizer.encode("a trial", add_special_tokens=False).ids)
+            return tokenizer
+    except OSError as error:
+        raise explain_os_error(error, path) from error
     except Exception as error:  # `tokenizers` raises plain Exception
-        raise UserError(f"{path}: not a tokenizer: {error}", "give an unbroken file") from error
+        raise UserError(f"{path}: not a tokenizer: {error}", CURE) from error
+
+
+@contextmanager
+def _panics_muted() -> Iterator[None]:
+    """A panic in Rust is ValueError; it derives from BaseException, and prints its stack itself."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _require_vocabulary(path: Path) -> None:
+    """`tokenizers` takes an id that has too many bits for another one."""
+    with open_file(path) as file:
+        vocabulary = parse_json(file.read(), f"{path}: not a tokenizer", CURE)
+    if not isinstance(vocabulary, dict) or not all(
+        type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
+    ):
+        raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", CURE)
+
+
+def _require_ids(tokenizer: Tokenizer, path: Path) -> None:
+    vocabulary = tokenizer.get_vocab()
+    largest, end = max(vocabulary.values()), vocabulary[EOS]
+    if largest >= min(ID_LIMIT, 2 * len(vocabulary) + SPARE_IDS):
+        raise UserError(
+            f"{path}: ids up to {largest:,} for {len(vocabulary):,} tokens",
+            "number the tokens from 0 on: the embedding has a row for every number",
+        )
+    if same := [token for token, i in vocabulary.items() if i == end and token != EOS]:
+        raise UserError(f"{path}: {same[0]!r} has the id of {EOS}, {end}", "give each its own id")

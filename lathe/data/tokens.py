@@ -4,6 +4,7 @@ A blend is a folder of such folders, whose card gives each a weight.
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,14 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from lathe.artifacts import DATA, check_files, read_card
+from lathe.cards import DataCard
+from lathe.data.ids import check_ids
 from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
 from lathe.data.tokenizer import eos_id, load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.storage import digest
+from lathe.storage.ownership import REPLACED
+from lathe.storage.verified import once
 
-CARD = "data.json"
-COUNTS = ("documents", "tokens", "vocab_size", "eos_id")
+CURE = "run prepare, or blend, again"
 WRITERS: dict[str, type[MegatronWriter] | type[PaddleWriter]] = {
     "megatron": MegatronWriter,
     "paddle": PaddleWriter,
@@ -48,14 +53,14 @@ class TokenDataset(ABC):
 
         Raises:
             UserError: no such folder, no pair or more than one (names them), half a pair, a file
-                cut short, or neither card nor tokenizer.
+                cut short or altered since it was written, or neither card nor tokenizer.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder", "give the folder that prepare wrote")
-        card, weights = _read_card(folder)
-        if card is not None and weights:
-            return _open_blend(folder, card, weights)
-        return _open_sequences(folder, card)
+        card = read_data_card(folder)
+        if card is not None and card.blend:
+            return _open_blend(folder, card)
+        return _open_sequences(folder, card.raw if card else None)
 
     @property
     @abstractmethod
@@ -114,31 +119,39 @@ class TokenBlend(TokenDataset):
         return self.weighted
 
 
-def _read_card(folder: Path) -> tuple[dict[str, Any] | None, dict[str, float]]:
-    """The card, if there is one, and of a blend the weight of each folder inside."""
-    path = folder / CARD
-    if not path.is_file():
-        return None, {}
-    try:
-        card: dict[str, Any] = json.loads(path.read_bytes())
-        if not all(isinstance(card[key], int) for key in COUNTS):
-            raise ValueError(f"not all of {', '.join(COUNTS)} are whole numbers")
-        weights = {str(part["folder"]): float(part["weight"]) for part in card.get("blend", ())}
-        if not all(weight > 0 and Path(name).name == name for name, weight in weights.items()):
-            raise ValueError(f"blend {weights}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        cure = "run prepare, or blend, again"
-        raise UserError(f"{path}: not a data set's card: {error}", cure) from error
-    return card, weights
+def read_data_card(folder: Path) -> DataCard | None:
+    """The card, if there is one; the files that it lists are as they were.
+
+    Raises:
+        UserError: they are not, or the card is broken.
+    """
+    path = folder / DATA.card
+    if (folder / REPLACED).exists():
+        raise UserError(f"{folder}: its replacement was never finished", CURE)
+    if not os.path.lexists(path):
+        return None
+    card = read_card(path, DataCard, CURE)
+    if is_first_of_node():
+        check_files(folder, DATA.card, card.files, CURE)
+    return card
 
 
-def _open_blend(folder: Path, card: dict[str, Any], weights: dict[str, float]) -> TokenBlend:
+def _open_blend(folder: Path, blend: DataCard) -> TokenBlend:
+    card, weights = blend.raw, {part.folder: part.weight for part in blend.blend}
+    digests = {part.folder: part.card_sha256 for part in blend.blend}
     weighted = []
     for name, weight in weights.items():
         part = TokenDataset.open(folder / name)
         if not isinstance(part, TokenSequences):
             raise UserError(f"{part.folder}: a blend within a blend", "blend its parts themselves")
         weighted.append((weight, part))
+        if (said := digests[name]) and said != part.digest:
+            raise UserError(f"{part.folder}: not the data set that was blended", CURE)
+    widest = max(part.vocab_size for _, part in weighted)
+    if blend.vocab_size < widest:
+        raise UserError(
+            f"{folder / DATA.card}: vocab_size {blend.vocab_size}, and a part has {widest}", CURE
+        )
     documents = sum(len(part) for _, part in weighted)
     tokens = sum(len(part.arrays.tokens) for _, part in weighted)
     _check_counts(folder, card, documents, tokens)
@@ -161,7 +174,22 @@ def _open_sequences(folder: Path, card: dict[str, Any] | None) -> TokenSequences
             "eos_id": eos_id(tokenizer),
         }
     _check_counts(folder, card, documents, tokens)
+    if is_first_of_node():
+        _check_ids(folder, first, arrays, int(card["vocab_size"]))
     return TokenSequences(folder, card, arrays)
+
+
+def is_first_of_node() -> bool:
+    """Of the processes of a node, one reads all the bytes."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _check_ids(folder: Path, file: Path, arrays: TokenArrays, vocab_size: int) -> None:
+    def check(_: Path) -> bool:
+        check_ids(arrays, vocab_size, folder)
+        return True
+
+    once(file, f"ids below {vocab_size}", check)
 
 
 def _find_pair(folder: Path) -> tuple[str, Path, Path]:
@@ -192,7 +220,7 @@ def _find_pair(folder: Path) -> tuple[str, Path, Path]:
 def _check_counts(folder: Path, card: dict[str, Any], documents: int, tokens: int) -> None:
     if (card["documents"], card["tokens"]) != (documents, tokens):
         raise UserError(
-            f"{folder / CARD}: counts {card['documents']:,} documents and {card['tokens']:,} "
+            f"{folder / DATA.card}: counts {card['documents']:,} documents and {card['tokens']:,} "
             f"tokens, the files hold {documents:,} and {tokens:,}",
             "take card and files from one data set",
         )

@@ -5,12 +5,13 @@ import logging
 import tempfile
 from pathlib import Path
 
+from lathe.artifacts import VERDICT
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult, gate
 from lathe.evaluate.stage import evaluate
 from lathe.serve.release import releases_of
 from lathe.settings import Recipe
-from lathe.storage import atomic_file
+from lathe.storage import atomic_file, claim_file
 
 log = logging.getLogger("lathe")
 
@@ -33,13 +34,14 @@ def challenge(
         UserError: the store does not answer, or the two cannot be measured alike.
         StageError: the bytes of the live release have changed in the store.
     """
+    claim_file(output, VERDICT, candidate, data, cloze)
     releases = releases_of(recipe)
     live = releases.pointer().live
     if live is None:
         result = GateResult(True, ("passed: nothing is in production yet",))
         content = {"verdict": result.verdict, "passed": True, "reasons": result.reasons}
         with atomic_file(output) as work:
-            work.write_text(json.dumps(content, indent=2) + "\n")
+            work.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         return result
     with tempfile.TemporaryDirectory(prefix="lathe-live-") as scratch:
         repository = releases.fetch(live.release, Path(scratch) / "repository")

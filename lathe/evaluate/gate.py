@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from lathe.artifacts import VERDICT
 from lathe.errors import UserError
 from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
 from lathe.evaluate.results import Evaluation, read_evaluation
 from lathe.settings import GateSettings, Recipe
-from lathe.storage import atomic_file
+from lathe.storage import atomic_file, claim_file
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
@@ -90,6 +91,8 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
         UserError: a folder holds no evaluation, or the two were not measured alike: other data,
             another tokenizer or protocol.
     """
+    if output is not None:
+        claim_file(output, VERDICT, baseline, candidate)
     before, after = read_evaluation(baseline), read_evaluation(candidate)
     _require_same_measurement(before, after)
     settings = recipe.Gate
@@ -251,7 +254,7 @@ def _write(
         "candidate": _measured(after),
     }
     with atomic_file(output) as work:
-        work.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        work.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _measured(evaluation: Evaluation) -> dict[str, Any]:

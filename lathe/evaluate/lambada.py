@@ -6,7 +6,6 @@ are filtered. The last word is what follows the last space, as in lm-eval's `lam
 break before it (7 of LAMBADA's 5,153 passages) is part of it, where Megatron puts a space instead.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer
 
 from lathe.errors import UserError
 from lathe.evaluate.score import Scorer, batches_by_tokens, mean_stderr
+from lathe.inputs import lines, open_file, parse_json, require_text
 from lathe.progress import bar
 from lathe.serve.session import pad
 
@@ -77,15 +77,12 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
         UserError: no such file, none in it, or a broken line (with its number, from 1).
     """
     contexts, labels = [], []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    context, label = _split(line, f"{path}:{number}")
-                    contexts.append(context)
-                    labels.append(label)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}", "give a LAMBADA-format JSONL file") from error
+    with open_file(path, "give a LAMBADA-format JSONL file") as file:
+        for number, line in enumerate(lines(file, path), start=1):
+            if line.strip():
+                context, label = _split(line, f"{path}:{number}")
+                contexts.append(context)
+                labels.append(label)
     if not contexts:
         raise UserError(f"{path}: no examples", 'give lines of {"text": "..."}')
     encoded = [
@@ -99,9 +96,10 @@ def _split(line: str, where: str) -> tuple[str, str]:
     """The passage before its last word, and the word with the white space before it."""
     cure = 'a line is {"text": "at least two words"}'
     try:
-        text = json.loads(line)["text"].strip()
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        text = parse_json(line, f"{where}: broken line", cure)["text"].strip()
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", cure) from None
+    require_text(text, where)
     if " " not in text:
         raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", cure)
     context = text[: text.rindex(" ")].rstrip()

@@ -11,7 +11,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from lathe.artifacts import EVALUATION
 from lathe.data.tokenizer import load_tokenizer
+from lathe.data.tokens import read_data_card
 from lathe.errors import UserError
 from lathe.evaluate.lambada import (
     ClozeResult,
@@ -118,13 +120,13 @@ def measure(
     cloze_result: ClozeResult | None = None
     text_result: PerplexityResult | None = None
     samples: list[Sample] = []
-    if cloze is not None:
-        examples = read_cloze(cloze, subject.tokenizer)
+    examples = read_cloze(cloze, subject.tokenizer) if cloze is not None else []
+    read = read_text(text, subject.tokenizer) if text is not None else None
+    if examples:
         scores = score_cloze(subject.scorer, examples, seq_len, token_budget)
         cloze_result = summarize_cloze(scores)
         _require_finite(cloze_result.log_likelihood, subject.folder)
-    if text is not None:
-        read = read_text(text, subject.tokenizer)
+    if text is not None and read is not None:
         losses = token_losses(subject.scorer, read.tokens, seq_len, overlap, token_budget)
         blocks = split_blocks(losses, seq_len)
         text_result = summarize_perplexity(blocks, read)
@@ -169,6 +171,11 @@ def _find_inputs(
         else:
             text = text or named
     if data is not None:
+        if not any((data / name).exists() for name in ("cloze.jsonl", "heldout.txt")):
+            raise UserError(
+                f"{data}: no cloze.jsonl and no heldout.txt",
+                "give the folder that prepare wrote, or leave --data out",
+            )
         cloze = cloze or _held_out(data / "cloze.jsonl")
         text = text or _held_out(data / "heldout.txt")
     if not settings.cloze_eval:
@@ -189,6 +196,7 @@ def _held_out(path: Path) -> Path | None:
 
 
 def _require_same_vocabulary(subject: Subject, data: Path) -> None:
+    read_data_card(data)
     theirs, ours = load_tokenizer(data), subject.tokenizer
     if theirs.get_vocab() != ours.get_vocab():
         raise UserError(
@@ -215,16 +223,16 @@ def _write(
     blocks: Sequence[BlockLoss],
     samples: Sequence[Sample],
 ) -> None:
-    with atomic_folder(output, METRICS) as work:
+    with atomic_folder(output, EVALUATION) as work:
         for name, lines in ((EXAMPLES, scores), (BLOCKS, blocks)):
             text = "".join(json.dumps(asdict(line)) + "\n" for line in lines)
-            (work / name).write_text(text)
+            (work / name).write_text(text, encoding="utf-8")
         for name, values in (
             ("samples.json", [asdict(sample) for sample in samples]),
             (METRICS, metrics),
         ):
             text = json.dumps(values, indent=2, allow_nan=False)
-            (work / name).write_text(text + "\n")
+            (work / name).write_text(text + "\n", encoding="utf-8")
 
 
 def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:

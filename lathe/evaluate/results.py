@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.artifacts import EVALUATION, check_files, read_card
+from lathe.cards import EvaluationCard
 from lathe.errors import UserError
 
-METRICS = "metrics.json"
+METRICS = EVALUATION.card
 EXAMPLES = "examples.jsonl"
 BLOCKS = "blocks.jsonl"
 KEYS = ("model", "cloze", "text", "protocol", "sources", "digests", "seconds")
@@ -55,26 +57,28 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         UserError: there is none, or it is broken.
     """
     path = folder / METRICS
-    try:
-        metrics = json.loads(path.read_text())
-        return {key: metrics[key] for key in KEYS}
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote"
-        ) from None
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise UserError(f"{path}: broken", CURE) from None
+    if not path.is_file():
+        raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
+    card = read_card(path, EvaluationCard, CURE)
+    check_files(folder, METRICS, card.files, CURE)
+    return {key: card.raw[key] for key in KEYS}
 
 
 def _read_columns(path: Path, n: int, *names: str) -> list[NDArray[np.float64]]:
     """One array of `n` numbers a name."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if n else []
+        rows = (
+            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if n
+            else []
+        )
         columns = [np.array([float(row[name]) for row in rows]) for name in names]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file", CURE) from None
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (OSError, RecursionError, KeyError, TypeError, ValueError):
         raise UserError(f"{path}: broken", CURE) from None
+    if not all(np.isfinite(column).all() for column in columns):
+        raise UserError(f"{path}: holds NaN or infinity", CURE)
     if len(rows) != n:
         raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", CURE)
     return columns

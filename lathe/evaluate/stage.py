@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+from lathe.artifacts import EVALUATION
 from lathe.evaluate.measure import EvalResult, measure, read_result
 from lathe.evaluate.results import read_metrics
 from lathe.evaluate.subject import open_subject
 from lathe.paddle.start import start as start_paddle
 from lathe.serve.session import MODEL
 from lathe.settings import Recipe
+from lathe.storage import claim_folder
 
 
 def evaluate(
@@ -35,6 +37,7 @@ def evaluate(
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than
             the model's, or a model whose loss is not finite.
     """
+    claim_folder(output, EVALUATION, model, data, cloze, text)
     if recipe.Compress.engine == "paddle" and not (endpoint or (Path(model) / MODEL).is_file()):
         given = {"--data": data, "--cloze": cloze, "--text": text}
         options = [part for name, path in given.items() if path for part in (name, path)]

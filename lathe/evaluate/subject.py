@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from lathe.artifacts import open_export
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.measure import Subject, require_float32
@@ -38,6 +39,7 @@ def open_subject(model: Path | str, recipe: Recipe, endpoint: Endpoint | None = 
         device = choose_device(recipe.Global.device)
         return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
     folder = onnx.parent
+    open_export(folder)
     require_float32(settings, f"{folder} is an ONNX file, with a precision of its own")
     digest = sha256(onnx)
     return Subject(

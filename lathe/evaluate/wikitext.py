@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from lathe import inputs
 from lathe.errors import UserError
 from lathe.evaluate.score import Scorer, ratio_stderr
 from lathe.progress import bar
@@ -75,10 +76,7 @@ def read_text(path: Path, tokenizer: Tokenizer) -> Text:
     Raises:
         UserError: no such file, or fewer than two words in it.
     """
-    try:
-        original = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}", "give a UTF-8 text file") from error
+    original = inputs.read_text(path, "give a UTF-8 text file")
     words = len(original.strip().split(" "))
     tokenized_form = any(mark in original for mark in (" @-@ ", " @,@ ", " @.@ "))
     text = detokenize(original) if tokenized_form else original

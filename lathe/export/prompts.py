@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from lathe.data.tokens import read_data_card
 from lathe.errors import UserError
+from lathe.inputs import read_text
 
 HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
@@ -15,11 +17,11 @@ SHORTEST_PROMPT = 4
 
 def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:
     """`n` stretches of the held-out text, of lengths from 4 to `min(64, longest)` tokens."""
+    read_data_card(data)
     path = data / HELD_OUT
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path}: no such file", "give the output folder of the prepare stage")
-    with path.open(encoding="utf-8") as f:
-        text = f.read(HELD_OUT_CHARACTERS)
+    text = read_text(path, "give the output folder of the prepare stage", HELD_OUT_CHARACTERS)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     longest = min(LONGEST_PROMPT, longest)
     lengths = np.linspace(min(SHORTEST_PROMPT, longest), longest, n).round().astype(int)

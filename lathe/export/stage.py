@@ -11,6 +11,8 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 
+from lathe.artifacts import EXPORT
+from lathe.data.tokenizer import save_tokenizer
 from lathe.errors import UserError
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
@@ -20,7 +22,7 @@ from lathe.model.gpt import GPT
 from lathe.paddle.start import start as start_paddle
 from lathe.serve.session import CARD, MODEL
 from lathe.settings import ExportSettings, Recipe
-from lathe.storage import atomic_folder, sha256
+from lathe.storage import atomic_folder, claim_folder, sha256
 
 log = logging.getLogger("lathe")
 
@@ -68,6 +70,7 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
             checkpoint in float16, a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
+    claim_folder(output, EXPORT, model, data)
     checkpoint = load_checkpoint(model)
     settings = recipe.Export
     config = checkpoint.model.config
@@ -85,14 +88,16 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
     prompts = held_out_prompts(
         checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
     )
-    with atomic_folder(output, "export.json") as work:
+    with atomic_folder(output, EXPORT) as work:
         card = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         card["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
         if recipe.Compress.engine == "paddle":
             options = ["--data", data, "--served", work, "--output", work / "paddle"]
             start_paddle("export", recipe, model, *options)
-            card["paddle"] = json.loads((work / "paddle" / "paddle.json").read_text())
+            card["paddle"] = json.loads(
+                (work / "paddle" / "paddle.json").read_text(encoding="utf-8")
+            )
         _write_card(work, card)
     result = ExportResult(
         folder=output,
@@ -133,7 +138,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
         )
     graph.save(folder / MODEL)
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
-    checkpoint.tokenizer.save(str(folder / "tokenizer.json"))
+    save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     card = {
         "flavour": "int8" if config.quantization else FLAVOURS[settings.dtype],
         "n_head": list(config.n_head),
@@ -169,4 +174,4 @@ class _Weights(Mapping[str, Weight]):
 
 
 def _write_card(folder: Path, card: dict[str, Any]) -> None:
-    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
+    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

@@ -196,7 +196,7 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
             found = found or context.get("namespace")
         else:
             config.load_incluster_config(client_configuration=settings)
-            found = found or NAMESPACE_FILE.read_text().strip()
+            found = found or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     except config.ConfigException as error:
         raise UserError(
             f"no Kubernetes cluster: {error}",

@@ -15,6 +15,7 @@ from typing import Any
 
 from lathe.errors import Preempted, UserError
 from lathe.launch.node import HANDLED, LOOPBACK, Node, run_node
+from lathe.launch.parent import tied
 from lathe.launch.shape import Shape, WorkerFailed
 
 POLL_SECONDS = 0.1
@@ -88,7 +89,7 @@ class _Nodes:
             command += [str(outcome), str(self.grace_seconds), *self.arguments]
             environment = os.environ | Node(self.shape, rank, LOOPBACK, port).environment()
             self.processes.append(
-                subprocess.Popen(command, env=environment, start_new_session=True)
+                subprocess.Popen(tied(command), env=environment, start_new_session=True)
             )
 
     def _first_failure(self) -> int | None:
@@ -133,7 +134,9 @@ class _Nodes:
             raise Preempted(said[0])
 
     def _outcomes(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in self.outcomes if path.is_file()]
+        return [
+            json.loads(path.read_text(encoding="utf-8")) for path in self.outcomes if path.is_file()
+        ]
 
 
 def _suspicion(failure: dict[str, Any]) -> int:

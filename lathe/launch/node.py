@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lathe.errors import Preempted, StageError
-from lathe.launch.parent import end_with_parent
+from lathe.launch.parent import tied
 from lathe.launch.shape import Shape, WorkerFailed
 from lathe.storage import atomic_file
 
@@ -88,7 +88,7 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
         threads = os.environ.get("OMP_NUM_THREADS") or str(
             max(1, (os.cpu_count() or 1) // on_this_machine)
         )
-        worker = [f"OMP_NUM_THREADS={threads}", sys.executable, "-u", *arguments]
+        worker = [f"OMP_NUM_THREADS={threads}", *tied([sys.executable, "-u", *arguments])]
         try:
             elastic_launch(config, "env")(*worker)
         except ChildFailedError as error:
@@ -114,7 +114,7 @@ def _tail(logs: Path, local_rank: int) -> str:
     """The last lines of a rank: of its stderr, or of its stdout when that is empty."""
     for stream in ("stderr.log", "stdout.log"):
         for path in logs.glob(f"*/attempt_0/{local_rank}/{stream}"):
-            lines = path.read_text(errors="replace").splitlines()
+            lines = path.read_text(errors="replace", encoding="utf-8").splitlines()
             if lines:
                 return "\n".join(lines[-TAIL_LINES:])
     return "(it wrote nothing)"
@@ -133,7 +133,6 @@ def _signals_restored() -> Iterator[None]:
 
 def main(outcome: Path, grace_seconds: int, arguments: Sequence[str]) -> None:
     """Run the node that the environment describes; what it raises is left in `outcome`, as JSON."""
-    end_with_parent()
     node = this_node()
     assert node is not None
     try:
@@ -143,7 +142,7 @@ def main(outcome: Path, grace_seconds: int, arguments: Sequence[str]) -> None:
         if isinstance(error, WorkerFailed):
             said = {"rank": error.rank, "exit_code": error.exit_code, "tail": error.tail}
         with atomic_file(outcome) as work:
-            work.write_text(json.dumps(said))
+            work.write_text(json.dumps(said), encoding="utf-8")
         raise SystemExit(error.status) from None
 
 

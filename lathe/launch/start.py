@@ -28,7 +28,8 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
         False where one process is enough, or this process is itself a worker: do the work here.
 
     Raises:
-        UserError: see `shape_of`; WorkerFailed, Preempted: see `lathe.launch.local.launch`.
+        UserError: see `shape_of` and `require_processes`.
+        WorkerFailed, Preempted: see `lathe.launch.local.launch`.
     """
     if is_paddles(command[0], recipe):
         return False
@@ -43,5 +44,8 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     shape = shape_of(recipe)
     if shape.processes == 1:
         return False
+    from lathe.train.capacity import require_processes
+
+    require_processes(shape.processes)
     launch(command, shape, recipe.Distributed.grace_seconds)
     return True

@@ -23,6 +23,7 @@ from lathe.model.folder import (
     read_tensors,
     read_tokenizer,
     require_fit,
+    require_size,
     resolve,
     write_folder,
 )
@@ -58,6 +59,7 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     folder = resolve(folder)
     config = read_config(folder)
     meta = read_marker(folder)
+    require_size(folder / WEIGHTS, config)
     with torch.device("meta"):
         model = GPT(config)
     model.load_state_dict(_read_weights(folder / WEIGHTS, config), assign=True)

@@ -1,13 +1,18 @@
 """The shape of a GPT and its JSON form, which is HF's `config.json` for an unpruned model."""
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lathe.artifacts import checked, read_json
 from lathe.errors import UserError
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
+
+MOST_LAYERS = 100_000
+_Size = Annotated[int, Field(gt=0, lt=2**31)]
 
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 HEAD = "lm_head"
@@ -129,28 +134,32 @@ class GPTConfig:
                     f"{source}: {key} is {values[key]!r}, Lathe computes {wanted[0]!r}",
                     "give a checkpoint of the plain GPT-2 architecture",
                 )
-        try:
-            C, L, H = values["n_embd"], values["n_layer"], values["n_head"]
-            own = values.get("lathe") or {
-                "head_dim": C // H,
-                "n_head": [H] * L,
-                "n_inner": [values.get("n_inner") or 4 * C] * L,
+        cure = "give the folder of a checkpoint"
+        C, L, H, inner = (values.get(key) for key in ("n_embd", "n_layer", "n_head", "n_inner"))
+        own = values.get("lathe")
+        if own is None:
+            whole = checked({"C": C, "L": L, "H": H}, _HFShape, source, cure)
+            own = {
+                "head_dim": whole.C // whole.H,
+                "n_head": [whole.H] * whole.L,
+                "n_inner": [inner or 4 * whole.C] * whole.L,
             }
-            plan = own.get("quantization")
-            return cls(
-                vocab_size=values["vocab_size"],
-                n_positions=values["n_positions"],
-                n_embd=C,
-                head_dim=own["head_dim"],
-                n_head=tuple(own["n_head"]),
-                n_inner=tuple(own["n_inner"]),
-                layer_norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
-                quantization=QuantizationPlan(**plan) if plan else None,
-            )
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{source}: not a GPT-2 configuration ({error})", "give the folder of a checkpoint"
-            ) from error
+        elif not isinstance(own, dict):
+            raise UserError(f"{source}: lathe holds a {type(own).__name__}", cure)
+        keys = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
+        found = {key: values[key] for key in keys if key in values}
+        shape = checked({**own, **found}, _Shape, source, cure)
+        plan = shape.quantization
+        return cls(
+            vocab_size=shape.vocab_size,
+            n_positions=shape.n_positions,
+            n_embd=shape.n_embd,
+            head_dim=shape.head_dim,
+            n_head=tuple(shape.n_head),
+            n_inner=tuple(shape.n_inner),
+            layer_norm_epsilon=shape.layer_norm_epsilon,
+            quantization=QuantizationPlan(**plan.model_dump()) if plan else None,
+        )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
         return replace(self, quantization=plan)
@@ -172,10 +181,61 @@ def read_config(folder: Path) -> GPTConfig:
         UserError: the folder has none, or it is broken.
     """
     path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no config.json", "give the folder of a checkpoint") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON: {error}", "copy the checkpoint again") from None
-    return GPTConfig.from_json(values, str(path))
+    if not path.exists():
+        raise UserError(f"{folder}: no config.json", "give the folder of a checkpoint")
+    return GPTConfig.from_json(read_json(path, "copy the checkpoint again"), str(path))
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class _Plan(_Part):
+    """A `QuantizationPlan` as JSON, whose scales are all known."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
+    weight_bits: Literal[4, 8] = 8
+    activation_bits: Literal[8] = 8
+    quantize_embedding: bool = False
+    activation_scales: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+
+
+class _HFShape(_Part):
+    """`n_embd`, `n_layer` and `n_head` of HF."""
+
+    C: _Size
+    L: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+    H: _Size
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "_HFShape":
+        if self.C % self.H:
+            raise ValueError(f"n_embd {self.C} is not a multiple of n_head {self.H}")
+        return self
+
+
+class _Shape(_Part):
+    vocab_size: _Size
+    n_positions: _Size
+    n_embd: _Size
+    head_dim: _Size
+    n_head: Annotated[list[_Size], Field(min_length=1, max_length=MOST_LAYERS)]
+    n_inner: list[_Size]
+    layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 1e-5
+    quantization: _Plan | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "_Shape":
+        if len(self.n_inner) != len(self.n_head):
+            raise ValueError(f"n_head has {len(self.n_head)} layers, n_inner {len(self.n_inner)}")
+        if self.n_embd % self.head_dim or max(self.n_head) * self.head_dim > self.n_embd:
+            raise ValueError(
+                f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
+            )
+        if self.quantization is not None:
+            names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in LINEARS}
+            scales = self.quantization.activation_scales.keys()
+            if unknown := scales - names - {HEAD}:
+                raise ValueError(f"activation_scales has {min(unknown)}, which is no linear of it")
+        return self

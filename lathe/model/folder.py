@@ -7,7 +7,6 @@ is written last: a folder of ours without it is not a checkpoint. Nothing is eve
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,34 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe.data.tokenizer import load_tokenizer, vocab_size
-from lathe.errors import UserError
+from lathe.artifacts import CHECKPOINT, read_card, read_json
+from lathe.cards import CheckpointCard
+from lathe.data.sources import named
+from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
+from lathe.errors import UserError, os_errors
 from lathe.model.config import LINEARS, GPTConfig
 from lathe.settings import Recipe
 from lathe.storage import sha256
+from lathe.storage.verified import require_intact
 
 WEIGHTS = "model.safetensors"
-MARKER = "lathe.json"
+MARKER = CHECKPOINT.card
 PREFIX = "transformer."
+FLOATS = ("F32", "F16", "BF16", "F64")
+SMALLEST = 2  # bytes of one of them
 HF_BUFFERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Identity of a checkpoint: the digest of its marker, or of a HF folder's weights."""
-    marker = folder / MARKER
-    return sha256(marker if marker.is_file() else folder / WEIGHTS)
+    """Identity of a checkpoint: the digest of its marker, or of a HF folder's weights.
+
+    Raises:
+        UserError: no such folder, or neither in it.
+    """
+    marker, weights = resolve(folder) / MARKER, folder / WEIGHTS
+    if not marker.is_file() and not weights.is_file():
+        raise UserError(f"{folder}: no {WEIGHTS}", "give the folder of a checkpoint")
+    return sha256(marker if marker.is_file() else weights)
 
 
 def resolve(folder: Path | str) -> Path:
@@ -51,7 +62,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     """`lathe.json`, after the digests in it were checked; empty for a plain HF folder.
 
     Raises:
-        UserError: the checkpoint was never finished, or altered since.
+        UserError: the checkpoint was never finished, or altered since; a broken card.
     """
     marker = folder / MARKER
     if not marker.is_file():
@@ -61,15 +72,10 @@ def read_marker(folder: Path) -> dict[str, Any]:
                 "run the stage that writes it again; it goes on where it was",
             )
         return {}
-    meta: dict[str, Any] = json.loads(marker.read_text())
-    for name, digest in meta["files"].items():
-        path = folder / name
-        if not path.is_file() or sha256(path) != digest:
-            raise UserError(
-                f"{path}: missing, truncated or altered since {MARKER} was written",
-                "copy the checkpoint again, or run the stage that wrote it again",
-            )
-    return meta
+    cure = "copy the checkpoint again, or run the stage that wrote it again"
+    card = read_card(marker, CheckpointCard, cure)
+    require_intact(folder, card.files, MARKER, cure)
+    return card.raw
 
 
 def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
@@ -101,15 +107,38 @@ def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
         pickled = [p.name for p in path.parent.glob("*.bin")]
         found = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
         raise UserError(f"{path}: no such file{found}", "save the model as safetensors")
+    cure = "copy the file again"
     try:
         with safe_open(path, framework) as file:
             stored = [name for name in file.keys() if not name.endswith(HF_BUFFERS)]  # noqa: SIM118
+            types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not safetensors: {error}", "copy the file again") from None
-    for name in stored:
+        raise UserError(f"{path}: not safetensors: {error}", cure) from None
+    names = [name.removeprefix(PREFIX) for name in stored]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{path}: holds {twice[0]} twice, with {PREFIX} and without", cure)
+    for name, dtype in types.items():
+        if dtype not in FLOATS:
+            raise UserError(
+                f"{path}: {name} is {dtype}, not one of {', '.join(FLOATS)}",
+                "save the model's float weights; Lathe quantizes them itself",
+            )
+    for name, short in zip(stored, names, strict=True):
         with safe_open(path, framework) as file:
             tensor = file.get_tensor(name)
-        yield name.removeprefix(PREFIX), tensor
+        yield short, tensor
+
+
+def require_size(path: Path, config: GPTConfig) -> None:
+    """Raise UserError where a weights file is too small for its `config.json`, so that a model of
+    absurd size is never made."""
+    needed = config.n_params() * SMALLEST
+    if path.is_file() and path.stat().st_size < needed:
+        raise UserError(
+            f"{path}: does not fit config.json: {path.stat().st_size:,} bytes, where its "
+            f"{config.n_params():,} parameters take {needed:,} or more",
+            "use the config.json that belongs to these weights",
+        )
 
 
 def require_fit(
@@ -155,11 +184,16 @@ def write_folder(
         engine: the framework that made it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".checkpoint.", dir=folder))
+    work = folder / ".checkpoint.partial"
+    shutil.rmtree(work, ignore_errors=True)  # of an attempt that was killed
+    work.mkdir()
     try:
-        write_weights(work / WEIGHTS)
-        (work / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        tokenizer.save(str(work / "tokenizer.json"))
+        with os_errors(folder / WEIGHTS):
+            write_weights(work / WEIGHTS)
+        (work / "config.json").write_text(
+            json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8"
+        )
+        save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
         meta = {
             "lathe": lathe.__version__,
@@ -169,9 +203,9 @@ def write_folder(
             "n_params": config.n_params(),
             "metrics": metrics or {},
             "files": {name: sha256(work / name) for name in names},
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": _without_secrets(recipe),
         }
-        (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n")
+        (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         (folder / MARKER).unlink(missing_ok=True)
         for name in [*names, MARKER]:
             os.replace(work / name, folder / name)
@@ -179,6 +213,13 @@ def write_folder(
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _without_secrets(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON; an address of a corpus may carry a signature."""
+    values = recipe.model_dump(mode="json")
+    values["Prepare"]["source"] = named(recipe.Prepare.source)
+    return values
+
+
 def _is_ours(folder: Path) -> bool:
     """Whether `config.json` was written by Lathe."""
-    return "lathe" in json.loads((folder / "config.json").read_text())
+    return "lathe" in read_json(folder / "config.json", "copy the checkpoint again")

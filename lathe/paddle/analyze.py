@@ -129,7 +129,7 @@ class PaddleSubject:
             with fake_quant.inserted(self.model, plan):
                 return fake_quant.calibrate(self.model, self.calibration)
 
-        scales = journal.recall("scales", find)
+        scales = journal.recall("scales", find, dict)
         ordered = {name: scales[name] for name in plan.activation_scales}
         return replace(plan, activation_scales=ordered)
 

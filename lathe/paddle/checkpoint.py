@@ -21,6 +21,7 @@ from lathe.model.folder import (
     read_tensors,
     read_tokenizer,
     require_fit,
+    require_size,
     resolve,
     write_folder,
 )
@@ -54,6 +55,7 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     folder = resolve(folder)
     config = read_config(folder)
     meta = read_marker(folder)
+    require_size(folder / WEIGHTS, config)
     model = GPT(config)
     set_weights(model, _read_weights(folder / WEIGHTS, config), folder / WEIGHTS)
     model.eval()

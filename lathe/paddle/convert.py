@@ -5,6 +5,7 @@ by head, and names of their own. Source: PaddleFleetX release 2.4,
 `ppfleetx/models/language_model/gpt/dygraph/single_model.py`.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,26 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from lathe.artifacts import CHECKPOINT, PADDLE_CHECKPOINT
 from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     PREFIX,
     WEIGHTS,
+    checkpoint_digest,
     non_finite,
     read_marker,
     read_tensors,
     require_fit,
+    require_size,
     resolve,
     write_folder,
 )
 from lathe.paddle.pdparams import read_pdparams, write_pdparams
 from lathe.paddle.qkv import by_head, by_projection
 from lathe.settings import Recipe
+from lathe.storage import atomic_folder, claim_folder
 
 PART = "mp_00_sharding_00_pp_00"
 FILE = "model.pdparams"
@@ -64,8 +69,10 @@ def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Pat
         UserError: one part of several, other names or shapes than a GPT's, numbers that are not
             finite, or a file with objects in it.
     """
+    claim_folder(output, CHECKPOINT, source, tokenizer)
     path = _find(source)
     stored = read_pdparams(path)
+    _require_floats(stored, path)
     heads = recipe.Model.num_attention_heads
     config = _shape({_own_name(name, path): array for name, array in stored.items()}, heads, path)
     weights = {
@@ -81,7 +88,8 @@ def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Pat
     def write_weights(file: Path) -> None:
         save_file({PREFIX + name: array for name, array in weights.items()}, file, {"format": "pt"})
 
-    write_folder(output, write_weights, config, speaks, "import", recipe, engine="paddlefleetx")
+    with atomic_folder(output, CHECKPOINT) as work:
+        write_folder(work, write_weights, config, speaks, "import", recipe, engine="paddlefleetx")
     return config
 
 
@@ -93,9 +101,11 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     Raises:
         UserError: a weight that `dtype` cannot hold.
     """
+    claim_folder(output, PADDLE_CHECKPOINT, model)
     folder = resolve(model)
     config = read_config(folder)
     read_marker(folder)
+    require_size(folder / WEIGHTS, config)
     arrays: Arrays = {}
     for name, array in read_tensors(folder / WEIGHTS, "np"):
         if ".c_attn." in name:
@@ -103,10 +113,12 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
         arrays[_their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
             raise UserError(f"{folder}: {name} has numbers beyond {dtype}", "use --dtype float32")
-    path = output / PART / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_pdparams(path, arrays)
-    return path
+    card = {"source": checkpoint_digest(folder), "dtype": dtype}
+    with atomic_folder(output, PADDLE_CHECKPOINT) as work:
+        (work / PART).mkdir()
+        write_pdparams(work / PART / FILE, arrays)
+        (work / PADDLE_CHECKPOINT.card).write_text(json.dumps(card), encoding="utf-8")
+    return output / PART / FILE
 
 
 def _find(source: Path) -> Path:
@@ -128,6 +140,20 @@ def _find(source: Path) -> Path:
     if not path.is_file():
         raise UserError(f"{path}: no such file", f"give {FILE}, or the folder that has it")
     return path
+
+
+def _require_floats(stored: Arrays, path: Path) -> None:
+    """Raise UserError where a tensor is not of floats, or is there under two names."""
+    seen: dict[str, str] = {}
+    for name, array in stored.items():
+        if array.dtype.kind != "f":
+            raise UserError(
+                f"{path}: {name} is of {array.dtype}, not floats", "give a GPT checkpoint"
+            )
+        own = _own_name(name, path)
+        if own in seen:
+            raise UserError(f"{path}: {seen[own]} and {name} are the same tensor", "remove one")
+        seen[own] = name
 
 
 def _own_name(theirs: str, path: Path) -> str:
@@ -170,7 +196,7 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
             ),
             n_inner=tuple(arrays[f"h.{i}.mlp.c_fc.weight"].shape[1] for i in range(layers)),
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path}: not a whole GPT: {error}", "give a GPT checkpoint") from error
     require_fit(path, {name: a.shape for name, a in arrays.items()}, _shapes(config))
     return config

@@ -19,6 +19,7 @@ import paddle
 from numpy.typing import NDArray
 from paddle.static import InputSpec
 
+from lathe.artifacts import PADDLE_EXPORT
 from lathe.errors import StageError
 from lathe.export.prompts import held_out_prompts
 from lathe.model.config import HEAD
@@ -30,12 +31,12 @@ from lathe.paddle.gpt import GPT
 from lathe.paddle.onnx_graph import convert, count_quantized
 from lathe.serve.session import OnnxModel
 from lathe.settings import Recipe
-from lathe.storage import atomic_folder, sha256
+from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")
 
 NAME = "model"
-CARD = "paddle.json"
+CARD = PADDLE_EXPORT.card
 # Limits of the mean error of logits. In float, relative to their standard deviation: right graphs
 # are seen at 3e-7, one with erf GELU at 1.4e-4. In INT8, relative to what quantization did; see
 # `lathe.export.proof`.
@@ -86,7 +87,7 @@ def export(
         found = [run(_row(prompt)) for prompt in prompts]
         return _compare(name, found, reference, in_float if plan else None)
 
-    with atomic_folder(output, CARD) as work:
+    with atomic_folder(output, PADDLE_EXPORT) as work:
         _save(net, qat, work / NAME)
         differences = {"paddle.inference": compare("model.pdmodel", _inference(work / NAME))}
         graph = _onnx(weights, config, model)
@@ -105,12 +106,8 @@ def export(
             "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},
             "quantized_matmuls": wanted,
             "differences": {name: asdict(found) for name, found in differences.items()},
-            "files": {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-                for path in sorted(work.iterdir())
-            },
         }
-        (work / CARD).write_text(json.dumps(card, indent=2) + "\n")
+        (work / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     for name, found in differences.items():
         log.info(
             "%s: logits within %.2g of Paddle's (mean %.2g), argmax the same at %.1f %%",

@@ -73,7 +73,9 @@ def launch(command: Sequence[str], shape: Shape) -> None:
             signal.signal(signal.SIGTERM, before)
         if status == 0:
             return
-        raised = [json.loads(path.read_text()) for path in Path(logs).glob(f"{OUTCOME}*")]
+        raised = [
+            json.loads(path.read_text(encoding="utf-8")) for path in Path(logs).glob(f"{OUTCOME}*")
+        ]
         if raised:  # where one fails, the others are asked to end and save
             raise error_of(**min(raised, key=lambda outcome: outcome["status"] == Preempted.status))
         raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
@@ -98,6 +100,9 @@ def _variables(logs: str) -> dict[str, str]:
 
 def _tail(logs: Path) -> str:
     """Of the worker that says what went wrong, or of the first."""
-    texts = [path.read_text(errors="replace") for path in sorted(logs.glob("workerlog.*"))]
+    texts = [
+        path.read_text(errors="replace", encoding="utf-8")
+        for path in sorted(logs.glob("workerlog.*"))
+    ]
     text = next((t for t in texts if "error: " in t), texts[0] if texts else "")
     return "\n".join(text.splitlines()[-TAIL_LINES:])

@@ -15,16 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.errors import UserError
+from lathe.inputs import open_file
 from lathe.storage import atomic_file
 
 NAMES = "StructuredToParameterName@@"
 SLICES = "UnpackBigParamInfor@@"
 PROTOCOL = 4
-
-try:
-    from numpy._core.multiarray import _reconstruct
-except ModuleNotFoundError:  # numpy 1
-    from numpy.core.multiarray import _reconstruct  # type: ignore[no-redef]
+NDARRAY = "ndarray"  # stands for the type, which a pickle could call with any shape
 
 
 def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
@@ -33,22 +30,37 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
     Raises:
         UserError: no such file, none of this kind, or one with anything but arrays in it.
     """
-    try:
-        with path.open("rb") as file:
+    with open_file(path, "give a .pdparams file") as file:
+        try:
             found = _ArraysOnly(file, path).load()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "give a .pdparams file") from None
-    except UserError:
-        raise
-    except Exception as error:  # a broken pickle raises whatever its bytes lead to
-        raise UserError(f"{path}: not a .pdparams file: {error}", "copy the file again") from None
+        except (OSError, UserError):
+            raise
+        except Exception as error:  # a broken pickle raises whatever its bytes lead to
+            what = f"{path}: not a .pdparams file: {error}"
+            raise UserError(what, "copy the file again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds a {type(found).__name__}, not tensors by name", CURE)
     found.pop(NAMES, None)
-    for name, part in found.pop(SLICES, {}).items():
-        pieces = [found.pop(piece) for piece in part["slices"]]
-        found[name] = np.concatenate([p.ravel() for p in pieces]).reshape(part["OriginShape"])
-    return {str(name): _array(name, value, path) for name, value in found.items()}
+    _join_slices(found, path)
+    for name in found:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, no text", CURE)
+    return {name: _array(name, value, path) for name, value in found.items()}
+
+
+def _join_slices(found: dict[Any, Any], path: Path) -> None:
+    """Put arrays that were cut into slices in the place of these."""
+    try:
+        for name, part in found.pop(SLICES, {}).items():
+            pieces = [found.pop(piece) for piece in part["slices"]]
+            if name in found or not all(isinstance(piece, np.ndarray) for piece in pieces):
+                raise ValueError(f"of {name}")
+            found[name] = np.concatenate([p.ravel() for p in pieces]).reshape(part["OriginShape"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path}: its slices do not fit ({reason})", "copy the file again"
+        ) from None
 
 
 def write_pdparams(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -77,6 +89,14 @@ class _ArraysOnly(pickle.Unpickler):
             ) from None
 
 
+def _empty(kind: object, shape: object, code: object) -> NDArray[Any]:
+    """What a pickled array begins as: its state follows, whose bytes have to fit its shape."""
+    if kind != NDARRAY or shape != (0,):
+        raise ValueError(f"an array that begins with the shape {shape}")
+    empty: NDArray[Any] = np.empty(0, np.int8)
+    return empty
+
+
 def _dtype(*arguments: Any) -> Any:
     """A dtype without objects: those of an object array could be anything."""
     dtype = np.dtype(*arguments)
@@ -93,10 +113,10 @@ def _bytes(text: str, encoding: str) -> bytes:
 
 
 ADMITTED: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "ndarray"): NDARRAY,
     ("numpy", "dtype"): _dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.multiarray", "_reconstruct"): _empty,
+    ("numpy._core.multiarray", "_reconstruct"): _empty,
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "tuple"): tuple,
     ("builtins", "list"): list,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
+from lathe.compress.enabled import require_enabled
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
@@ -37,10 +38,11 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
     Raises:
-        UserError: `model` is quantized or already pruned, or the recipe asks for what PaddleSlim's
-            pruners do not do; see also `run_training`.
+        UserError: `model` is quantized or already pruned, `Compress.Prune.enable` is False, or the
+            recipe asks for what PaddleSlim's pruners do not do; see also `run_training`.
     """
     settings = recipe.Compress.Prune
+    require_enabled("Prune", settings.enable)
     require_supported("prune", recipe)
 
     def make(workers: Workers) -> Work:
@@ -59,7 +61,8 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
         )
         return Work("prune", small, dense.tokenizer, dense.digest)
 
-    return run_training(recipe, data, output, {"model": checkpoint_digest(model)}, make)
+    inputs = {"model": checkpoint_digest(model)}
+    return run_training(recipe, data, output, inputs, make, [model])
 
 
 def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Kept]]:

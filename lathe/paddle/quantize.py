@@ -3,7 +3,10 @@
 import logging
 from pathlib import Path
 
+from lathe.artifacts import SENSITIVITY
+from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
+from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
@@ -26,10 +29,12 @@ def quantize(
 ) -> TrainResult:
     """Insert PaddleSlim's fake quantization, calibrate it, train through it, write a checkpoint
     with its plan. See `lathe.compress.quantize.quantize`."""
+    require_enabled("Quantization", recipe.Compress.Quantization.enable)
     require_supported("quantize", recipe)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        inputs["sensitivity"] = sha256(sensitivity / "sensitivity.json")
+        read_analysis(sensitivity)
+        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.card)
     settings = recipe.Compress.Quantization
 
     def make(workers: Workers) -> Work:
@@ -59,4 +64,5 @@ def quantize(
 
         return Work("quantize", trainable, start.tokenizer, start.digest, after_step, before_save)
 
-    return run_training(recipe, data, output, inputs, make)
+    sources = [model, sensitivity] if sensitivity else [model]
+    return run_training(recipe, data, output, inputs, make, sources)

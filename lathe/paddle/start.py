@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lathe.errors import Preempted, StageError, UserError
+from lathe.launch.parent import tied
 from lathe.settings import Recipe
 from lathe.storage import atomic_file
 
@@ -55,7 +56,7 @@ def start(verb: str, recipe: Recipe, *arguments: object) -> None:
     python = find_python()
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as scratch:
         settings = Path(scratch) / "recipe.yaml"
-        settings.write_text(json.dumps(recipe.model_dump(mode="json")))
+        settings.write_text(json.dumps(recipe.model_dump(mode="json")), encoding="utf-8")
         command = [str(python), "-m", "lathe.paddle", verb, "--recipe", str(settings)]
         _run([*command, *map(str, arguments)])
 
@@ -64,11 +65,11 @@ def _run(command: list[str]) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
     child = subprocess.Popen(
-        command,
+        tied(command),
         env=outside | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", MARK_VARIABLE: MARK},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     )
     noise: deque[str] = deque(maxlen=TAIL_LINES)
@@ -97,7 +98,9 @@ def leave_outcome(error: UserError | StageError) -> bool:
     if logs is None:
         return False
     with atomic_file(Path(logs) / f"{OUTCOME}{os.environ['RANK']}") as work:
-        work.write_text(json.dumps({"status": error.status, "message": str(error)}))
+        work.write_text(
+            json.dumps({"status": error.status, "message": str(error)}), encoding="utf-8"
+        )
     return True
 
 

@@ -23,7 +23,7 @@ from lathe.paddle.workers import Workers, seed_everything
 from lathe.settings import Recipe
 from lathe.train.loop import Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
-from lathe.train.saved import STATE, read_card, saved_steps
+from lathe.train.saved import STATE, read_card, restored, saved_steps
 from lathe.train.schedule import is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 
@@ -144,8 +144,8 @@ class Trainer(Loop):
                 f"{self.workers.mp} now",
                 "set it back; dp_degree and sharding may change",
             )
-        self.at = Progress(**card["progress"])
-        self.loss_scale = LossScale(**card["loss_scale"])
+        self.at = restored(saved[-1], card["progress"], Progress)
+        self.loss_scale = restored(saved[-1], card["loss_scale"], LossScale)
         state.read(saved[-1], self.model, self.optimizer, self.sums.owned, self.workers)
         if self.workers.is_first:
             log.info("resuming at step %d from %s", self.at.step, saved[-1])

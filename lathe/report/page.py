@@ -8,7 +8,20 @@ from typing import Any
 
 import yaml
 
+from lathe.artifacts import (
+    CHECKPOINT,
+    EVALUATION,
+    EXPORT,
+    SENSITIVITY,
+    checked,
+    read_card,
+    read_json,
+)
+from lathe.cards import DeploymentCard
+from lathe.compress.sensitivity.result import read_analysis
+from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
+from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.report.figures import Measure, comparison, loss_curve
 from lathe.report.html import Picture, picture, render
@@ -19,11 +32,11 @@ from lathe.report.summary import (
     Row,
     cells,
     columns,
-    read_json,
     summarize,
 )
 from lathe.storage import atomic_file
 
+CURE = "give the folder that the stage wrote, or run the stage again"
 STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
 
 
@@ -51,7 +64,8 @@ def report(
     rows = summarize(candidates, latency)
     ranked = None
     if sensitivity is not None:
-        analysis = read_json(sensitivity / "sensitivity.json")
+        read_analysis(sensitivity)
+        analysis = read_json(sensitivity / SENSITIVITY.card, CURE)
         ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
     page = render(
         "page.html.j2",
@@ -63,7 +77,7 @@ def report(
         curves=_curves(candidates),
         sensitivity=ranked,
         samples=_samples(candidates),
-        deployment=read_json(deployed / "deploy.json") if deployed else None,
+        deployment=_deployment(deployed) if deployed else None,
         proofs=_proofs(candidates),
         engines=_engines(candidates, sensitivity),
         recipes=_recipes(candidates),
@@ -126,20 +140,30 @@ def _curves(candidates: Sequence[Candidate]) -> list[Picture]:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a JSONL file that may still be growing."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("}\n")]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("}\n")]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON lines: {error}", CURE) from None
 
 
 def _meta(candidate: Candidate) -> dict[str, Any]:
     """`lathe.json`; empty for a plain HF folder."""
-    path = candidate.model / "lathe.json"
-    return read_json(path) if path.is_file() else {}
+    path = candidate.model / CHECKPOINT.card
+    return read_json(path, CURE) if path.is_file() else {}
+
+
+def _deployment(folder: Path) -> dict[str, Any]:
+    return read_card(folder / "deploy.json", DeploymentCard, CURE).raw
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:
     """(prompt, [(model, its continuation)]) of the prompts that every evaluation has."""
     by_model = {
-        c.name: {sample["prompt"]: sample["text"] for sample in json.loads(path.read_text())}
+        c.name: {
+            sample.prompt: sample.text
+            for sample in checked(read_json(path, CURE, list), list[Sample], str(path), CURE)
+        }
         for c in candidates
         if c.evaluation and (path := c.evaluation / "samples.json").is_file()
     }
@@ -152,7 +176,7 @@ def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str,
 
 def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Names of the exported candidates, and (figure of `export.json`, its value in each)."""
-    cards = {c.name: read_json(c.exported / "export.json") for c in candidates if c.exported}
+    cards = {c.name: read_json(c.exported / EXPORT.card, CURE) for c in candidates if c.exported}
     figures = [_proof(card) for card in cards.values()]
     keys = dict.fromkeys(key for proof in figures for key in proof)
     return list(cards), [(key, [proof.get(key, "-") for proof in figures]) for key in keys]
@@ -177,14 +201,14 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
         if "engine" in meta:
             found.append((f"{name}: {meta['stage']}", meta["engine"]))
         if candidate.evaluation:
-            measured = read_json(candidate.evaluation / "metrics.json")["model"]
+            measured = read_json(candidate.evaluation / EVALUATION.card, CURE)["model"]
             found.append((f"{name}: evaluate", measured.get("engine", "torch")))
         if candidate.exported:
-            card = read_json(candidate.exported / "export.json")
+            card = read_json(candidate.exported / EXPORT.card, CURE)
             engine = "torch, and paddle's files beside" if "paddle" in card else "torch"
             found.append((f"{name}: export", engine))
     if sensitivity is not None:
-        analysis = read_json(sensitivity / "sensitivity.json")
+        analysis = read_json(sensitivity / SENSITIVITY.card, CURE)
         found.append(("analyze", analysis.get("engine", "torch")))
     return found
 
@@ -202,7 +226,7 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
     found = [(f"{c.name} checkpoint", checkpoint_digest(c.model)) for c in candidates]
     for candidate in candidates:
         if candidate.evaluation:
-            digests = read_json(candidate.evaluation / "metrics.json")["digests"]
+            digests = read_json(candidate.evaluation / EVALUATION.card, CURE)["digests"]
             found += [
                 (f"{name} evaluated on" if name != "tokenizer" else name, digest)
                 for name, digest in digests.items()

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from lathe.artifacts import read_json
 from lathe.model.folder import checkpoint_digest
 from lathe.report.html import Picture, picture, render
 from lathe.report.style import Theme, draw
-from lathe.report.summary import Candidate, Row, read_json
+from lathe.report.summary import Candidate, Row
 from lathe.storage import sha256
 
 MAX_LINEARS = 24
@@ -98,7 +99,7 @@ def find_achieved(
     by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
     for candidate, row in zip(candidates, rows, strict=True):
         run = candidate.model / "run.json"
-        inputs = read_json(run) if run.is_file() else {}
+        inputs = read_json(run, "train the model again") if run.is_file() else {}
         parent = by_digest.get(inputs.get("model", ""))
         if inputs.get("sensitivity") == digest and parent and parent.perplexity and row.perplexity:
             return Achieved(row.name, parent.name, parent.perplexity, row.perplexity)

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from lathe.artifacts import PAGE, open_export
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
+from lathe.model.folder import read_marker, resolve
 from lathe.report.page import report
 from lathe.report.summary import Candidate, Row
 from lathe.settings import Recipe
+from lathe.storage import claim_file
 
 
 def report_run(
@@ -26,6 +29,12 @@ def report_run(
     Raises:
         UserError: a folder without what its stage writes.
     """
+    folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
+    claim_file(output, PAGE, *folders, sensitivity, deployed)
+    for candidate in candidates:
+        read_marker(resolve(candidate.model))
+        if candidate.exported:
+            open_export(candidate.exported)
     exported = {c.name: c.exported for c in candidates if c.exported}
     latency = measure(exported) if exported else None
     first, last = candidates[0].evaluation, candidates[-1].evaluation

@@ -1,10 +1,8 @@
 """Models side by side: parameters, bytes, perplexity, cloze accuracy, latency."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -134,21 +132,6 @@ def summary_table(rows: Sequence[Row]) -> Table:
     for column, shown in zip(columns(rows), zip(*cells(rows), strict=True), strict=True):
         table.add_row(column.title, *map(str, shown))
     return table
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that an earlier stage wrote.
-
-    Raises:
-        UserError: absent or broken.
-    """
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: {error}", "give the folder that the stage wrote") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object", "give the folder that the stage wrote")
-    return values
 
 
 def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:

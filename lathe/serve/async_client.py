@@ -8,10 +8,15 @@ async with AsyncClient("localhost:8001", "gpt") as client:
 from collections.abc import AsyncIterator
 
 import grpc  # type: ignore[import-untyped]
-from tritonclient.grpc import InferResult, service_pb2_grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import (  # type: ignore[import-untyped]
+    InferResult,
+    service_pb2,
+    service_pb2_grpc,
+)
 
 from lathe.serve.client import CHANNEL_OPTIONS, Parameter, lost, pieces_of, refusal, request
 from lathe.serve.piece import Piece
+from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 
 class AsyncClient:
@@ -20,13 +25,18 @@ class AsyncClient:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits for ever.
+        timeout_seconds: of a whole generation; None waits for ever, once the server has answered.
+
+    Raises:
+        UserError: `url` is no address.
     """
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
+        require_address(url)
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
         self._channel = grpc.aio.insecure_channel(url, CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._is_reached = False
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -55,10 +65,20 @@ class AsyncClient:
         async for piece in self._pieces(prompt, {**parameters, "stream": True}):
             yield piece
 
+    async def _reach(self) -> None:
+        """Have the server answer once before the first request, which may take long."""
+        if self._is_reached:
+            return
+        try:
+            await self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=REACH_SECONDS)
+        except grpc.RpcError as error:
+            raise unreachable(error, self.url) from None
+        self._is_reached = True
+
     async def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> AsyncIterator[Piece]:
-        call = self._stub.ModelStreamInfer(
-            iter([request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
-        )
+        message = request(self.model_name, prompt, parameters)
+        await self._reach()
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_seconds)
         try:
             async for response in call:
                 if response.error_message:

@@ -1,19 +1,22 @@
 """`lathe bench-serve`: a load on a live endpoint, its figures and its page."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lathe.artifacts import LOAD
 from lathe.errors import UserError
+from lathe.inputs import read_text
 from lathe.report.load import load_page
 from lathe.serve.client import Client, connect
 from lathe.serve.deploy import OPENINGS
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
-from lathe.storage import atomic_folder
+from lathe.storage import atomic_folder, claim_folder
 
-FIGURES, PAGE = "load.json", "load.html"
+FIGURES, PAGE = LOAD.card, "load.html"
 
 
 def bench(
@@ -33,13 +36,18 @@ def bench(
         objective: seconds to the first token, and between tokens.
 
     Raises:
-        UserError: no server, no prompts, or not one answer.
+        UserError: no server, no prompts, a time or rate that is not positive, or not one answer.
     """
+    seconds = dict(zip(("--first-token", "--between-tokens"), objective, strict=True))
+    for option, value in {**seconds, "--rate": shape["rate"]}.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{option} {value}: not a positive number", "give one, or leave it out")
+    claim_folder(output, LOAD, prompts)
     lines = list(OPENINGS) if prompts is None else _lines(prompts)
     generator = np.random.default_rng(shape["seed"])
     lengths = generator.integers(tokens[0], tokens[1] + 1, shape["requests"]).tolist()
     load, goal = Load(lines, lengths, **shape), Objective(*objective)
-    with Client(url, model_name) if url else connect() as client:
+    with Client(url, model_name) if url is not None else connect() as client:
         requests = run_load(client, load)
     summary = summarize(requests, goal)
     arrivals = f"{load.rate:g} requests/s" if load.rate else f"{load.clients} clients"
@@ -49,18 +57,15 @@ def bench(
         "summary": summary.to_json(),
         "requests": [vars(request) for request in requests],
     }
-    with atomic_folder(output, FIGURES) as work:
-        (work / FIGURES).write_text(json.dumps(record, indent=1) + "\n")
+    with atomic_folder(output, LOAD) as work:
+        (work / FIGURES).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (work / PAGE).write_text(load_page(what, summary, requests, goal), encoding="utf-8")
     return summary
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", "give a text file, a prompt a line") from None
-    found = [line for line in lines if line.strip()]
+    cure = "give a text file, a prompt a line"
+    found = [line for line in read_text(path, cure).splitlines() if line.strip()]
     if not found:
-        raise UserError(f"{path}: no prompts", "give a text file, a prompt a line")
+        raise UserError(f"{path}: no prompts", cure)
     return found

@@ -26,9 +26,10 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
     serialize_byte_tensor,
 )
 
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 from lathe.serve import state as serve_state
 from lathe.serve.piece import TEXTS, TOKENS, Piece, TokenScores, score_name
+from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 Parameter = int | float | str | bool | None
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -49,13 +50,19 @@ class Client:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits for ever.
+        timeout_seconds: of a whole generation; None waits for ever, once the server has answered.
+
+    Raises:
+        UserError: `url` is no address.
     """
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
+        require_address(url)
+        _utf8(model_name, "model name")
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
         self._channel = grpc.insecure_channel(url, CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._is_reached = False
 
     def __enter__(self) -> "Client":
         return self
@@ -105,7 +112,7 @@ class Client:
         Raises:
             UserError: the server cannot be reached, or refuses the request.
         """
-        arrays = (np.array([part.encode()], np.object_) for part in (text, continuation))
+        arrays = (np.array([_utf8(part)], np.object_) for part in (text, continuation))
         return self._scores(dict(zip(TEXTS, arrays, strict=True)))
 
     def _scores(self, arrays: dict[str, NDArray[Any]]) -> TokenScores:
@@ -117,6 +124,7 @@ class Client:
             )
             raw = serialize_byte_tensor(array).item() if is_text else array.tobytes()
             request.raw_input_contents.append(raw)
+        self._reach()
         try:
             reply = self._stub.ModelInfer(request, timeout=self.timeout_seconds)
         except grpc.RpcError as error:
@@ -133,6 +141,7 @@ class Client:
             UserError: the server cannot be reached, or has no such model.
         """
         request = service_pb2.ModelConfigRequest(name=self.model_name)
+        self._reach()
         try:
             reply = self._stub.ModelConfig(request, timeout=self.timeout_seconds)
         except grpc.RpcError as error:
@@ -140,12 +149,25 @@ class Client:
                 what = f"{self.url} serves no model {self.model_name}"
                 raise UserError(what, "name its model: -o Serving.model_name=NAME") from None
             raise lost(error, self.url, self.timeout_seconds) from None
+        if "sha256" not in reply.config.parameters:
+            what = f"{self.url}: {self.model_name} was not deployed by Lathe: it names no SHA-256"
+            raise UserError(what, "deploy the export with `lathe deploy`")
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
+    def _reach(self) -> None:
+        """Have the server answer once before the first request, which may take long."""
+        if self._is_reached:
+            return
+        try:
+            self._stub.ServerReady(service_pb2.ServerReadyRequest(), timeout=REACH_SECONDS)
+        except grpc.RpcError as error:
+            raise unreachable(error, self.url) from None
+        self._is_reached = True
+
     def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Generator[Piece]:
-        call = self._stub.ModelStreamInfer(
-            iter([request(self.model_name, prompt, parameters)]), timeout=self.timeout_seconds
-        )
+        message = request(self.model_name, prompt, parameters)
+        self._reach()
+        call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_seconds)
         try:
             for response in call:
                 if response.error_message:
@@ -189,17 +211,33 @@ def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
 
 
 def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
-    """The message that asks for a generation."""
+    """The message that asks for a generation.
+
+    Raises:
+        UserError: the prompt is not text, or a number is too large for the message.
+    """
     text = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     message = service_pb2.ModelInferRequest(
         model_name=model_name,
-        inputs=[text | {"contents": {"bytes_contents": [prompt.encode()]}}],
+        inputs=[text | {"contents": {"bytes_contents": [_utf8(prompt)]}}],
     )
     for name, value in parameters.items():
         if value is None:
             continue
-        setattr(message.parameters[name], PARAMETER_FIELD[type(value)], value)
+        try:
+            setattr(message.parameters[name], PARAMETER_FIELD[type(value)], value)
+        except ValueError:
+            raise UserError(f"{name} {value}: out of range", "give a smaller one") from None
     return message
+
+
+def _utf8(text: str, what: str = "prompt") -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{what}: not UTF-8 at character {error.start}", "convert it, as with iconv -t utf-8"
+        ) from None
 
 
 def pieces_of(result: Any) -> list[Piece]:
@@ -223,7 +261,9 @@ def pieces_of(result: Any) -> list[Piece]:
 def refusal(message: str) -> Exception:
     """The server's own words, which carry their cure where the request is at fault."""
     what, _, cure = message.partition("\n  cure: ")
-    return UserError(what, cure) if cure else RuntimeError(message)
+    if "unknown model" in message:
+        return UserError(message, "name the server's model: --model-name NAME")
+    return UserError(what, cure) if cure else StageError(message)
 
 
 def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
@@ -235,4 +275,4 @@ def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
         )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return UserError(f"no server answers on {url}", "start one with `make serve`")
-    return RuntimeError(f"{url}: {error.code().name}: {error.details()}")
+    return StageError(f"{url}: {error.code().name}: {error.details()}")

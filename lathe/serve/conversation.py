@@ -18,6 +18,13 @@ def lines() -> Iterator[str]:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        except KeyboardInterrupt:  # for an answer that had just ended
+            if not sys.stdin.isatty():
+                raise
+            print()
+            continue
+        except UnicodeDecodeError:
+            raise UserError("the input: not UTF-8", "convert it: iconv -t utf-8") from None
         if line.strip():
             yield line
 

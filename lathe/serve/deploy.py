@@ -14,23 +14,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lathe.artifacts import DEPLOYMENT, EXPORT, checked, open_export, read_json
+from lathe.artifacts import REPOSITORY as REPOSITORY_KIND
+from lathe.data.tokens import read_data_card
 from lathe.errors import StageError, UserError
+from lathe.inputs import read_text
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.config import read_config
 from lathe.progress import track
 from lathe.serve import state as serve_state
 from lathe.serve.agreement import Parting, clear_choices, find_parting, greedy_tokens
 from lathe.serve.client import Client
+from lathe.serve.environment import find_environment
 from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together, greedy
-from lathe.serve.repository import write_repository
-from lathe.serve.server import ANY_PORTS, TritonServer, start
-from lathe.serve.state import ServerState
+from lathe.serve.repository import remove_bytecode, require_whole, write_repository
+from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
+from lathe.serve.state import STATE_FILES, ServerState
 from lathe.settings import Recipe, ServingSettings
-from lathe.storage import atomic_file
+from lathe.storage import atomic_file, claim_file, claim_folder, locked, require_apart
+from lathe.storage.ownership import Source, in_the_way
 
 log = logging.getLogger("lathe")
 
 REPORT = "deploy.json"
 REPOSITORY = "repository"
+SERVER = "server"
 N_PROMPTS = 8
 N_CLIENTS = 4
 PROMPT_CHARACTERS = 80
@@ -84,13 +92,32 @@ def deploy(
         UserError: a port is in use, or a folder is not what it should be.
         StageError: the server does not come up, or does not say what the checkpoint says.
     """
+    _claim(output, exported, model, data)
     checkpoint = load_checkpoint(model)
-    tolerance = _proven_tolerance(exported, model, checkpoint.digest)
+    tolerance = _proven_tolerance(exported, model, checkpoint)
     n_positions = checkpoint.model.config.n_positions
     new_tokens = min(recipe.Export.new_tokens, n_positions // 2)
     room = n_positions - new_tokens
     prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
-    repository = write_repository(exported, output / REPOSITORY, recipe.Serving, recipe.Generation)
+    find_environment()
+    if keep_running and serve_state.find() is None:
+        free_ports(recipe.Serving)
+    with locked(output):
+        repository = output / REPOSITORY
+        write_repository(exported, repository, recipe.Serving, recipe.Generation)
+        return _rehearsed(recipe, checkpoint, prompts, new_tokens, tolerance, output, keep_running)
+
+
+def _rehearsed(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    prompts: Sequence[str],
+    new_tokens: int,
+    tolerance: float,
+    output: Path,
+    keep_running: bool,
+) -> DeployResult:
+    repository = output / REPOSITORY
     started = time.perf_counter()
     with _start(repository, recipe.Serving, output, keep_running) as server:
         start_seconds = time.perf_counter() - started
@@ -126,6 +153,8 @@ def deploy(
         if keep_running:
             server.detach()
             log.info('talk to it: lathe client "%s"; end it: make stop', prompts[0])
+    if not keep_running:
+        remove_bytecode(repository)
     return result
 
 
@@ -138,18 +167,34 @@ def serve(deployed: Path) -> ServerState:
     Raises:
         UserError: no such folder, a server runs already, or a port is in use.
     """
-    report = deployed / REPORT
-    if not report.is_file():
+    if not (deployed / REPORT).is_file():
         raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
-    serving = ServingSettings.model_validate(json.loads(report.read_text())["serving"])
+    report = read_json(deployed / REPORT, "deploy the model again")
+    where = f"{deployed / REPORT}: serving"
+    serving = checked(report.get("serving"), ServingSettings, where, "deploy the model again")
+    require_whole(deployed / REPOSITORY)
     return start(deployed / REPOSITORY, serving).detach()
+
+
+def _claim(output: Path, *inputs: Source) -> None:
+    """See `claim_folder`; the folder of a rehearsal has no card of its own."""
+    require_apart(output, *inputs)
+    claim_folder(output / REPOSITORY, REPOSITORY_KIND)
+    claim_file(output / REPORT, DEPLOYMENT)
+    own = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
+    for folder, names in own.items():
+        if folder.is_dir():
+            others = sorted({path.name for path in folder.iterdir()} - names)
+            others = [name for name in others if not name.startswith(f".{REPOSITORY}.lathe-")]
+            if others:
+                raise in_the_way(folder, others, "an earlier deployment of Lathe's")
 
 
 def _start(
     repository: Path, serving: ServingSettings, output: Path, keep_running: bool
 ) -> TritonServer:
     if not keep_running:
-        return start(repository, serving.model_copy(update=ANY_PORTS), output / "server")
+        return start(repository, serving.model_copy(update=ANY_PORTS), output / SERVER)
     if serve_state.stop():
         log.info("stopped the server that ran before")
     return start(repository, serving)
@@ -193,30 +238,30 @@ def _check(prompts: Sequence[str], partings: Sequence[Parting | None], tolerance
             )
 
 
-def _proven_tolerance(exported: Path, model: Path, digest: str) -> float:
+def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint) -> float:
     """How far the export's logits may be from the checkpoint's, by the export's own proof."""
-    path = exported / "export.json"
-    if not path.is_file():
-        raise UserError(f"{exported}: no export.json", "give the output folder of `lathe export`")
-    card = json.loads(path.read_text())
-    if "proof" not in card:
-        raise UserError(f"{path}: the export was never proven", "export the model again")
-    if card["source"] != digest:
+    card = open_export(exported)
+    if card.proof is None:
+        raise UserError(
+            f"{exported / EXPORT.card}: the export was never proven", "export the model again"
+        )
+    if card.source != checkpoint.digest or read_config(exported) != checkpoint.model.config:
         raise UserError(
             f"{exported} was exported from another checkpoint than {model}",
             "export the model again, or give the checkpoint it came from",
         )
-    return float(max(card["proof"]["max_error"], card["proof"]["tolerance"]))
+    return max(card.proof.max_error, card.proof.tolerance)
 
 
 def _prompts(data: Path | None) -> list[str]:
     """Openings of held-out lines, evenly spread; cut after a word."""
     if data is None:
         return list(OPENINGS)
-    path = data / "heldout.txt"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", "give the output folder of `lathe prepare`")
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    read_data_card(data)
+    path, cure = data / "heldout.txt", "give the output folder of `lathe prepare`"
+    if not path.exists():
+        raise UserError(f"{path}: no such file", cure)
+    lines = [line.strip() for line in read_text(path, cure).splitlines()]
     lines = [line for line in lines if len(line) >= PROMPT_CHARACTERS // 2]
     chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]
     cut = [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]
@@ -247,4 +292,4 @@ def _write_report(
         "samples": samples,
     }
     with atomic_file(result.folder / REPORT) as work:
-        work.write_text(json.dumps(report, indent=2) + "\n")
+        work.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

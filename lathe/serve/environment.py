@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,16 +58,38 @@ class ServeEnvironment:
         """Make `folder` a backend directory: the wheel keeps a stub for every Python version
         apart, and Triton wants the right one beside the backend's library."""
         backend = folder / "python"
+        unlink_backends(folder)
         backend.mkdir(parents=True, exist_ok=True)
         source = self.tritonserver / "backends" / "python"
         stub = (
             self.tritonserver / "python_backend_stubs" / self.version / "triton_python_backend_stub"
         )
         for path in [*(p for p in source.iterdir() if p.is_file()), stub]:
-            link = backend / path.name
-            link.unlink(missing_ok=True)
-            link.symlink_to(path)
+            try:
+                (backend / path.name).symlink_to(path)
+            except FileExistsError:
+                raise UserError(
+                    f"{backend / path.name}: in the way of a link to {path}", "move it away"
+                ) from None
         return folder
+
+
+def unlink_backends(folder: Path) -> None:
+    """Remove the links of `link_backends`, what Python has compiled from them, and the folders,
+    where nothing else is in them."""
+    backend = folder / "python"
+    if folder.is_symlink() or backend.is_symlink() or not backend.is_dir():
+        return
+    for link in backend.iterdir():
+        if link.is_symlink() and "tritonserver" in link.readlink().parts:
+            link.unlink()
+            for compiled in (backend / "__pycache__").glob(f"{link.stem}.*.pyc"):
+                compiled.unlink()
+    with suppress(OSError):
+        (backend / "__pycache__").rmdir()
+    with suppress(OSError):
+        backend.rmdir()
+        folder.rmdir()
 
 
 def find_environment() -> ServeEnvironment:
@@ -79,7 +102,13 @@ def find_environment() -> ServeEnvironment:
     cure = f"run `make serve-env`, or name its interpreter in {PYTHON_VARIABLE}"
     if not python.is_file():
         raise UserError(f"{python}: no such interpreter: Triton has its own environment", cure)
-    run = subprocess.run([python, "-c", _DESCRIBE], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [python, "-c", _DESCRIBE],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
     if run.returncode:
         raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", cure)
     found = json.loads(run.stdout)

@@ -1,12 +1,12 @@
 """Golden prompts: what the server of a release must answer, wherever it runs."""
 
-import json
 import logging
 from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
+from lathe.artifacts import read_json
 from lathe.errors import StageError, UserError
 from lathe.evaluate.results import read_metrics
 from lathe.serve.client import Client
@@ -85,8 +85,10 @@ def golden_of(deployed: Path, evaluation: Path | None) -> Golden:
     Raises:
         UserError: a folder is not what it should be.
     """
+    if not (deployed / REPORT).is_file():
+        raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
     try:
-        report = json.loads((deployed / REPORT).read_text())
+        report = read_json(deployed / REPORT, "deploy the model again")
         golden = [
             GoldenPrompt(**{key: sample[key] for key in GoldenPrompt.model_fields})
             for sample in report["samples"]
@@ -97,7 +99,7 @@ def golden_of(deployed: Path, evaluation: Path | None) -> Golden:
             prompts=tuple(golden),
             figures=_figures(evaluation) if evaluation else {},
         )
-    except (OSError, KeyError, json.JSONDecodeError, ValidationError) as error:
+    except (KeyError, TypeError, ValidationError) as error:
         raise UserError(
             f"{deployed}: no {REPORT} of a rehearsal ({type(error).__name__})",
             "give the output folder of `lathe deploy`, or deploy it again",

@@ -10,6 +10,7 @@ its processes is killed, with the guard itself: it leads their group.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import threading
 from pathlib import Path
 
 GRACE_SECONDS = 10.0
+SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
 
 
 def main() -> None:
@@ -31,7 +33,9 @@ def main() -> None:
 
 
 def clear_shared_memory(prefix: str) -> None:
-    """Remove what a killed server leaves in /dev/shm."""
+    """Remove what a killed server leaves in /dev/shm; the prefix is one that `SHARED_MEMORY` is."""
+    if not SHARED_MEMORY.fullmatch(prefix):
+        raise ValueError(f"{prefix!r} is not a server's")
     for region in Path("/dev/shm").glob(f"{prefix}*"):
         region.unlink(missing_ok=True)
 

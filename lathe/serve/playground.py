@@ -8,13 +8,14 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 from lathe.errors import UserError
-from lathe.serve.state import HOST
+from lathe.serve.reach import REACH_SECONDS
+from lathe.serve.state import HOST, LOOPBACK
 
 log = logging.getLogger("lathe")
 
@@ -40,8 +41,9 @@ def playground(triton: str, model_name: str, port: int = 0) -> Iterator[str]:
 
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)
-    except OSError as error:
-        raise UserError(f"port {port}: {error.strerror}", "give --port another one") from None
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"port {port}: {reason}", "give --port another one") from None
     server.daemon_threads = True
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -70,17 +72,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
+        given = self.headers.get("Content-Length") or ""
+        length = int(given) if given.isdecimal() and len(given) < 10 else 0
         if self.path != "/generate_stream" or not 0 < length <= LARGEST_REQUEST:
             self.send_error(404 if self.path != "/generate_stream" else 413)
             return
         body = self.rfile.read(length)
-        connection = HTTPConnection(self.target, timeout=300)
+        connection = HTTPConnection(self.target, timeout=REACH_SECONDS)
         try:
+            LOOPBACK.open(f"http://{self.target}/v2/health/ready", timeout=REACH_SECONDS).close()
+            connection.connect()
+            connection.sock.settimeout(None)  # it answers: a generation may take long
             connection.request("POST", f"/v2/models/{self.model}/generate_stream", body)
             reply = connection.getresponse()
-        except OSError as error:
-            self._fail(f"no server answers on {self.target}: {error}")
+        except (OSError, HTTPException) as error:
+            connection.close()
+            within = f"within {REACH_SECONDS:g} s"
+            self._fail(f"no server answers on {self.target} {within}: {error}")
             return
         try:
             self.send_response(reply.status)

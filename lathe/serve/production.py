@@ -20,6 +20,7 @@ from lathe.launch.rollout import roll
 from lathe.serve.acceptance import Acceptance, accept
 from lathe.serve.golden import golden_of
 from lathe.serve.release import SHORT, Releases, releases_of
+from lathe.serve.repository import require_whole
 from lathe.settings import ProductionSettings, Recipe
 
 log = logging.getLogger("lathe")
@@ -63,7 +64,9 @@ def deploy_to_production(
         StageError: the release is refused, or does not come up; what was live is live.
     """
     releases, deployment = releases_of(recipe), _deployment(recipe.Production)
-    release = releases.publish(deployed / REPOSITORY, golden_of(deployed, evaluation))
+    golden = golden_of(deployed, evaluation)
+    require_whole(deployed / REPOSITORY)
+    release = releases.publish(deployed / REPOSITORY, golden)
     acceptance = accept(releases, release, recipe)
     before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
     return Production(

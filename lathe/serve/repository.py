@@ -7,7 +7,6 @@ REPOSITORY/NAME-score/...         loads lathe.serve.score_backend, on the same e
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,21 @@ from typing import Any
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
+from lathe.artifacts import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
+from lathe.cards import Files
 from lathe.errors import UserError
 from lathe.serve.params import FIELDS
 from lathe.serve.piece import TEXTS, TOKENS, score_name
 from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import atomic_folder
+from lathe.storage.files import files_below
+from lathe.storage.outputs import remove_files
+from lathe.storage.ownership import bytecode
 
 # Only Triton itself can import them.
 MODEL_PY = Path(__file__).with_name("triton_model.py")
 SCORE_PY = Path(__file__).with_name("triton_score.py")
-NEEDED = ("model.onnx", "export.json", "tokenizer.json")
+NEEDED = ("model.onnx", "config.json", "tokenizer.json")
 TRITON_TYPE = {int: "TYPE_INT64", float: "TYPE_FP32", str: "TYPE_STRING", bool: "TYPE_BOOL"}
 
 
@@ -39,27 +43,50 @@ def write_repository(
         generation: the defaults of requests that do not say otherwise.
 
     Raises:
-        UserError: `exported` lacks a file, or the model's name cannot be a folder's.
+        UserError: `exported` lacks a file.
     """
+    card = open_export(exported)
     for name in NEEDED:
         if not (exported / name).is_file():
             raise UserError(f"{exported}: no {name}", "give the output folder of `lathe export`")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", serving.model_name):
-        raise UserError(
-            f"Serving.model_name {serving.model_name!r} is not a plain name",
-            "use letters, digits, dots, dashes and underscores",
-        )
-    with atomic_folder(output, "*/config.pbtxt") as work:
+    with atomic_folder(output, REPOSITORY) as work:
         model = work / serving.model_name
-        shutil.copytree(exported, model / "1")
+        (model / "1").mkdir(parents=True)
+        for name in (EXPORT.card, *(card.files or NEEDED)):
+            (model / "1" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(exported / name, model / "1" / name)
         shutil.copyfile(MODEL_PY, model / "1" / "model.py")
-        digest = json.loads((exported / "export.json").read_text())["sha256"]
-        (model / "config.pbtxt").write_text(_config(serving, generation, digest))
+        config = _config(serving, generation, card.sha256)
+        (model / "config.pbtxt").write_text(config, encoding="utf-8")
         scores = work / score_name(serving.model_name)
         (scores / "1").mkdir(parents=True)
         shutil.copyfile(SCORE_PY, scores / "1" / "model.py")
-        (scores / "config.pbtxt").write_text(_score_config(serving, digest))
+        config = _score_config(serving, card.sha256)
+        (scores / "config.pbtxt").write_text(config, encoding="utf-8")
+        written = json.dumps({"kind": REPOSITORY.name})
+        (work / REPOSITORY.card).write_text(written, encoding="utf-8")
     return output
+
+
+def require_whole(repository: Path) -> None:
+    """Check the files of a repository against the list that was written with it.
+
+    Raises:
+        UserError: there is none, or a file was altered since.
+    """
+    if not repository.is_dir():
+        raise UserError(f"{repository}: no such folder", "deploy the model again")
+    if (card := repository / REPOSITORY.card).is_file():  # one of an earlier version has none
+        listed = read_json(card, "deploy the model again").get("files")
+        files = checked(listed, Files, f"{card}: files", "deploy the model again")
+        check_files(repository, REPOSITORY.card, files, "deploy the model again")
+
+
+def remove_bytecode(repository: Path) -> None:
+    """Delete what Triton's Python has compiled in a repository: its bytes name the release."""
+    names = [name for name, _ in files_below(repository)]
+    compiled = bytecode(repository, names)
+    remove_files(repository, [str(path.relative_to(repository)) for path in compiled])
 
 
 def _config(serving: ServingSettings, generation: GenerationSettings, digest: str) -> str:

@@ -8,12 +8,14 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 
 from lathe.errors import StageError, UserError
 from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
+from lathe.serve.process import Process
 from lathe.serve.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, ServerState
 from lathe.settings import ServingSettings
 
@@ -53,7 +55,8 @@ class TritonServer:
         return self.state
 
     def stop(self) -> None:
-        serve_state.stop(self.folder)
+        serve_state.end(self.state)
+        serve_state.forget(self.folder)
         self._owner.close()
         self._guard.wait()
 
@@ -89,9 +92,15 @@ def start(
     command += options
     guard, owner = _spawn(environment, shared_memory, command, folder / LOG_FILE)
     try:
-        pid = int(owner.makefile().readline() or 0)
         state = ServerState(
-            pid, guard.pid, serving.model_name, str(repository.absolute()), *ports, shared_memory
+            server=_process(int(owner.makefile().readline() or 0), folder / LOG_FILE),
+            guard=_process(guard.pid, folder / LOG_FILE),
+            model_name=serving.model_name,
+            repository=str(repository.absolute()),
+            http_port=ports[0],
+            grpc_port=ports[1],
+            metrics_port=ports[2],
+            shared_memory=shared_memory,
         )
         _wait_ready(state, guard, folder / LOG_FILE, timeout_seconds)
         state.write(folder)
@@ -118,9 +127,10 @@ def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
             try:
                 probe.bind((HOST, port))
                 probe.listen()
-            except OSError as error:
+            except (OSError, OverflowError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
                 raise UserError(
-                    f"Serving.{key} {port} cannot be used on {HOST}: {error.strerror}",
+                    f"Serving.{key} {port} cannot be used on {HOST}: {reason}",
                     f"stop what listens there (`make stop`), or pass -o Serving.{key}=0 "
                     "for any free port",
                 ) from None
@@ -171,6 +181,13 @@ def _spawn(
     return guard, owner
 
 
+def _process(pid: int, log_path: Path) -> Process:
+    try:
+        return Process.of(pid)
+    except OSError:
+        raise StageError(f"tritonserver ended before it was ready\n{_tail(log_path)}") from None
+
+
 def _wait_ready(
     state: ServerState, guard: subprocess.Popen[bytes], log_path: Path, timeout_seconds: float
 ) -> None:
@@ -192,12 +209,12 @@ def _is_ready(state: ServerState) -> bool:
     try:
         with LOOPBACK.open(f"http://{state.http}/v2/health/ready", timeout=1) as reply:
             return bool(reply.status == 200)
-    except OSError:
+    except (OSError, HTTPException):
         return False
 
 
 def _tail(log_path: Path) -> str:
     """The log's last lines, without what Triton says of itself at length."""
-    lines = log_path.read_text(errors="replace").splitlines()
+    lines = log_path.read_text(errors="replace", encoding="utf-8").splitlines()
     telling = [line for line in lines if not CHATTER.match(line)][-LOG_LINES:]
     return "\n".join([*telling, f"the whole log: {log_path}"])

@@ -22,6 +22,7 @@ os.environ.setdefault("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
 
 MODEL = "model.onnx"
 CARD = "export.json"
+NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -223,7 +224,7 @@ def open_session(
     options.log_severity_level = 3
     # Idle threads spin within a run, where it pays, but not after it, where others need the CPU.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    if saturates(CPUINFO.read_text() if CPUINFO.exists() else ""):
+    if saturates(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""):
         # Exact, and elsewhere several times slower: it keeps onnxruntime off the fast kernels.
         options.add_session_config_entry("session.x64quantprecision", "1")
     if optimized is not None:
@@ -280,10 +281,11 @@ def _check_lengths(lengths: NDArray[np.int64], batch: int, length: int) -> None:
 def _read_card(folder: Path) -> dict[str, Any]:
     path = folder / CARD
     try:
-        card = json.loads(path.read_text())
+        card = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder}: no {CARD}", "give the output folder of the export") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}", "export again") from None
-    assert isinstance(card, dict)
+    if not isinstance(card, dict) or not card.keys() >= set(NEEDED):
+        raise UserError(f"{path}: not the card of an export", "export again")
     return card

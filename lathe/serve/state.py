@@ -4,17 +4,20 @@ The state folder is `run/serve` under the working directory, or `LATHE_SERVE_STA
 `server.json`, which names process, ports and model, `triton.log` and the backend directory.
 """
 
-import json
 import os
-import shutil
 import signal
-import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from stat import S_ISREG
+from typing import Annotated
 from urllib.request import ProxyHandler, build_opener
 
-from lathe.serve.guard import clear_shared_memory
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lathe.errors import UserError
+from lathe.serve.environment import unlink_backends
+from lathe.serve.guard import SHARED_MEMORY, clear_shared_memory
+from lathe.serve.process import Process, ends_within, send
 from lathe.storage import atomic_file
 
 HOST = "127.0.0.1"
@@ -23,7 +26,11 @@ STATE_VARIABLE = "LATHE_SERVE_STATE"
 STATE_FILE = "server.json"
 LOG_FILE = "triton.log"
 BACKENDS = "backends"
+STATE_FILES = {STATE_FILE, LOG_FILE, BACKENDS}
 STOP_SECONDS = 15.0
+GUARD_SECONDS = 5.0  # that the guard takes to kill its group and to end
+
+Port = Annotated[int, Field(gt=0, lt=2**16)]
 
 
 def default_folder() -> Path:
@@ -31,18 +38,20 @@ def default_folder() -> Path:
     return Path(os.environ.get(STATE_VARIABLE) or Path("run") / "serve").absolute()
 
 
-@dataclass(frozen=True)
-class ServerState:
-    """A started server. It leads no process group of its own: `group` holds all its processes."""
+class ServerState(BaseModel):
+    """A started server, and its guard, which leads the group of all its processes."""
 
-    pid: int
-    group: int
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    server: Process
+    guard: Process
     model_name: str
     repository: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    shared_memory: str  # prefix of its regions in /dev/shm, unique to it
+    http_port: Port
+    grpc_port: Port
+    metrics_port: Port
+    shared_memory: Annotated[str, Field(pattern=f"^{SHARED_MEMORY.pattern}$")]
+    """Prefix of its regions in /dev/shm, unique to it."""
 
     @property
     def http(self) -> str:
@@ -54,52 +63,99 @@ class ServerState:
 
     def is_alive(self) -> bool:
         """Whether the process runs, and is this server and no later one with its number."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-            command = Path(f"/proc/{self.pid}/cmdline").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] not in "ZX" and self.shared_memory in command
+        with self.server.held(self.is_server) as server:
+            return server is not None
+
+    def is_server(self, command: Sequence[str]) -> bool:
+        """Whether a command line is that of the server."""
+        shared_memory = f"--backend-config=python,shm-region-prefix-name={self.shared_memory}"
+        is_triton = Path(command[0]).name == "tritonserver"
+        return is_triton and {f"--model-repository={self.repository}", shared_memory} <= {*command}
+
+    def is_guard(self, command: Sequence[str]) -> bool:
+        """Whether a command line is that of the guard."""
+        return {"lathe.serve.guard", self.shared_memory} <= {*command}
 
     def write(self, folder: Path) -> None:
         with atomic_file(folder / STATE_FILE) as path:
-            path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+            path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def find(folder: Path | None = None) -> ServerState | None:
-    """The running server of a state folder, or None."""
-    try:
-        state = _read(folder or default_folder())
-    except (OSError, ValueError, TypeError):
-        return None
-    return state if state.is_alive() else None
+    """The running server of a state folder, or None.
+
+    Raises:
+        UserError: the folder's `server.json` is something else.
+    """
+    state = read(folder or default_folder())
+    return state if state and state.is_alive() else None
 
 
 def stop(folder: Path | None = None) -> ServerState | None:
     """End the server of a state folder and every process of it; None where none runs.
 
     Requests in flight get a few seconds to end; what does not leave is killed.
+
+    Raises:
+        UserError: the folder's `server.json` is something else; nothing is ended or removed then.
     """
     folder = folder or default_folder()
     state = find(folder)
     if state is not None:
         end(state)
-    (folder / STATE_FILE).unlink(missing_ok=True)
-    shutil.rmtree(folder / BACKENDS, ignore_errors=True)  # links to this machine's environment
+    forget(folder)
     return state
 
 
+def forget(folder: Path) -> None:
+    """Remove the state file, and the links to this machine's environment.
+
+    Raises:
+        UserError: `server.json` is something else.
+    """
+    read(folder)
+    (folder / STATE_FILE).unlink(missing_ok=True)
+    unlink_backends(folder / BACKENDS)
+
+
 def end(state: ServerState) -> None:
-    """Terminate, wait, kill what is left, and clear its shared memory."""
-    with suppress(ProcessLookupError):
-        os.kill(state.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_SECONDS
-    while state.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    with suppress(ProcessLookupError):
-        os.killpg(state.group, signal.SIGKILL)
-    clear_shared_memory(state.shared_memory)
+    """Terminate, wait, kill what is left, and clear its shared memory.
+
+    The guard does the last two when the server has ended; it is killed itself where it hangs.
+    """
+    with state.server.held(state.is_server) as server, state.guard.held(state.is_guard) as guard:
+        if server is not None:
+            send(server, signal.SIGTERM)
+            if not ends_within(server, STOP_SECONDS):
+                send(server, signal.SIGKILL)
+        if guard is not None and not ends_within(guard, GUARD_SECONDS):
+            os.killpg(state.guard.pid, signal.SIGKILL)  # the guard is there, and so is its group
+        if server is not None or guard is not None:
+            clear_shared_memory(state.shared_memory)
 
 
-def _read(folder: Path) -> ServerState:
-    return ServerState(**json.loads((folder / STATE_FILE).read_text()))
+def read(folder: Path) -> ServerState | None:
+    """The state that a folder holds, of a server that may have ended; None where it holds none.
+
+    Raises:
+        UserError: `server.json` is something else.
+    """
+    path = folder / STATE_FILE
+    try:
+        if not S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path}: not a file", _CURE)
+        return ServerState.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", _CURE) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path}: not the state of a server: {where + ': ' if where else ''}{first['msg']}",
+            _CURE,
+        ) from None
+
+
+_CURE = f"move it away, or name another folder in {STATE_VARIABLE}"

@@ -1,13 +1,14 @@
 """Files and folders that are whole or absent, and the same call for a path and an address."""
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from lathe.errors import UserError
+from lathe.errors import UserError, explain_os_error, printable
 from lathe.storage.download import fetch_s3
 from lathe.storage.failures import explained
-from lathe.storage.files import atomic_file, atomic_folder, digest, require_replaceable, sha256
+from lathe.storage.files import atomic_file, digest, sha256
 from lathe.storage.http import fetch_http
+from lathe.storage.outputs import atomic_folder, locked
+from lathe.storage.ownership import claim_file, claim_folder, require_apart
 from lathe.storage.s3 import (
     SCHEMES,
     exists,
@@ -22,14 +23,17 @@ from lathe.storage.upload import upload
 __all__ = [
     "atomic_file",
     "atomic_folder",
+    "claim_file",
+    "claim_folder",
     "digest",
     "exists",
     "fetch",
     "is_remote",
     "list_uris",
+    "locked",
     "read_text",
     "remove",
-    "require_replaceable",
+    "require_apart",
     "s3_client",
     "sha256",
     "upload",
@@ -39,7 +43,12 @@ __all__ = [
 
 def is_remote(uri: str) -> bool:
     """Whether `fetch` would go to a network for it."""
-    return urlsplit(uri).scheme in ("http", "https", *SCHEMES)
+    return _scheme(uri) in ("http", "https", *SCHEMES)
+
+
+def _scheme(uri: str) -> str:
+    """What is before the first colon; `urlsplit` raises where something after it is wrong."""
+    return uri.partition(":")[0].lower()
 
 
 def fetch(uri: str, folder: Path) -> Path:
@@ -53,8 +62,9 @@ def fetch(uri: str, folder: Path) -> Path:
     The store is the one that the AWS variables name: `AWS_ENDPOINT_URL` (default: Amazon's),
     `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`; without a key
     the request is anonymous. `LATHE_S3_SECRET_DIR` names a folder whose files `accesskey` and
-    `secretkey` take the place of the two keys. Failures that may pass (connection, time-out,
-    status 5xx, a body cut short) are tried four times.
+    `secretkey` take the place of the two keys. Failures that may pass (connection, status
+    5xx, a body cut short) are tried four times, a server that is silent for LATHE_NETWORK_TIMEOUT
+    (15 seconds unless set) twice.
 
     Raises:
         UserError: nothing there, the store refuses the credentials, or does not answer; a prefix
@@ -62,13 +72,16 @@ def fetch(uri: str, folder: Path) -> Path:
     """
     if not is_remote(uri):
         path = Path(uri)
-        if not uri or not path.exists():
-            raise UserError(
-                f"{uri or 'an empty address'}: no such file or folder", "check the path"
-            )
+        try:
+            found = bool(uri) and path.exists()
+        except OSError as error:
+            raise explain_os_error(error, path) from None
+        if not found:
+            what = printable(uri) if uri else "an empty address"
+            raise UserError(f"{what}: no such file or folder", "check the path")
         return path
     with explained(uri, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if urlsplit(uri).scheme in SCHEMES:
+        if _scheme(uri) in SCHEMES:
             return fetch_s3(uri, folder)
         return fetch_http(uri, folder)

@@ -5,7 +5,8 @@ import logging
 import sys
 from pathlib import Path
 
-from lathe.errors import UserError
+from lathe.console import print_any_text
+from lathe.errors import StageError, UserError, explain_os_error
 from lathe.storage import fetch, upload
 
 
@@ -23,15 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
     verb.add_argument("path", type=Path)
     verb.add_argument("uri", help="s3://bucket/key or s3://bucket/prefix/")
     given = parser.parse_args(arguments)
+    print_any_text()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         if given.verb == "fetch":
             print(fetch(given.uri, given.folder))
         else:
             upload(given.path, given.uri)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.status
+    except (UserError, StageError, OSError) as error:
+        told = explain_os_error(error) if isinstance(error, OSError) else error
+        print(f"{told.kind}: {told}", file=sys.stderr)
+        return told.status
     return 0
 
 

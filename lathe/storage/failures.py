@@ -4,16 +4,20 @@ import errno
 import http.client
 import os
 import re
+import socket
 import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from xml.etree import ElementTree
 
 import urllib3
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
+from tenacity import RetryCallState, retry, retry_if_exception, wait_exponential_jitter
+from urllib3.exceptions import NewConnectionError
 
-from lathe.errors import UserError
+from lathe.errors import UserError, explain_os_error, printable
+from lathe.storage.network import VARIABLE
 
 BUSY = {"429", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
@@ -28,6 +32,10 @@ NETWORK_ERRORS = (
     ConnectionError,
     TimeoutError,
 )
+
+
+# To ask again takes as long again: a name server may be as silent as a store.
+SLOW = (TimeoutError, urllib3.exceptions.TimeoutError, socket.gaierror)
 
 
 class Damaged(ConnectionError):
@@ -56,9 +64,38 @@ def _transient(error: BaseException) -> bool:
     return isinstance(error, NETWORK_ERRORS)
 
 
+def timed_out(error: BaseException | None) -> bool:
+    """Whether the other end was silent, or too slow."""
+    seen: list[BaseException] = []
+    pending = [error]
+    while pending:
+        error = pending.pop()
+        if error is None or error in seen:
+            continue
+        if isinstance(error, SLOW) and not isinstance(error, NewConnectionError):
+            return True
+        seen.append(error)
+        inner = [getattr(error, "reason", None), error.__cause__, error.__context__, *error.args]
+        pending += [e for e in inner if isinstance(e, BaseException)]
+    return False
+
+
+def _stop(state: RetryCallState) -> bool:
+    """After four attempts, or the second that took all its time."""
+    error = state.outcome.exception() if state.outcome else None
+    return state.attempt_number >= (2 if timed_out(error) else 4)
+
+
+def _note_time(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    if error and timed_out(error):
+        error.add_note(f"{state.seconds_since_start or 0:.0f} s")
+
+
 retried = retry(
     retry=retry_if_exception(_transient),
-    stop=stop_after_attempt(4),
+    stop=_stop,
+    after=_note_time,
     wait=wait_exponential_jitter(initial=0.25, max=8, jitter=0.25),
     reraise=True,
 )
@@ -84,18 +121,22 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
                 f"{where}: the disk is full",
                 "free some space and run it again: what has arrived is kept",
             ) from error
-        raise UserError(f"{where}: {error.strerror or error}", "check the path") from error
-    except ValueError as error:  # the minio client's, about a bucket's name or half a credential
+        told = explain_os_error(error, disk)
+        if isinstance(told, UserError):
+            raise UserError(f"{shown(uri)}: {told.what}", told.cure) from error
+        raise type(told)(f"{shown(uri)}: {told}") from error
+    except (ValueError, ElementTree.ParseError) as error:
+        # The minio client's, about a bucket's name, half a credential, an answer that is no XML.
         raise UserError(
-            f"{shown(uri)}: {error}", "check the address and the AWS variables"
+            f"{shown(uri)}: {_one_line(error)}", "check the address and the AWS variables"
         ) from error
 
 
 def shown(uri: str) -> str:
     """The address without what may be a secret in it: a password, a signature."""
     if uri.startswith(("s3:", "minio:")):
-        return uri
-    return re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0]
+        return printable(re.sub(r"//[^/]*@", "//", uri))
+    return printable(re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0])
 
 
 def _explain(uri: str, error: Exception) -> UserError:
@@ -113,15 +154,25 @@ def _explain(uri: str, error: Exception) -> UserError:
         )
     if code in CHANGED:
         return UserError(f"{what}: it changed while it was fetched", "run it again")
+    if code.startswith("3"):
+        return UserError(f"{what}: redirected in a circle, or to no web address", "check it")
     if code:
         return UserError(f"{what}: the store answered {code}", "look into the store's own log")
     if isinstance(error, Damaged):
         return UserError(f"{what}: {error}", "run it again; if it stays, check the store's disks")
     store = os.environ.get("AWS_ENDPOINT_URL") if is_s3 else None
-    return UserError(
-        f"{what}: no answer{f' from {shown(store)}' if store else ''}: {error}",
-        "check the network" + (" and AWS_ENDPOINT_URL" if store else " and the address"),
-    )
+    source = f" from {shown(store)}" if store else ""
+    cure = "check the network" + (" and AWS_ENDPOINT_URL" if store else " and the address")
+    if timed_out(error):
+        waited = (getattr(error, "__notes__", None) or ["the time allowed"])[-1]
+        what = f"{what}: no answer{source} in {waited}"
+        return UserError(f"{what}: {_one_line(error)}", f"{cure}; {VARIABLE}=60 waits longer")
+    return UserError(f"{what}: no answer{source}: {_one_line(error)}", cure)
+
+
+def _one_line(error: Exception) -> str:
+    """What it says, shortened: a server may send anything as its answer."""
+    return printable(" ".join(str(error).split()))
 
 
 def _credentials_cure() -> str:

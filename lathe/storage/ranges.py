@@ -33,7 +33,7 @@ class _Record:
         self._every, self._unsaved = max(SAVE_BYTES, stored.size // SAVES), 0
         self.arrived = [0] * part_count(stored.size)  # bytes, by part
         try:
-            saved = json.loads(self._path.read_text())
+            saved = json.loads(self._path.read_text(encoding="utf-8"))
             if work.exists() and saved["of"] == self._of:
                 self.arrived = [int(count) for count in saved["arrived"]]
         except (OSError, ValueError, KeyError, TypeError):
@@ -53,7 +53,7 @@ class _Record:
     def _save(self) -> None:
         self._unsaved = 0
         with atomic_file(self._path) as new:
-            new.write_text(json.dumps({"of": self._of, "arrived": self.arrived}))
+            new.write_text(json.dumps({"of": self._of, "arrived": self.arrived}), encoding="utf-8")
 
     def drop(self) -> None:
         """What has arrived is not worth keeping."""

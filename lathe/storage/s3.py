@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-import urllib3
 from minio import Minio
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException
@@ -18,10 +17,10 @@ from lathe.errors import UserError
 from lathe.storage.failures import MISSING, explained, retried, shown, status
 from lathe.storage.http import is_address
 from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, require_relative
+from lathe.storage.network import pool
 from lathe.storage.parts import PART_BYTES_HEADER
 
 SCHEMES = ("s3", "minio")
-TIMEOUT_SECONDS = 60.0
 CONNECTIONS = 8
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 
@@ -45,25 +44,30 @@ def parse(uri: str) -> tuple[str, str]:
     """
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
-    if scheme not in SCHEMES or not bucket or not key:
-        raise UserError(f"{uri}: not an object's address", "write s3://bucket/key")
+    if scheme not in SCHEMES or not bucket or not key or "@" in bucket:
+        raise UserError(
+            f"{shown(uri)}: not an object's address",
+            "write s3://bucket/key; credentials come from the AWS variables",
+        )
     require_relative(key.removesuffix("/"), uri)
     return bucket, key
 
 
 def endpoint() -> SplitResult:
     """The store's address, `http://host:port` or `https://host:port`."""
-    address = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
-    is_root = address.scheme in ("http", "https") and address.path in ("", "/")
-    if not is_root or not is_address(address.geturl()):
-        raise UserError(
-            f"AWS_ENDPOINT_URL={shown(address.geturl())}: not an address", "write http://host:port"
-        )
-    return address
+    uri = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
+    if is_address(uri):
+        address = urlsplit(uri)
+        if address.scheme in ("http", "https") and address.path in ("", "/"):
+            return address
+    raise UserError(f"AWS_ENDPOINT_URL={shown(uri)}: not an address", "write http://host:port")
 
 
-def s3_client() -> Minio:
+def s3_client(read_seconds: float | None = None) -> Minio:
     """A client for the store that the AWS variables, or a mounted secret, describe.
+
+    Args:
+        read_seconds: how long to wait for an answer; LATHE_NETWORK_TIMEOUT unless given.
 
     Raises:
         UserError: an address that is none, a secret that cannot be read.
@@ -77,11 +81,7 @@ def s3_client() -> Minio:
         region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
         secure=address.scheme == "https",
         # Its own client retries for minutes; the policy here is the only one.
-        http_client=urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=10, read=TIMEOUT_SECONDS),
-            retries=False,
-            maxsize=CONNECTIONS,
-        ),
+        http_client=pool(CONNECTIONS, read_seconds),
     )
 
 
@@ -91,7 +91,9 @@ def _credentials() -> tuple[str | None, str | None]:
         return os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     try:
         names = ("accesskey", "secretkey")
-        access_key, secret_key = ((Path(folder) / name).read_text().strip() for name in names)
+        access_key, secret_key = (
+            (Path(folder) / name).read_text(encoding="utf-8").strip() for name in names
+        )
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UserError(

@@ -48,6 +48,7 @@ from lathe.storage.s3 import (
 ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
 ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
 TRIES = 3  # of such an upload
+COMPLETE_SECONDS = 300.0  # a store may copy all parts before it answers
 
 
 class Sent(NamedTuple):
@@ -203,7 +204,7 @@ def _put_parts(
         try:
             upload_id = upload_id or _begin(client, bucket, key, size)
             sha256, sent = _send(client, bucket, key, upload_id, path, size, there, advance)
-            _complete(client, bucket, key, upload_id, sent)
+            _complete(bucket, key, upload_id, sent)
             return sha256
         except MinioException as error:
             if status(error) not in ENDED:
@@ -285,7 +286,8 @@ def _broken_off(client: Minio, bucket: str, key: str) -> tuple[str, dict[int, st
 
 
 @retried
-def _complete(client: Minio, bucket: str, key: str, upload_id: str, sent: list[Sent]) -> None:
+def _complete(bucket: str, key: str, upload_id: str, sent: list[Sent]) -> None:
+    client = s3_client(COMPLETE_SECONDS)
     parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
     answer = client._complete_multipart_upload(bucket, key, upload_id, parts)
     if not answer.etag:  # a failure after the store had begun to answer 200

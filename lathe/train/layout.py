@@ -62,9 +62,20 @@ def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
     Raises:
         UserError: heads, widths, vocabulary, layers or batch that its degrees cannot divide.
     """
+    layout = wanted_layout(recipe, gpus)
+    _check(config, recipe, layout)
+    return layout
+
+
+def wanted_layout(recipe: Recipe, gpus: int) -> Layout:
+    """As `own_layout`, whatever the shape of the model.
+
+    Raises:
+        UserError: a batch or a number of processes that the degrees cannot divide.
+    """
     pp, dp, sharding, mp = mesh_shape(recipe.Distributed, gpus)
     batch = resolve_batch(recipe, dp * sharding)
-    layout = Layout(
+    return Layout(
         dp=dp,
         mp=mp,
         pp=pp,
@@ -76,8 +87,6 @@ def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
         recompute=recipe.Model.recompute,
         sequence_parallel=recipe.Model.sequence_parallel and mp > 1,
     )
-    _check(config, recipe, layout)
-    return layout
 
 
 def global_batch(recipe: Recipe, gpus: int) -> int:
@@ -218,4 +227,5 @@ def _can_run(config: GPTConfig, recipe: Recipe, layout: Layout) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

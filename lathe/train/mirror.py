@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lathe.artifacts import checked
+from lathe.inputs import parse_json
 from lathe.storage import atomic_file, exists, fetch, read_text, remove, upload, write_text
 from lathe.train.saved import STATE
 
@@ -32,14 +34,14 @@ class Mirror:
         """Let `folder` stand for `uri`, for this process and the workers that it starts."""
         mirror = cls(folder, uri.rstrip("/"))
         with atomic_file(_note(folder)) as work:
-            work.write_text(mirror.uri)
+            work.write_text(mirror.uri, encoding="utf-8")
         return mirror
 
     @classmethod
     def of(cls, folder: Path) -> "Mirror | None":
         """The mirror of a folder that `make` was called for."""
         note = _note(folder)
-        return cls(folder, note.read_text()) if note.is_file() else None
+        return cls(folder, note.read_text(encoding="utf-8")) if note.is_file() else None
 
     def restore(self) -> None:
         """Bring the finished output, or else the newest saved state, to the folder.
@@ -76,8 +78,10 @@ class Mirror:
         remove(self._at(""))
 
     def _steps(self) -> list[str]:
-        found: list[str] = json.loads(read_text(self._at(STEPS))) if exists(self._at(STEPS)) else []
-        return found
+        where, cure = self._at(STEPS), "remove what is below the address; training starts anew"
+        if not exists(where):
+            return []
+        return checked(parse_json(read_text(where), where, cure), list[str], where, cure)
 
     def _at(self, name: str) -> str:
         return f"{self.uri}.state/{name}"

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
+from lathe.recipe_text import shorten
 from lathe.settings import Recipe
 from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
@@ -16,6 +17,7 @@ from lathe.train.speed import StepTime, bubble_share, step_time
 
 USABLE = 0.9  # of a GPU's memory: the rest is for CUDA, NCCL's buffers and fragmentation
 UNITS = {"m": 10**6, "g": 10**9, "t": 10**12, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+MOST_MEMORY = 2**50  # bytes of a GPU that anyone may mean
 MOST_GPUS = 2**14  # that the answer to "how many, then?" may name
 
 
@@ -65,6 +67,8 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
     Raises:
         UserError: nothing divides, or nothing fits.
     """
+    if gpus > 2**16:
+        raise UserError(f"--gpus {gpus}: more than {2**16}", "give the number that there is")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise UserError(
             f"{gpus} GPUs are not a whole number of nodes of {gpus_per_node}",
@@ -105,12 +109,13 @@ def parse_memory(text: str) -> float:
     """Bytes of `80GB`, `40GiB`, `24g`: G is 10^9, Gi is 2^30.
 
     Raises:
-        UserError: not a size.
+        UserError: not a size, or more than any GPU has.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([mgt]i?)b?\s*", text.lower())
-    if not match or not float(match[1]):
-        raise UserError(f"--memory {text}: not a size", "write it as 80GB, 24g or 40GiB")
-    return float(match[1]) * UNITS[match[2]]
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([mgt]i?)b?\s*", text.lower())
+    size = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not 0 < size <= MOST_MEMORY:
+        raise UserError(f"--memory {shorten(text)}: not a size", "write it as 80GB, 24g or 40GiB")
+    return size
 
 
 def plan_table(plan: Plan, rows: int = 12) -> Table:

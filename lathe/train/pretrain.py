@@ -12,6 +12,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
 from lathe.settings import ModelSettings, Recipe
+from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.stage import Work, run_training
 
@@ -25,7 +26,8 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
         init: a checkpoint or HF GPT-2 folder to start from; its shape goes before the recipe's.
 
     Raises:
-        UserError: a vocabulary or length that does not fit, data too small, a foreign `output`.
+        UserError: a vocabulary, length or model that does not fit, data too small, a foreign
+            `output`.
     """
 
     settings = recipe.Model
@@ -48,8 +50,10 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
         )
         return Work("pretrain", model, load_tokenizer(data), weights=start_of)
 
+    if init is None:
+        require_capacity(model_config(recipe, TokenDataset.open(data).vocab_size), recipe)
     inputs = {"init": checkpoint_digest(init)} if init else {}
-    return run_training(recipe, data, output, inputs, make)
+    return run_training(recipe, data, output, inputs, make, sources=[init] if init else [])
 
 
 def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:

@@ -2,18 +2,27 @@
 
 import json
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lathe.artifacts import CHECKPOINT, checked, read_json
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
-from lathe.model.folder import MARKER
+from lathe.errors import UserError, printable
+from lathe.model.folder import MARKER, read_marker
 from lathe.settings import Recipe
-from lathe.storage import atomic_file, digest
+from lathe.storage import atomic_file, digest, locked, require_apart
+from lathe.storage.outputs import remove_files
+from lathe.storage.ownership import Source, in_the_way, is_digest, listed_files
 from lathe.train.batch import resolve_batch
+from lathe.train.saved import STATE, committed_steps
 
 CLAIM = "run.json"
+TRACES = ("train.jsonl", "tensorboard/events.out.*")
+Identity = dict[str, str | int]
 
 # Settings that a run may change between being killed and going on. The layout of processes is
 # among them: what a step computes depends on the global batch size alone.
@@ -54,7 +63,7 @@ class TrainResult:
 
 def run_identity(
     recipe: Recipe, inputs: dict[str, str], data: Path, data_parallel: int
-) -> dict[str, Any]:
+) -> Identity:
     """What the result of a run depends on.
 
     Args:
@@ -69,29 +78,98 @@ def run_identity(
     }
 
 
-def claim(output: Path, identity: dict[str, Any]) -> None:
-    """Make `output` the folder of the run with this identity.
+def claim(output: Path, identity: Identity, *inputs: Source) -> None:
+    """Decide, before any work, whether `output` is, or may become, the folder of this run.
+
+    The folder of a run that was ended before it saved anything is free for another.
 
     Raises:
-        UserError: it is another's.
+        UserError: it is another run's, or holds something else; it is an input, or lies in one or
+            holds one.
     """
-    card = output / CLAIM
-    if card.is_file():
-        found = json.loads(card.read_text())
-        different = [key for key, value in identity.items() if found.get(key) != value]
-        if different:
-            raise UserError(
-                f"{output}: holds a run with other {' and '.join(different)}",
-                "give another --output, or delete the folder",
-            )
+    require_apart(output, *inputs)
+    if "\udc80" <= max(str(output)) <= "\udcff":  # bytes that TensorBoard and safetensors refuse
+        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output}: is a file", "give another --output")
+    if not output.is_dir() or not (names := sorted(path.name for path in output.iterdir())):
         return
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"{output}: not empty, and not a run of Lathe", "give another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    with atomic_file(card) as work:
-        work.write_text(json.dumps(identity, indent=2) + "\n")
+    found = _read_claim(output)
+    if found is None:
+        raise in_the_way(output, names, "a run of Lathe's")
+    different = [key for key, value in identity.items() if found.get(key) != value]
+    if different and _has_results(output):
+        raise UserError(
+            f"{output}: holds a run with other {' and '.join(different)}",
+            "give another --output, or delete the folder",
+        )
+
+
+@contextmanager
+def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]:
+    """`claim`, and hold the folder while the block works for it.
+
+    Where the block fails before its first step, what it has written goes again.
+
+    Raises:
+        UserError: see `claim`; another process holds it.
+    """
+    require_apart(output, *inputs)
+    with locked(output):
+        claim(output, identity)
+        try:
+            yield
+        except BaseException:
+            if not _has_results(output) and not (output / TRACES[0]).exists():
+                remove_run(output)
+            raise
+
+
+def begin(output: Path, identity: Identity) -> None:
+    """Make a claimed folder this run's; the work begins."""
+    with atomic_file(output / CLAIM) as work:
+        work.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+
+
+def remove_run(output: Path) -> None:
+    """Delete what a run has written, and no other file; nothing where `output` is no run's."""
+    if not _read_claim(output):
+        return
+    remove_states(output)
+    listed = listed_files(output / MARKER, CHECKPOINT)
+    traces = [str(p.relative_to(output)) for name in TRACES for p in output.glob(name)]
+    remove_files(output, [MARKER, *listed, *traces, CLAIM])
+
+
+def remove_states(output: Path) -> None:
+    """Delete the saved states of a run."""
+    for path in (output / STATE).glob("step_*"):
+        shutil.rmtree(path)
+    with suppress(OSError):
+        (output / STATE).rmdir()
+
+
+def _read_claim(output: Path) -> dict[str, Any] | None:
+    """The identity of the run that a folder is of; None where it is no run's."""
+    with suppress(UserError):
+        found: dict[str, Any] = read_json(output / CLAIM, "")
+        if is_digest(found.get("settings")) and is_digest(found.get("data")):
+            return found
+    return None
+
+
+def _has_results(output: Path) -> bool:
+    """Whether a run has saved anything that another would destroy."""
+    begun = {CLAIM, STATE, *(Path(name).parts[0] for name in TRACES)}
+    others = {path.name for path in output.iterdir()} - begun
+    return bool(others or committed_steps(output / STATE))
 
 
 def read_result(output: Path) -> TrainResult:
-    """Of a finished run."""
-    return TrainResult(output, **json.loads((output / MARKER).read_text())["metrics"])
+    """Of a finished run, whose checkpoint was checked.
+
+    Raises:
+        UserError: it was altered since.
+    """
+    metrics = {"folder": output, **read_marker(output)["metrics"]}
+    return checked(metrics, TrainResult, str(output / MARKER), "train the model again")

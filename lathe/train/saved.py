@@ -3,11 +3,15 @@
 `state/step_00000200/` holds the tensors of every process and, written last, `trainer.json`.
 """
 
-import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from lathe.artifacts import checked
+from lathe.artifacts import read_card as read_saved
+from lathe.cards import Card, Count, FileName
+from lathe.errors import UserError
 
 log = logging.getLogger("lathe")
 
@@ -15,6 +19,9 @@ STATE = "state"
 STEP = re.compile(r"step_(\d{8})")
 CARD = "trainer.json"
 PARTIAL = ".partial"
+CURE = "delete the folder: the run goes on from the state before it"
+
+T = TypeVar("T")
 
 
 def step_name(step: int) -> str:
@@ -31,18 +38,37 @@ def saved_steps(folder: Path) -> list[Path]:
     return [path for path in committed_steps(folder) if _is_whole(path)]
 
 
+class SavedCard(Card):
+    """`trainer.json`; a loss that could not be measured is NaN."""
+
+    HAS_NAN = True
+    files: dict[FileName, Count]
+    progress: dict[str, Any]
+    loss_scale: dict[str, Any]
+
+
 def read_card(path: Path) -> dict[str, Any]:
-    """The `extra` of a save."""
-    card: dict[str, Any] = json.loads((path / CARD).read_text())
-    return card
+    """The `extra` of a save.
+
+    Raises:
+        UserError: it is broken.
+    """
+    return read_saved(path / CARD, SavedCard, CURE).raw
+
+
+def restored(path: Path, values: Any, kind: type[T]) -> T:
+    """A part of a card as the object that was saved; raises as `read_card` does."""
+    return checked(values, kind, str(path / CARD), CURE)
 
 
 def _is_whole(path: Path) -> bool:
     try:
-        sizes = json.loads((path / CARD).read_text())["files"]
+        sizes = read_card(path)["files"]
         broken = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
         broken = [str(error)]
+    except UserError as error:
+        broken = [error.what]
     if broken:
         log.warning("%s is broken (%s): not used", path, ", ".join(broken))
     return not broken

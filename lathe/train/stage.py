@@ -1,8 +1,8 @@
 """What every stage that trains has in common: claim the folder, train, write the checkpoint."""
 
 import logging
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,20 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.settings import Recipe
+from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
+from lathe.train.capacity import require_batches
 from lathe.train.distill import Teacher
 from lathe.train.loop import Progress
 from lathe.train.parallel import Stage, Weights, build_stages
-from lathe.train.result import TrainResult, claim, read_result, run_identity
-from lathe.train.saved import STATE
+from lathe.train.result import (
+    TrainResult,
+    begin,
+    claimed,
+    read_result,
+    remove_states,
+    run_identity,
+)
 from lathe.train.state import load_tensors
 from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers, join_workers
@@ -58,6 +66,7 @@ def run_training(
     inputs: dict[str, str],
     make: Callable[[], Work],
     teacher: Path | None = None,
+    sources: Sequence[Path] = (),
 ) -> TrainResult:
     """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
 
@@ -65,6 +74,7 @@ def run_training(
         inputs: digests of what the run depends on beside the recipe and the data.
         make: builds model and hooks; not called when `output` is finished.
         teacher: the checkpoint that `Compress.Distill` distils from.
+        sources: other folders that `make` reads.
 
     Raises:
         UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
@@ -74,28 +84,31 @@ def run_training(
         inputs = {**inputs, "teacher": checkpoint_digest(teacher)}
     with join_workers(recipe) as workers:
         identity = run_identity(recipe, inputs, data, workers.data_size)
-        if workers.is_first:
-            claim(output, identity)
-        workers.barrier()
-        if workers.agree((output / MARKER).is_file):
-            log.info("%s is finished: nothing to do", output)
+        require_batches(recipe, resolve_batch(recipe, workers.data_size).total)
+        held = claimed(output, identity, data, *sources, teacher)
+        with held if workers.is_first else nullcontext():
+            workers.barrier()
+            if workers.agree((output / MARKER).is_file):
+                log.info("%s is finished: nothing to do", output)
+                return workers.agree(lambda: read_result(output))
+            work = make()
+            config = work.model.config
+            tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+            weights = work.weights or _own_weights(work.model)
+            stages = build_stages(work.model, weights, recipe, workers)
+
+            def observe(stage: Stage) -> None:
+                if work.after_step is not None:
+                    work.after_step(stage.gpt, workers.replicas)
+
+            guide = _load_teacher(recipe, teacher, config, workers) if teacher else None
+            if workers.is_first:
+                begin(output, identity)
+            trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
+            at = trainer.run()
+            if workers.is_first:
+                _write_checkpoint(recipe, output, work, at, trainer.states.folder.newest())
             return workers.agree(lambda: read_result(output))
-        work = make()
-        config = work.model.config
-        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-        weights = work.weights or _own_weights(work.model)
-        stages = build_stages(work.model, weights, recipe, workers)
-
-        def observe(stage: Stage) -> None:
-            if work.after_step is not None:
-                work.after_step(stage.gpt, workers.replicas)
-
-        guide = _load_teacher(recipe, teacher, config, workers) if teacher is not None else None
-        trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
-        at = trainer.run()
-        if workers.is_first:
-            _write_checkpoint(recipe, output, work, at, trainer.states.folder.newest())
-        return workers.agree(lambda: read_result(output))
 
 
 def _own_weights(model: GPT) -> Weights:
@@ -135,4 +148,4 @@ def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress, st
         "n_params": model.config.n_params(),
     }
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, work.parent, figures)
-    shutil.rmtree(output / STATE)
+    remove_states(output)

@@ -71,7 +71,7 @@ class StateFolder:
             return
         final = _final(partial)
         sizes = dict(pair for found in files for pair in found.items())
-        (partial / CARD).write_text(json.dumps({**extra, "files": sizes}))
+        (partial / CARD).write_text(json.dumps({**extra, "files": sizes}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)  # a broken one, passed over on resuming
         os.replace(partial, final)
         for old in committed_steps(self.folder)[: -self.keep]:
@@ -104,9 +104,9 @@ def _leads_disk(folder: Path, group: Group) -> bool:
     a node that does not see what the first of all writes."""
     token, probe = group.gather(secrets.token_hex())[0], folder / ".first"
     if group.is_first:
-        probe.write_text(token)
+        probe.write_text(token, encoding="utf-8")
     group.barrier()
-    sees = probe.is_file() and probe.read_text() == token
+    sees = probe.is_file() and probe.read_text(encoding="utf-8") == token
     group.barrier()
     if group.is_first:
         probe.unlink()

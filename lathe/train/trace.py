@@ -54,15 +54,19 @@ class Trace:
         first = step + 1 if step else 0  # a run from the start evaluates at step 0 again
         kept = [line for line in self._lines() if json.loads(line)["step"] < first]
         with atomic_file(self.path) as work:
-            work.write_text("".join(kept))
-        self.file = self.path.open("a")
+            work.write_text("".join(kept), encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
         self.events = _open_events(folder / EVENTS, first)
 
     def _lines(self) -> list[str]:
         """Whole lines only: a kill may have cut the last one."""
         if not self.path.exists():
             return []
-        return [line for line in self.path.read_text().splitlines(True) if line.endswith("}\n")]
+        return [
+            line
+            for line in self.path.read_text(encoding="utf-8").splitlines(True)
+            if line.endswith("}\n")
+        ]
 
     def step(self, record: StepRecord, progress: Bar) -> None:
         self._write(asdict(record))

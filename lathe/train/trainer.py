@@ -27,7 +27,7 @@ from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
-from lathe.train.saved import STATE, read_card, saved_steps
+from lathe.train.saved import STATE, read_card, restored, saved_steps
 from lathe.train.workers import DIMS, Workers
 
 log = logging.getLogger("lathe")
@@ -155,8 +155,8 @@ class Trainer(Loop):
         saved = saved_steps(self.output / STATE)
         card = read_card(saved[-1]) if saved else None
         if card:
-            self.at = Progress(**card["progress"])
-            self.loss_scale = LossScale(**card["loss_scale"])
+            self.at = restored(saved[-1], card["progress"], Progress)
+            self.loss_scale = restored(saved[-1], card["loss_scale"], LossScale)
             state.load_tensors(saved[-1], self._tensors())
             set_step(self.optimizer, self.at.updates)
             if self.workers.is_first:

@@ -24,6 +24,15 @@ from tests.small_run import SMALL
         ("latency=0.4", "loss=1"),
         ("latency=0.4", "accuracy=1"),
         ("latency=0.4", "perplexity=-0.1"),
+        ("latency=0.4", "perplexity=nan"),
+        ("latency=0.4", "perplexity=inf"),
+        ("latency=0.4", "accuracy=nan"),
+        ("latency=0.4", "accuracy=-inf"),
+        ("latency=0.4", "accuracy=-101"),
+        ("latency=nan", "accuracy=-1"),
+        ("latency=inf", "accuracy=-1"),
+        ("latency=-0.4", "accuracy=-1"),
+        ("latency=0", "accuracy=-1"),
     ],
 )
 def test_goals_that_make_no_sense(target: str, budget: str) -> None:

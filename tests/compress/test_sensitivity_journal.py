@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,63 @@ def test_another_identity_is_refused_and_named(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         Journal(tmp_path / "j.jsonl", {}).recall("x", lambda: float("nan"))
+
+
+FIRST = b'{"identity": {"model": "a"}}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"my notes, without an end of line",
+        b"my notes\n",
+        b"[]\n",
+        b"null\n",
+        b"3\n",
+        b'{"name": "x", "finding": 1}\n',
+        b'{"identity": []}\n',
+        b'{"identity": null}\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        FIRST + b"[]\n",
+        FIRST + b"null\n",
+        FIRST + b"3\n",
+        FIRST + b'"text"\n',
+        FIRST + b"\n",
+        FIRST + b'{"name": "x"}\n',
+        FIRST + b'{"finding": 1}\n',
+        FIRST + b'{"name": 3, "finding": 1}\n',
+        FIRST + b'{"name": "x", "finding": NaN}\n',
+        FIRST + b'{"name": "x", "finding": [1, -Infinity]}\n',
+        FIRST + b'{"name": "x", "finding": 1e999}\n',
+        FIRST + b'{"name": "x", "finding": "1"}\n',
+        FIRST + b'{"name": "x", "finding": {"y": null}}\n',
+        FIRST + b'{"name": "x", "finding": true}\n',
+        FIRST + b'{"name": "x", "finding": 1}\n{"name": "x", "finding": 2}\n',
+        FIRST + b'{"name": "x", "finding": ' + b"[" * 100_000 + b"\n",
+        FIRST + b'{"name": "x", "finding": 1}\n\xff\n' + b"a line that was cut",
+    ],
+    ids=lambda content: str(content)[:60],
+)
+def test_what_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "out.unfinished.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"out\.unfinished\.jsonl") as raised:
+        Journal(path, {"model": "a"})
+    assert "move the file away" in raised.value.cure
+    assert path.read_bytes() == content
+
+
+def test_a_folder_or_a_pipe_in_the_journals_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("folder", "pipe"):
+        with pytest.raises(UserError, match=f"{name}: a {name}, not a file"):
+            Journal(tmp_path / name, {})
+
+
+def test_a_finding_of_another_kind_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path / "j.jsonl", {}).recall("scales", lambda: 3.0)
+    with pytest.raises(UserError, match=r"j\.jsonl: the finding 'scales' is no dict"):
+        Journal(tmp_path / "j.jsonl", {}).recall("scales", dict, dict)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from lathe.artifacts import DATA
 from lathe.cli import app
 from lathe.data.blend import blend, parse_part
 from lathe.data.blended_samples import BlendedSamples, Share, blending_indices, draw
 from lathe.data.megatron import TokenArrays
 from lathe.data.samples import Samples
-from lathe.data.tokens import CARD, WRITERS, TokenBlend, TokenDataset, TokenSequences
+from lathe.data.tokens import WRITERS, TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
 
 
@@ -119,7 +120,7 @@ def make(tmp_path: Path, byte_tokenizer: Tokenizer) -> Make:
         (folder / "heldout.txt").write_text(f"held out of {name}")
         if card:
             counts = {"documents": documents, "tokens": documents * 20}
-            (folder / CARD).write_text(json.dumps(counts | {"vocab_size": 257, "eos_id": 256}))
+            (folder / DATA.card).write_text(json.dumps(counts | {"vocab_size": 257, "eos_id": 256}))
         return folder
 
     return write
@@ -163,7 +164,7 @@ def test_it_replaces_a_blend_and_nothing_else(make: Make, tmp_path: Path) -> Non
     blend(parts, tmp_path / "blend")
     made = blend([parts[0], (make("more", 9), 2.0)], tmp_path / "blend")
     assert sorted(p.name for p in made.folder.iterdir() if p.is_dir()) == ["1-novels", "2-more"]
-    with pytest.raises(UserError, match="exists, and what is there"):
+    with pytest.raises(UserError, match="holds the input"):
         blend(parts, tmp_path)
 
 
@@ -190,7 +191,7 @@ class TestRefusals:
             blend([(novels, 1.0), (tmp_path / "nowhere", 1.0)], output)
         with pytest.raises(UserError, match=r"novels: given twice"):
             blend([(novels, 1.0), (code / ".." / "novels", 2.0)], output)
-        with pytest.raises(UserError, match="novels: is one of the parts"):
+        with pytest.raises(UserError, match="novels: is the input"):
             blend([(novels, 1.0), (code, 1.0)], novels)
         assert not output.exists()
         blend([(novels, 1.0), (code, 1.0)], output)
@@ -208,9 +209,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"weight": 0}, "not a data set's card"),
-            ({"weight": "heavy"}, "not a data set's card"),
-            ({"folder": "../novels"}, "not a data set's card"),
+            ({"weight": 0}, r"data\.json: blend\.0\.weight: .*\(found 0\)"),
+            ({"weight": "heavy"}, r"data\.json: blend\.0\.weight: .*'heavy'"),
+            ({"folder": "../novels"}, r"'\.\./novels' is no plain folder name"),
             ({"folder": "3-gone"}, "3-gone: no such folder"),
         ],
     )
@@ -218,9 +219,9 @@ class TestRefusals:
         self, make: Make, tmp_path: Path, change: dict[str, object], says: str
     ) -> None:
         made = blend([(make("novels"), 1.0), (make("code"), 1.0)], tmp_path / "blend")
-        card = json.loads((made.folder / CARD).read_bytes())
+        card = json.loads((made.folder / DATA.card).read_bytes())
         card["blend"][0] |= change
-        (made.folder / CARD).write_text(json.dumps(card))
+        (made.folder / DATA.card).write_text(json.dumps(card))
         with pytest.raises(UserError, match=says):
             TokenDataset.open(made.folder)
 

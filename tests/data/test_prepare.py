@@ -100,8 +100,8 @@ def test_same_text_and_settings_are_kept(
         file.write('{"text": "One more."}\n')
     assert not prepare(recipe(vocab_size=420), out, corpus).reused
     (out / "tokens.bin").write_bytes(b"")
-    assert not prepare(recipe(vocab_size=420), out, corpus).reused
-    assert prepare(recipe(vocab_size=420), out, corpus).reused
+    with pytest.raises(UserError, match=r"out: holds tokens\.bin: not provably"):
+        prepare(recipe(vocab_size=420), out, corpus)
 
 
 def test_same_bytes_every_time(tmp_path: Path, corpus: str) -> None:
@@ -165,9 +165,13 @@ def test_small_parts_are_told(
 
 
 def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:
-    with pytest.raises(UserError, match="exists, and what is there"):
+    with pytest.raises(UserError, match="holds the input"):
         prepare(recipe(), tmp_path, corpus)
-    assert Path(corpus).is_file()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    with pytest.raises(UserError, match=r"holds thesis\.txt: not provably an earlier token data"):
+        prepare(recipe(), tmp_path / "mine", corpus)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
     (tmp_path / "empty").mkdir()
     assert prepare(recipe(), tmp_path / "empty", corpus).documents == 30
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from lathe.data.sources import documents
+from lathe.data.sources import documents, named
 from lathe.errors import UserError
 
 LINES = "".join(json.dumps({"text": t, "title": "x"}) + "\n" for t in ("one\n", " ", "", "zwei é"))
@@ -177,3 +177,11 @@ def test_python_prose(prose: list[str]) -> None:
     )
     # Of asyncio's event loops each repeats the docstrings of the base class.
     assert sum(text.count("Schedule a coroutine object.") for text in prose) == 1
+
+
+def test_a_signature_in_an_address_is_kept_out_of_messages(tmp_path: Path, http: str) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match=r"/empty\.txt: no text in it") as raised:
+        read(f"{http}/empty.txt?X-Amz-Signature=0a1b2c")
+    assert "0a1b2c" not in str(raised.value)
+    assert named("notes#1?.txt") == "notes#1?.txt"

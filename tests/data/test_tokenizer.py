@@ -1,7 +1,9 @@
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import EOS, eos_id, load_tokenizer, train_tokenizer, vocab_size
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 
 TEXTS = [
     "Hello world",
@@ -106,3 +108,97 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"has no token <\|endoftext\|>"):
         load_tokenizer(tmp_path)
+
+
+def bpe(vocab: object = None, **changes: object) -> str:
+    """A tokenizer.json of two tokens, with some of its parts replaced."""
+    model = {"type": "BPE", "vocab": vocab or {EOS: 0, "a": 1}, "merges": []}
+    parts = {"version": "1.0", "added_tokens": [], "model": model}
+    return json.dumps(parts | changes)
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "absent", "type_id": 0}}],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not a tokenizer: EOF"),
+        ("[]", "not a tokenizer"),
+        ("null", "not a tokenizer"),
+        ("3", "not a tokenizer"),
+        ('{"a": 1}', "not a tokenizer"),
+        ("[" * 100_000, "not a tokenizer"),
+        ('{"version": "1.0", "model": ' + "[" * 100_000, "not a tokenizer"),
+        ("\ud800", "not a tokenizer"),
+        (bpe({"a": 0}), r"has no token <\|endoftext\|>"),
+        (bpe({EOS: -1}), "not a tokenizer: invalid value"),
+        (bpe({EOS: 1 << 33}), "not a tokenizer: invalid value"),
+        (bpe({EOS: 0, "a": (1 << 31) + 5}), "ids up to 2,147,483,653 for 2 tokens"),
+        (bpe({EOS: 0, "a": 1 << 30}), "ids up to 1,073,741,824 for 2 tokens"),
+        (bpe({EOS: 0, "a": 0}), r"'a' has the id of <\|endoftext\|>, 0"),
+        (bpe(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}), "Onig"),
+        (bpe(post_processor={"type": "None"}), "not a tokenizer"),
+    ],
+    ids=lambda value: str(value).encode("ascii", "replace")[:40],
+)
+def test_a_file_that_is_no_usable_tokenizer(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError, match=says) as raised:
+        load_tokenizer(tmp_path)
+    assert raised.value.cure and len(str(raised.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges"),
+    [
+        ("[", ""),
+        ("[]", "a b"),
+        ("null", ""),
+        ("[" * 100_000, ""),
+        (json.dumps({EOS: 0.5}), ""),
+        (json.dumps({EOS: True}), ""),
+        (json.dumps({EOS: -1}), ""),
+        (json.dumps({EOS: 1 << 32}), ""),  # which wraps to 0
+        (json.dumps({EOS: 0, "a": 1, "b": 2}), "a"),
+        (json.dumps({EOS: 0, "a": 1, "b": 2}), "a b c"),
+        (json.dumps({EOS: 0, "a": 1}), "x y"),
+        (json.dumps({EOS: 0, "a": 1}), "\0\xff"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_pair_that_is_no_tokenizer(tmp_path: Path, vocab: str, merges: str) -> None:
+    (tmp_path / "vocab.json").write_text(vocab)
+    (tmp_path / "merges.txt").write_text(merges, encoding="latin-1")
+    with pytest.raises(UserError, match="not a tokenizer") as raised:
+        load_tokenizer(tmp_path)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_a_panic_in_rust_is_one_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It derives from BaseException and prints its stack."""
+    (tmp_path / "tokenizer.json").write_text(bpe(post_processor=TEMPLATE))
+    load_tokenizer(tmp_path)  # harmless: special tokens are never added
+
+    def panic(path: str) -> Tokenizer:
+        Tokenizer.from_str(bpe(post_processor=TEMPLATE)).encode("a")
+        raise AssertionError("it did not panic")
+
+    monkeypatch.setattr("lathe.data.tokenizer.Tokenizer", SimpleNamespace(from_file=panic))
+    with pytest.raises(UserError, match="not a tokenizer: no entry found for key"):
+        load_tokenizer(tmp_path)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tokenizer_that_must_not_be_read_is_not_called_broken(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")
+    with pytest.raises((UserError, StageError), match="Input/output error") as raised:
+        load_tokenizer(tmp_path)
+    assert "unbroken" not in str(raised.value)

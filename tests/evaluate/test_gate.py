@@ -184,11 +184,11 @@ def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
     good = folder(tmp_path / "a")
     with pytest.raises(UserError, match=r"no metrics\.json"):
         gate(RECIPE, good, tmp_path)
-    for i, content in enumerate(["{", "[]", '{"cloze": null}']):
+    for i, content in enumerate(["{", "[]", '{"cloze": null}', "[" * 5000]):
         broken = tmp_path / str(i)
         broken.mkdir()
         (broken / "metrics.json").write_text(content)
-        with pytest.raises(UserError, match="broken"):
+        with pytest.raises(UserError, match=r"metrics\.json: .*\n  cure: evaluate the model again"):
             gate(RECIPE, good, broken)
 
 

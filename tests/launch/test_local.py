@@ -112,8 +112,6 @@ def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
         tmp_path,
         """
         import os, sys, time
-        from lathe.launch.parent import end_with_parent
-        end_with_parent()
         open(f"{sys.argv[1]}/pid{os.environ['RANK']}", "w").write(str(os.getpid()))
         time.sleep(600)
         """,

@@ -15,7 +15,7 @@ from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.paddle.convert import FILE, PART, export_checkpoint, import_checkpoint
-from lathe.paddle.pdparams import read_pdparams
+from lathe.paddle.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.recipe import load_recipe
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
@@ -178,3 +178,99 @@ def test_shapes_that_do_not_fit(dense: Path, tmp_path: Path) -> None:
     wrong = load_recipe("gpt-345m", ["Model.hidden_size=1000", "Model.num_attention_heads=5"])
     with pytest.raises(UserError, match=r"Model\.num_attention_heads 5"):
         import_checkpoint(wrong, path, tmp_path / "tokenizer.json", tmp_path / "out")
+
+
+RECONSTRUCT = np.zeros(1).__reduce__()[0]
+
+
+class Call:
+    """Pickled as the call of something that a .pdparams file may name."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.call
+
+
+def nested(depth: int) -> bytes:
+    return b"\x80\x04" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+def cut(**info: object) -> bytes:
+    zeros = np.zeros(4, np.float32)
+    return pickle.dumps({"a": zeros, "b": zeros, "n": 3, SLICES: {"w": info} if info else 3})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (nested(1_000_000), "holds a list"),
+        (b"\x80\x04}X\x01\0\0\0w" + nested(200_000)[2:-1] + b"s.", "w is a list"),
+        (pickle.dumps({3: np.zeros(2)}), "name is a int"),
+        (pickle.dumps({("a", "b"): np.zeros(2)}), "name is a tuple"),
+        (pickle.dumps({"w": Call(np.ndarray, (1 << 40,))}), "not a .pdparams"),
+        (
+            pickle.dumps({"w": Call(RECONSTRUCT, np.ndarray, (1 << 40,), b"b")}),
+            "not a .pdparams",
+        ),
+        (pickle.dumps({"w": np.zeros(3, "S4")}), "w is a ndarray, not a tensor"),
+        (pickle.dumps({"w": np.zeros(3, "c16")}), "w is a ndarray, not a tensor"),
+        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.", "not a .pdparams"),
+        (b"\x80\x04" + b"(" * 100_000, "not a .pdparams"),
+        (cut(), "slices do not fit"),
+        (cut(slices=["a", "b"]), "slices do not fit"),
+        (cut(OriginShape=[8]), "slices do not fit"),
+        (cut(slices=["a", "absent"], OriginShape=[8]), "slices do not fit"),
+        (cut(slices=["a", "b"], OriginShape=[9]), "slices do not fit"),
+        (cut(slices=["a", "b"], OriginShape=[1 << 60]), "slices do not fit"),
+        (cut(slices=["a", "n"], OriginShape=[5]), "slices do not fit"),
+        (cut(slices=3, OriginShape=[8]), "slices do not fit"),
+        (cut(slices=[], OriginShape=[0]), "slices do not fit"),
+        (cut(slices=["a", "a"], OriginShape=[8]), "slices do not fit"),
+    ],
+    ids=range(20),
+)
+def test_what_a_file_says_about_its_arrays_is_held_against_them(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / FILE
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as raised:
+        read_pdparams(path)
+    assert raised.value.cure
+
+
+def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a folder, not a file"):
+        read_pdparams(tmp_path)
+    with pytest.raises(UserError, match="No such file"):
+        read_pdparams(tmp_path / "none.pdparams")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpt.decoder.norm.weight": np.zeros(4, np.int32)}, "is of int32, not floats"),
+        ({"decoder.norm.weight": np.zeros(4, np.float32)}, "are the same tensor"),
+        ({"gpt.embeddings.word_embeddings.weight": np.zeros(4, np.float32)}, "not a whole GPT"),
+        ({"gpt.embeddings.word_embeddings.weight": np.zeros((4, 0), np.float32)}, "not a whole"),
+        ({"gpt.decoder.layers.0.linear1.weight": np.zeros(4, np.float32)}, "not a whole GPT"),
+        ({f"gpt.decoder.layers.{9**99}.linear1.weight": np.zeros(4, np.float32)}, "not a whole"),
+    ],
+    ids=range(6),
+)
+def test_tensors_that_are_no_gpt(
+    changes: dict[str, np.ndarray], message: str, tmp_path: Path
+) -> None:
+    arrays = {
+        "gpt.embeddings.word_embeddings.weight": np.zeros((9, 4), np.float32),
+        "gpt.embeddings.position_embeddings.weight": np.zeros((8, 4), np.float32),
+        "gpt.decoder.norm.weight": np.zeros(4, np.float32),
+        "gpt.decoder.layers.0.self_attn.qkv_proj.weight": np.zeros((4, 12), np.float32),
+    }
+    path = tmp_path / FILE
+    write_pdparams(path, arrays | changes)
+    recipe = load_recipe("tiny", ["Model.num_attention_heads=2"])
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(recipe, path, tmp_path / "tokenizer.json", tmp_path / "model")

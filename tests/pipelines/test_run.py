@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.storage import fetch, list_uris, upload
 from pipelines.log import StageLog
-from pipelines.run import check, fingerprint
+from pipelines.run import fingerprint
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen:
@@ -52,11 +51,11 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corp
 
 
 def test_a_stages_user_error_is_one_message(tmp_path, recipe):
-    (tmp_path / "empty.txt").touch()
-    run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "empty.txt")
+    (tmp_path / "short.txt").write_text("too short to train on")
+    run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "short.txt")
     out, err = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert err.startswith("error: prepare: ") and "empty" in err and "cure: " in err
+    assert err.startswith("error: prepare: ") and "short.txt" in err and "cure: " in err
     assert "Traceback" not in out + err
     assert "pretrain" not in out
 
@@ -144,6 +143,61 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     assert not processes(tmp_path)
 
 
+def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recipe, corpus):
+    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
+    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    for line in run.stdout:
+        if "global step 3" in line:
+            break
+    second = start(tmp_path, *arguments)
+    _, err = second.communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"run/one: a run is going on there, process {run.pid}" in err and "cure: " in err
+
+    run.kill()
+    assert ended_within(5, tmp_path)
+    third = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    shown = [next(third.stdout) for _ in range(4)]
+    assert "reused" in "".join(shown)  # what `prepare` had finished
+    third.send_signal(signal.SIGTERM)
+    assert third.wait(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "begun", ["pipelines.local", "executor_main", "lathe.launch.node", "-m lathe pretrain"]
+)
+def test_a_run_that_is_killed_while_a_process_starts_leaves_none(tmp_path, recipe, corpus, begun):
+    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
+    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    while not processes(tmp_path, begun):
+        assert run.poll() is None
+        time.sleep(0.01)
+    run.kill()
+    assert ended_within(5, tmp_path)
+
+
+def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, recipe, corpus):
+    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
+    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    for line in run.stdout:
+        if "global step 3" in line:
+            break
+    (runner,) = processes(tmp_path, "pipelines.local")
+    os.kill(runner, signal.SIGKILL)
+    run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert ended_within(5, tmp_path)
+
+
+def ended_within(seconds: float, folder: Path) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes(folder, ""):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def processes(folder: Path, of: str = "executor_main") -> list[int]:
     """The stages' own, which name the folder in their command lines."""
     found = []
@@ -160,21 +214,6 @@ def processes(folder: Path, of: str = "executor_main") -> list[int]:
 def environment(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("qat", {}, "needs a model.*cure: give --model .*PIPELINE=pretrain"),
-        ("qat", {"model": "nowhere"}, "model: no such file or folder: nowhere"),
-        ("full", {"cloze": "nowhere.jsonl"}, "cloze: no such file or folder"),
-        ("qat", {"model": "m", "prune_recipe": "x"}, "pipeline qat has no prune_recipe"),
-        ("ful", {}, "no pipeline ful.*pretrain, prune, qat, compress, full"),
-    ],
-)
-def test_arguments_are_checked_first(name, arguments, message):
-    with pytest.raises(UserError, match=re.compile(message, re.S)):
-        check(name, arguments | {"overrides": []})
 
 
 def test_fingerprint_follows_the_input(tmp_path):

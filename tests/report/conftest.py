@@ -73,9 +73,9 @@ def make_candidate(
         (model / "train.jsonl").write_text(train_lines(40))
         digests = {"cloze": "c" * 64, "text": "t" * 64, "tokenizer": "k" * 64, "model": "m" * 64}
         metrics = {
-            "model": {},
-            "cloze": {"accuracy": accuracy, "accuracy_stderr": 0.01},
-            "text": {"perplexity": perplexity, "perplexity_stderr": 0.5},
+            "model": {"n_params": 9, "bytes": 36},
+            "cloze": {"examples": 10, "accuracy": accuracy, "accuracy_stderr": 0.01},
+            "text": {"blocks": 10, "perplexity": perplexity, "perplexity_stderr": 0.5},
             "protocol": {},
             "sources": {},
             "digests": digests,

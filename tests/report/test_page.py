@@ -50,6 +50,7 @@ def deployed(tmp_path: Path) -> Path:
         "tokens_per_second": 400.0,
         "tokens_per_second_together": 900.0,
         "samples": [{"prompt": "A list of", "text": f" {HOSTILE}"}],
+        "serving": {},
     }
     write_json(tmp_path / "deployed/deploy.json", figures)
     return tmp_path / "deployed"

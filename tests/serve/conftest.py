@@ -41,7 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -
     data = tmp_path_factory.mktemp("data")
     (data / "heldout.txt").write_text("All that glitters is not gold; often have you heard. " * 20)
     recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
-    return export(recipe, checkpoint.folder, data, data / "exported").folder
+    return export(recipe, checkpoint.folder, data, data.with_name(f"{data.name}-onnx")).folder
 
 
 @pytest.fixture(scope="session")

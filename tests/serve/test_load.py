@@ -68,3 +68,12 @@ def test_mistakes(options: list[str], message: str, tmp_path: Path) -> None:
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, UserError) and message in str(error)
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--rate=nan", "--rate=0", "--rate=-1", "--first-token=inf", "--between-tokens=nan"]
+)
+def test_a_load_that_makes_no_sense_is_refused_before_any_request(option: str) -> None:
+    result = CliRunner().invoke(app, ["bench-serve", option, "--url", "localhost:1"])
+    assert isinstance(result.exception, UserError)
+    assert result.exception.what.startswith(option.split("=")[0])

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from lathe.errors import UserError
-from lathe.serve.repository import write_repository
+from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 from lathe.settings import GenerationSettings, ServingSettings
 
 
@@ -26,9 +27,38 @@ def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:
 def test_nothing_is_left_of_a_failure(exported: Path, tmp_path: Path) -> None:
     output = tmp_path / "r"
     write_repository(exported, output, ServingSettings(), GenerationSettings())
-    with pytest.raises(UserError, match=r"no model\.onnx"):
+    with pytest.raises(UserError, match=r"no export\.json"):
         write_repository(tmp_path, output, ServingSettings(), GenerationSettings())
-    with pytest.raises(UserError, match=r"'\.\./x' is not a plain name"):
-        write_repository(exported, output, ServingSettings(model_name="../x"), GenerationSettings())
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
     assert (output / "gpt" / "1" / "model.onnx").is_file()
+
+
+def test_what_python_compiles_in_it_is_ours(exported: Path, tmp_path: Path) -> None:
+    output = tmp_path / "r"
+    write_repository(exported, output, ServingSettings(), GenerationSettings())
+    compiled = output / "gpt" / "1" / "__pycache__" / "model.cpython-311.pyc"
+    for check in (
+        lambda: write_repository(exported, output, ServingSettings(), GenerationSettings()),
+        lambda: remove_bytecode(output),
+    ):
+        compiled.parent.mkdir()
+        compiled.write_bytes(b"compiled")
+        check()
+        assert not compiled.parent.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json"])
+def test_a_flipped_byte_is_not_served(exported: Path, tmp_path: Path, name: str) -> None:
+    copy, output = tmp_path / "copy", tmp_path / "r"
+    shutil.copytree(exported, copy)
+    write_repository(copy, output, ServingSettings(), GenerationSettings())
+    for folder, check in (
+        (copy, lambda: write_repository(copy, output, ServingSettings(), GenerationSettings())),
+        (output / "gpt" / "1", lambda: require_whole(output)),
+    ):
+        damaged = folder / name
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        with pytest.raises(UserError, match=rf"{name}: missing, truncated or altered"):
+            check()

@@ -17,6 +17,7 @@ from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from lathe.settings import OfflineEvalSettings, Recipe
+from lathe.storage import sha256
 
 SENTENCE = "All that glitters is not gold; often have you heard {}"
 RECIPE = Recipe(Offline_Eval=OfflineEvalSettings(overlapping_eval=64, max_seq_len=128))
@@ -66,6 +67,9 @@ def test_another_model_than_the_served_one_is_refused(
         (other / path.name).write_bytes(path.read_bytes())
     with (other / "model.onnx").open("ab") as file:
         file.write(b"\x72\x00")  # an empty doc string: the same model, another file
+    card = json.loads((other / "export.json").read_text())
+    card["sha256"] = card["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
+    (other / "export.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match="serves a gpt of SHA-256"):
         evaluate(RECIPE, other, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
     unknown = RECIPE.model_copy(

@@ -56,7 +56,7 @@ def test_killed_and_started_again_and_stopped(
     first = start(repository, serving, folder)
     with pytest.raises(UserError, match="runs already"):
         start(repository, serving, folder)
-    os.kill(first.state.pid, signal.SIGKILL)
+    os.kill(first.state.server.pid, signal.SIGKILL)
     wait_until_gone(first.state.shared_memory)
     assert serve_state.find(folder) is None
     with Client(first.state.grpc, "gpt") as client, pytest.raises(UserError, match="no server"):
@@ -89,7 +89,7 @@ def test_killed_under_load(
         for stream in streams:
             next(stream)
         waiting = [pool.submit(client.generate, f"{i}", **LONG) for i in range(4)]
-        os.kill(first.state.pid, signal.SIGKILL)
+        os.kill(first.state.server.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(UserError, match="no server answers"):
                 list(stream)

@@ -12,6 +12,7 @@ from lathe.errors import UserError
 from lathe.storage import exists, fetch, read_text, remove, sha256, upload, write_text
 from lathe.storage.manifest import Entry, to_json
 from tests.s3 import ACCESS_KEY, SECRET_KEY, free_port
+from tests.storage.silent import http, says_always, server
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])
@@ -96,6 +97,27 @@ def test_a_secret_is_in_no_message(
     said.append(str(raised.value))
     for part in secret.split("/"):
         assert part not in "\n".join([*said, caplog.text])
+
+
+@pytest.mark.parametrize("verb", ["upload", "write", "upload folder"])
+def test_a_store_that_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """One error, and none of the store's markup in it."""
+    body = b"<Error><Code>AccessDenied</Code><Message>read only</Message></Error>"
+    answer = http("403 Forbidden", body, "Content-Type: application/xml")
+    (tmp_path / "f").write_text("x")
+    with server(says_always(answer)) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        with pytest.raises(UserError, match=r"access refused \(AccessDenied\)") as raised:
+            if verb == "write":
+                write_text("s3://bucket/key", "x")
+            else:
+                upload(tmp_path if "folder" in verb else tmp_path / "f", "s3://bucket/key")
+    assert "AWS_ACCESS_KEY_ID" in raised.value.cure
 
 
 def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,34 +1,328 @@
-"""Whole or absent."""
+"""Whole or absent, and nothing of the user's touched."""
 
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lathe.artifacts import VERDICT
 from lathe.errors import UserError
-from lathe.storage import atomic_file, atomic_folder
+from lathe.storage import atomic_file, atomic_folder, claim_file, claim_folder, locked, sha256
+from lathe.storage import outputs as implementation
+from lathe.storage.ownership import Kind
+
+NOTE = Kind("note", "card.json", ("title",))
 
 
-@pytest.mark.parametrize("context", [atomic_file, lambda path: atomic_folder(path, "f")])
+def write(output: Path, text: str = "new") -> None:
+    """A folder of three files and a card."""
+    with atomic_folder(output, NOTE) as work:
+        (work / "sub").mkdir()
+        for name in ("a", "sub/b", "sub/c"):
+            (work / name).write_text(text)
+        (work / "card.json").write_text('{"title": "t"}')
+
+
+def read(folder: Path) -> dict[str, str]:
+    files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return {name: p.read_text() for name, p in files.items() if name != "card.json"}
+
+
+def written(text: str) -> dict[str, str]:
+    return dict.fromkeys(("a", "sub/b", "sub/c"), text)
+
+
+@pytest.mark.parametrize("context", [atomic_file, lambda path: atomic_folder(path, NOTE)])
 def test_failure_leaves_what_was_there(tmp_path: Path, context: object) -> None:
     target = tmp_path / "out"
     for fails in (True, False):
         try:
             with context(target) as work:  # type: ignore[operator]
-                (work / "f" if work.is_dir() else work).write_text("new")
+                (work / "card.json" if work.is_dir() else work).write_text('{"title": 1}')
                 if fails:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
             assert list(tmp_path.iterdir()) == []
-    assert (target / "f" if target.is_dir() else target).read_text() == "new"
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_only_its_own_kind_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "diary.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"has no card\.json"), atomic_folder(tmp_path, "card.json"):
-        pass
-    assert (tmp_path / "diary.txt").read_text() == "mine"
+def test_a_card_lists_every_other_file(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    card = json.loads((tmp_path / "out" / "card.json").read_text())
+    assert card["title"] == "t" and set(card["files"]) == set(written(""))
+    assert card["files"]["a"]["bytes"] == 3 and len(card["files"]["a"]["sha256"]) == 64
+
+
+def test_an_earlier_output_is_replaced(tmp_path: Path) -> None:
     for text in ("old", "new"):
-        with atomic_folder(tmp_path / "out", "card.json") as work:
-            (work / "card.json").write_text(text)
-    assert (tmp_path / "out" / "card.json").read_text() == "new"
+        write(tmp_path / "out", text)
+        assert read(tmp_path / "out") == written(text)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_block_without_a_card_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    with atomic_folder(tmp_path / "out", NOTE) as work:
+        (work / "a").write_text("half")
+    assert read(tmp_path / "out") == written("old")
+
+
+def foreign(output: Path, how: str) -> Path:
+    """Make `output` something that is not provably ours; what would be lost."""
+    if how != "no card":
+        write(output, "old")
+    output.mkdir(exist_ok=True)
+    thesis = output / "sub" / "thesis.txt"
+    match how:
+        case "a card of their own":
+            (output / "card.json").write_text('{"title": "mine"}')
+            return output / "card.json"
+        case "an empty list":
+            (output / "card.json").write_text('{"title": "mine", "files": {}}')
+            return output / "card.json"
+        case "an altered file":
+            (output / "a").write_text("edited by hand")
+            return output / "a"
+        case "a link in place of a file":
+            outside = output.with_name("photo.jpg")
+            outside.write_text("old")
+            (output / "a").unlink()
+            (output / "a").symlink_to(outside)
+            return output / "a"
+        case "another kind":
+            (output / "card.json").write_text('{"name": 1, "files": {}}')
+            return output / "card.json"
+        case "an empty folder":
+            (output / "photos").mkdir()
+            return output / "photos"
+        case _:
+            thesis.parent.mkdir(exist_ok=True)
+            thesis.write_text("all of it")
+            return thesis
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("no card", "a file beside", "a card of their own", "an empty list", "an altered file"),
+        *("a link in place of a file", "another kind", "an empty folder"),
+    ],
+)
+def test_nothing_but_our_own_is_replaced(tmp_path: Path, how: str) -> None:
+    output = tmp_path / "out"
+    kept = foreign(output, how)
+    before = sorted(tmp_path.rglob("*"))
+    name = kept.relative_to(output).as_posix()
+    for attempt in (write, lambda path: claim_folder(path, NOTE)):
+        with pytest.raises(UserError, match=f"holds .*{name}.*: not provably an earlier note"):
+            attempt(output)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("given", ["out", "out/inner", "."])
+def test_inputs_and_outputs_stay_apart(tmp_path: Path, given: str) -> None:
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / given)
+    for path in (tmp_path / given, tmp_path / "link"):
+        with pytest.raises(UserError, match="the input"):
+            claim_folder(tmp_path / "out", NOTE, path)
+    claim_folder(tmp_path / "other", NOTE, tmp_path / "out", "s3://bucket/other", None)
+
+
+def test_a_file_replaces_its_own_kind_alone(tmp_path: Path) -> None:
+    output = tmp_path / "gate.json"
+    claim_file(output, VERDICT)
+    output.write_text(json.dumps({"verdict": "pass", "passed": True, "reasons": []}))
+    claim_file(output, VERDICT)
+    for text in ('{"mine": 1}', "a diary", "[" * 100_000):
+        output.write_text(text)
+        with pytest.raises(UserError, match="exists, and is not a verdict"):
+            claim_file(output, VERDICT)
+        assert output.read_text() == text
+    with pytest.raises(UserError, match=r"lies in the input"):
+        claim_file(tmp_path / "e" / "metrics.json", VERDICT, tmp_path / "e")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_folder_is_written(tmp_path: Path, exists: bool) -> None:
+    link, target = tmp_path / "run", tmp_path / "disk" / "big"
+    link.symlink_to(target)
+    if exists:
+        target.mkdir(parents=True)
+    for text in ("old", "new"):
+        write(link, text)
+        assert link.is_symlink() and read(target) == written(text)
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(UserError, match="in a circle"):
+        write(tmp_path / "a")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that has to stay: this process stands in it."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_where_a_process_stands_files_are_replaced(here: Path) -> None:
+    inode = here.stat().st_ino
+    for text in ("old", "new"):
+        write(Path("."), text)
+        assert read(here) == written(text) and here.stat().st_ino == inode
+    (here / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"holds notes\.txt"):
+        write(Path("."))
+    assert read(here) == {**written("new"), "notes.txt": "mine"}
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True)
+    if done.returncode:
+        pytest.skip("no right to mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_mount_point_is_written_into(mount: Path) -> None:
+    (mount / "lost+found").mkdir()
+    for text in ("old", "new"):
+        write(mount, text)
+        assert mount.is_mount() and read(mount) == written(text)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("renames", range(7))
+def test_a_kill_at_any_moment_leaves_it_whole_or_to_be_written_again(
+    tmp_path: Path, in_place: bool, renames: int
+) -> None:
+    """The process ends without cleaning up, before its n-th renaming."""
+    output = tmp_path / "out"
+    write(output, "old")
+    code = f"""
+import os, pathlib, sys
+from tests.storage.test_files import write
+calls = 0
+def dying(function):
+    def call(*arguments):
+        global calls
+        calls += 1
+        if calls > {renames}:
+            os._exit(9)
+        return function(*arguments)
+    return call
+output = pathlib.Path({str(output)!r})
+if {in_place}:
+    os.chdir(output)
+os.rename, os.replace = dying(os.rename), dying(os.replace)
+write(output, "new")
+"""
+    status = subprocess.run([sys.executable, "-c", code]).returncode
+    assert status in (0, 9)
+    if (output / "card.json").is_file():
+        assert read_known(output) in (written("old"), written("new"))
+    (tmp_path / "diary.txt").write_text("mine")
+    write(output, "again")
+    assert read(output) == written("again")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["diary.txt", "out"]
+
+
+def read_known(folder: Path) -> dict[str, str]:
+    """Without what a killed attempt leaves in a folder that has to stay."""
+    return {name: text for name, text in read(folder).items() if not name.startswith(".lathe")}
+
+
+def test_where_a_process_stands_what_arrives_meanwhile_stays(here: Path) -> None:
+    write(Path("."), "old")
+    with (
+        pytest.raises(UserError, match=r"holds notes\.txt"),
+        atomic_folder(Path("."), NOTE) as work,
+    ):
+        (work / "card.json").write_text('{"title": "t"}')
+        (here / "notes.txt").write_text("mine")
+    assert read(here) == {**written("old"), "notes.txt": "mine"}
+
+
+def test_what_arrives_meanwhile_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    with atomic_folder(tmp_path / "out", NOTE) as work:
+        (work / "card.json").write_text('{"title": "t"}')
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+    (kept,) = tmp_path.glob("out.kept-*")
+    assert (kept / "notes.txt").read_text() == "mine"
+
+
+def test_what_is_edited_meanwhile_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "out", "old")
+    with atomic_folder(tmp_path / "out", NOTE) as work:
+        (work / "card.json").write_text('{"title": "t"}')
+        (tmp_path / "out" / "a").write_text("by hand")
+    (kept,) = tmp_path.glob("out.kept-*")
+    assert read(kept) == {"a": "by hand"}
+
+
+def test_a_card_that_lists_files_elsewhere_is_none(tmp_path: Path) -> None:
+    """Else their removal would follow it."""
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("all of it")
+    (tmp_path / "out").mkdir()
+    listed = {"../thesis.txt": sha256(thesis)}
+    (tmp_path / "out" / "card.json").write_text(json.dumps({"title": "t", "files": listed}))
+    with pytest.raises(UserError, match=r"holds card\.json: not provably"):
+        write(tmp_path / "out")
+    assert thesis.read_text() == "all of it"
+
+
+def test_a_failed_exchange_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", "old")
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name == "new":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(implementation.os, "rename", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path / "out", "new")
+    assert read(tmp_path / "out") == written("old")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_second_process_is_told_at_once(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, sys
+from lathe.storage import locked
+with locked(pathlib.Path({str(tmp_path / "out")!r})):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdin and other.stdout and other.stdout.readline()
+    started = time.monotonic()
+    with pytest.raises(UserError, match="another process is writing to it"):
+        write(tmp_path / "out")
+    assert time.monotonic() - started < 1
+    other.stdin.close()
+    other.wait()
+    assert not (tmp_path / "out").exists()
+    with locked(tmp_path / "out"):
+        pass

@@ -74,6 +74,8 @@ def test_nothing_divides() -> None:
         make_plan(load_recipe("gpt-345m"), 7, 80e9)
     with pytest.raises(UserError, match="not a whole number of nodes"):
         make_plan(load_recipe("gpt-345m"), 12, 80e9)
+    with pytest.raises(UserError, match="--gpus 1000000000: more than"):
+        make_plan(load_recipe("gpt-345m"), 10**9, 80e9)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,22 @@ def test_memory_sizes(text: str, size: float) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "0GB", "80 parsec"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "80",
+        "GB",
+        "-1GB",
+        "0GB",
+        "80 parsec",
+        "nan",
+        "nanGB",
+        "infGB",
+        "1e3GB",
+        "",
+        "9" * 400 + "GB",
+    ],
+)
 def test_not_a_memory_size(text: str) -> None:
     with pytest.raises(UserError, match="not a size"):
         parse_memory(text)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
+from lathe.artifacts import SENSITIVITY
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.result import (
     PAGE,
@@ -29,7 +30,7 @@ from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
 from lathe.report.sensitivity import sensitivity_page
 from lathe.settings import Recipe, SensitivitySettings
-from lathe.storage import atomic_folder, digest, require_replaceable
+from lathe.storage import atomic_folder, claim_folder, digest
 from lathe.train.batches import EvalBatches, open_data
 
 log = logging.getLogger("lathe")
@@ -94,10 +95,10 @@ def run_analysis(
         UserError: `Sensitivity.mode` is not for this checkpoint, or an unfinished analysis of
             something else is in the way.
     """
+    claim_folder(output, SENSITIVITY, model, data)
     config = checkpoint.model.config
     _require_mode(recipe.Sensitivity, config.quantization is not None, model)
     tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-    require_replaceable(output, RESULT)
     journal = Journal(
         output.with_name(f"{output.name}.unfinished.jsonl"),
         {
@@ -109,9 +110,9 @@ def run_analysis(
     subject = open_subject(tokens, journal)
     result = rank(recipe.Sensitivity, checkpoint.digest, subject, journal)
     values = asdict(result)
-    with atomic_folder(output, RESULT) as work:
+    with atomic_folder(output, SENSITIVITY) as work:
         text = json.dumps(values, indent=2, allow_nan=False)
-        (work / RESULT).write_text(text + "\n")
+        (work / RESULT).write_text(text + "\n", encoding="utf-8")
         (work / PAGE).write_text(sensitivity_page(values), encoding="utf-8")
     journal.close()
     worst = result.linears[0]
@@ -125,9 +126,9 @@ def rank(
     settings: SensitivitySettings, model: str, subject: Subject, journal: Journal
 ) -> SensitivityResult:
     names = subject.names
-    estimates = journal.recall("estimates", subject.estimates)
+    estimates = journal.recall("estimates", subject.estimates, dict)
     if settings.mode == "fisher":
-        baseline = fmean(journal.recall("baseline", lambda: subject.measure(frozenset())))
+        baseline = fmean(journal.recall("baseline", lambda: subject.measure(frozenset()), list))
         scores, errors = estimates, dict.fromkeys(names)
     else:
         baseline, scores, errors = _one_at_a_time(settings, subject, journal)
@@ -169,12 +170,12 @@ def _one_at_a_time(
     linear makes it, from float or to all of INT8, and the standard error of that."""
     is_qat, worse = settings.mode == "qat", WORSE[settings.metric]
     start: frozenset[str] = frozenset(subject.names if is_qat else ())
-    baseline = journal.recall("baseline", lambda: subject.measure(start))
+    baseline = journal.recall("baseline", lambda: subject.measure(start), list)
     scores: dict[str, float] = {}
     errors: dict[str, float | None] = {}
     for name in track(subject.names, "sensitivity", len(subject.names)):
         changed = start ^ {name}
-        values = journal.recall(name, lambda changed=changed: subject.measure(changed))  # type: ignore[misc]
+        values = journal.recall(name, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]
         sign = -worse if is_qat else worse
         costs = sign * (np.array(values) - np.array(baseline))
         mean, error = mean_stderr(costs)

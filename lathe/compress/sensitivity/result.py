@@ -1,14 +1,19 @@
 """What an analysis of sensitivity finds, and the linears to leave in float that follow from it."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from lathe.artifacts import SENSITIVITY, check_files, checked, read_json
+from lathe.cards import Files
+from lathe.errors import UserError
 from lathe.settings import SensitivitySettings
 
-RESULT = "sensitivity.json"
+RESULT = SENSITIVITY.card
 PAGE = "sensitivity.html"
 RULE = (
     "what single linears cost is taken to add up; the worst stay float, one by one, until what is "
@@ -50,9 +55,9 @@ class LinearScore:
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^(h\.\d+\.\w+\.\w+|lm_head)$")]
     score: float
-    n_params: int
+    n_params: Annotated[int, Field(gt=0)]
     estimate: float
     weights: Distribution
     inputs: Distribution
@@ -72,8 +77,8 @@ class SensitivityResult:
             correlate.
     """
 
-    mode: str
-    metric: str
+    mode: Literal["ptq", "qat", "fisher"]
+    metric: Literal["loss", "accuracy", "kl"]
     model: str
     baseline: float
     linears: list[LinearScore]
@@ -101,11 +106,18 @@ def choose_skips(
 
 
 def read_analysis(folder: Path) -> SensitivityResult:
-    """Of a folder that `lathe analyze` wrote."""
-    values = json.loads((folder / RESULT).read_text())
-    parts = ("weights", "inputs")
-    linears = [
-        LinearScore(**linear | {part: Distribution(**linear[part]) for part in parts})
-        for linear in values["linears"]
-    ]
-    return SensitivityResult(**values | {"linears": linears})
+    """Of a folder that `lathe analyze` wrote.
+
+    Raises:
+        UserError: there is none, or it is broken.
+    """
+    if not (folder / RESULT).is_file():
+        raise UserError(f"{folder}: no {RESULT}", "give the folder that `lathe analyze` wrote")
+    cure = "analyze the model again"
+    values = read_json(folder / RESULT, cure)
+    listed = checked(values.pop("files", {}), Files, f"{folder / RESULT}: files", cure)
+    result = checked(values, SensitivityResult, str(folder / RESULT), cure)
+    if not result.linears:
+        raise UserError(f"{folder / RESULT}: linears is empty", cure)
+    check_files(folder, RESULT, listed, cure)
+    return result

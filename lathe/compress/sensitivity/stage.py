@@ -111,5 +111,5 @@ def _calibrated(
         with fake_quant.inserted(model, plan):
             return fake_quant.calibrate(model, batches)
 
-    scales = journal.recall("scales", find)
+    scales = journal.recall("scales", find, dict)
     return replace(plan, activation_scales={name: scales[name] for name in plan.activation_scales})

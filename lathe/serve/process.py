@@ -1,0 +1,86 @@
+"""Which process it is: a number alone may be another's tomorrow."""
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Process(BaseModel):
+    """A process of this machine; it alone has this number and this start.
+
+    Attributes:
+        started: clock ticks since the boot.
+        boot: the boot's id.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    pid: int = Field(gt=1, le=2**22)  # the kernel's PID_MAX_LIMIT
+    started: int = Field(gt=0)
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """The one that has the number now.
+
+        Raises:
+            OSError: there is none.
+        """
+        return cls(pid=pid, started=_started(pid), boot=BOOT.read_text(encoding="utf-8").strip())
+
+    @contextmanager
+    def held(self, is_right: Callable[[Sequence[str]], bool]) -> Iterator[int | None]:
+        """A descriptor of the process, which no other can take the place of; None where it has
+        ended, or its command line is not `is_right`."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            yield None
+            return
+        try:  # what is read now is the held process's, or its successor's, which differs
+            yield descriptor if self._is_there(is_right) else None
+        finally:
+            os.close(descriptor)
+
+    def _is_there(self, is_right: Callable[[Sequence[str]], bool]) -> bool:
+        try:
+            return Process.of(self.pid) == self and is_right(_command(self.pid))
+        except (OSError, ValueError):
+            return False
+
+
+def send(descriptor: int, number: signal.Signals) -> None:
+    """Signal a held process, if it has not ended."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(descriptor, number)
+
+
+def ends_within(descriptor: int, seconds: float) -> bool:
+    """Wait for a held process."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def _started(pid: int) -> int:
+    """Field 22 of the process's stat; its name, field 2, may hold anything but ends with `)`."""
+    fields = (
+        Path(f"/proc/{pid}/stat")
+        .read_text(encoding="utf-8", errors="replace")
+        .rpartition(")")[2]
+        .split()
+    )
+    if fields[0] in "ZX":
+        raise ProcessLookupError(f"process {pid} has ended")
+    return int(fields[19])
+
+
+def _command(pid: int) -> list[str]:
+    return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")

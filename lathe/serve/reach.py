@@ -1,0 +1,36 @@
+"""What a gRPC address has to be, and that something answers there before it is asked for more."""
+
+import re
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+
+from lathe.errors import UserError
+
+REACH_SECONDS = 5.0
+"""For the connection and a server's first answer, whatever it is asked for later."""
+
+ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+
+
+def require_address(url: str) -> None:
+    """Raise UserError unless it is `host:port`."""
+    match = ADDRESS.fullmatch(url)
+    if match is None or not 0 < int(match[1]) < 2**16:
+        raise UserError(
+            f"{url!r}: not a gRPC address", "write HOST:PORT, as localhost:8001, without a scheme"
+        )
+
+
+def unreachable(error: Any, url: str) -> UserError:
+    """What it means that the server did not say whether it is ready."""
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UserError(
+            f"{url}: no answer within {REACH_SECONDS:g} s",
+            "check that this is Triton's gRPC port; if it is, look into the server's log",
+        )
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return UserError(f"no server answers on {url}", "start one with `make serve`")
+    return UserError(
+        f"{url}: not a Triton server: {error.code().name}: {error.details()}", "check the address"
+    )

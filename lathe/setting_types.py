@@ -1,0 +1,84 @@
+"""The kinds of values that settings take, and their bounds."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+LARGEST = 2**31 - 1  # of a whole number, unless a field has a nearer bound
+
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+Processes = Annotated[int, Field(gt=0, le=2**16)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
+Port = Annotated[int, Field(ge=0, le=65535)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]  # of logits, which float32 has to hold
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
+Text = Annotated[str, Field(min_length=1)]
+BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
+
+
+def _named(pattern: str, most: int, what: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if len(value) > most or not re.fullmatch(pattern, value):
+            raise ValueError(f"not {what} of at most {most} characters")
+        return value
+
+    return AfterValidator(check)
+
+
+def _format(name: str) -> Any:
+    """What a checked text is, for the reference of settings."""
+    return Field(json_schema_extra={"format": name})
+
+
+PlainName = Annotated[
+    str,
+    _named(
+        r"[A-Za-z0-9][A-Za-z0-9_.-]*", 200, "a plain name, of letters, digits, '.', '-' and '_',"
+    ),
+    _format("name"),
+]
+# https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and .../labels/
+KubernetesName = Annotated[
+    str,
+    _named(
+        r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*",
+        253,
+        "a Kubernetes name, of small letters, digits, '-' and '.',",
+    ),
+    _format("Kubernetes name"),
+]
+KubernetesLabel = Annotated[
+    str,
+    _named(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", 63, "a namespace, of small letters, digits and '-',"),
+    _format("Kubernetes name"),
+]
+LabelValue = Annotated[
+    str,
+    _named(
+        r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?",
+        63,
+        "a Kubernetes label's value, of letters, digits, '.', '-' and '_',",
+    ),
+    _format("Kubernetes label value"),
+]
+
+
+def _is_amount(value: str) -> str:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kMGTPE]|[KMGTPE]i)?", value)
+    if not match or not float(match[1]):
+        raise ValueError("not an amount of memory, such as 32Gi")
+    return value
+
+
+Amount = Annotated[str, AfterValidator(_is_amount), _format("bytes, such as 32Gi")]
+
+
+def split_numbers(value: Any) -> Any:
+    """`949,50,1` as numbers."""
+    if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
+        raise ValueError("three numbers, not booleans")
+    return [float(part) for part in value.split(",")] if isinstance(value, str) else value

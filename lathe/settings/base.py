@@ -1,0 +1,48 @@
+"""What all groups of settings have in common."""
+
+import re
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+
+
+class Settings(BaseModel):
+    """A group of settings: unknown keys and values of another kind are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_means_default(cls, values: Any) -> Any:
+        """`dp_degree:` with no value is YAML's null: the default, unless null has a meaning."""
+        if not isinstance(values, dict):
+            return values
+        fields = cls.model_fields
+        return {
+            key: value
+            for key, value in values.items()
+            if value is not None
+            or key not in fields
+            or type(None) in get_args(fields[key].annotation)
+        }
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        """True is no 1, and neither 1 nor `"no"` a boolean; a text can be written to a file, and
+        name one."""
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        is_boolean = bool in (annotation, *get_args(annotation))
+        if is_boolean and not isinstance(value, bool | None):
+            raise ValueError("neither True nor False")
+        if isinstance(value, bool) and not is_boolean:
+            raise ValueError("True and False have no meaning here")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            raise ValueError("a text with a NUL or half a surrogate pair")
+        return value

@@ -1,0 +1,167 @@
+"""Connections that give up: on a server that is silent, and on one that trickles.
+
+A socket's time limit begins anew with every byte, so it alone would wait for ever on a server that
+sends one byte a second; here the bytes of an answer also have a pace to keep.
+"""
+
+import http.client
+import io
+import math
+import os
+import socket
+import time
+import urllib.request
+from typing import Any
+
+import urllib3
+
+from lathe.errors import UserError
+
+VARIABLE = "LATHE_NETWORK_TIMEOUT"
+DEFAULT_SECONDS = 15.0
+CONNECT_SECONDS = 5.0
+SLOWEST = 100  # bytes a second
+SEND_BYTES = 1 << 16
+
+
+def network_timeout() -> float:
+    """Seconds without an answer after which a server counts as silent: LATHE_NETWORK_TIMEOUT.
+
+    Raises:
+        UserError: it is no positive number.
+    """
+    text = os.environ.get(VARIABLE) or str(DEFAULT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 86400:
+        raise UserError(f"{VARIABLE}={text}: not a number of seconds", "give one, as 15")
+    return seconds
+
+
+class _Paced(io.RawIOBase):
+    """What a socket receives; fewer bytes than SLOWEST, for as long as its limit, is a time-out."""
+
+    def __init__(self, raw: io.RawIOBase, limit: float) -> None:
+        self._raw, self._limit = raw, limit
+        self._waited, self._received = 0.0, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        started = time.monotonic()
+        count: int | None = self._raw.readinto(buffer)
+        self._waited += time.monotonic() - started
+        self._received += count or 0
+        if self._waited >= self._limit:
+            if self._received < SLOWEST * self._limit:
+                raise TimeoutError(f"{self._received} bytes in {self._waited:.0f} s")
+            self._waited, self._received = 0.0, 0
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *arguments: Any, **named: Any) -> None:
+        super().__init__(sock, *arguments, **named)
+        if limit := sock.gettimeout():
+            self.fp = io.BufferedReader(_Paced(self.fp.detach(), limit))
+
+
+def _send(connection: Any, send: Any, data: Any) -> None:
+    """Send bytes a piece at a time: the limit of `sendall` is for all that it is given."""
+    if connection.sock is None:
+        connection.connect()
+    connection.sock.settimeout(network_timeout())
+    pieces = range(0, len(data), SEND_BYTES) if isinstance(data, bytes) else ()
+    for start in pieces:
+        send(data[start : start + SEND_BYTES])
+    if not pieces:
+        send(data)
+
+
+class _PoolHTTP(urllib3.connection.HTTPConnection):
+    response_class = _Response
+
+    def send(self, data: Any) -> None:
+        _send(self, super().send, data)
+
+
+class _PoolHTTPS(urllib3.connection.HTTPSConnection):
+    response_class = _Response
+
+    def send(self, data: Any) -> None:
+        _send(self, super().send, data)
+
+
+class _HTTPPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _PoolHTTP
+
+
+class _HTTPSPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _PoolHTTPS
+
+
+def pool(connections: int, read_seconds: float | None = None) -> urllib3.PoolManager:
+    """For the client of a store; it does not retry.
+
+    Args:
+        read_seconds: how long to wait for an answer, where that is not the usual time.
+    """
+    limit = network_timeout()
+    manager = urllib3.PoolManager(
+        timeout=urllib3.Timeout(connect=min(CONNECT_SECONDS, limit), read=read_seconds or limit),
+        retries=False,
+        maxsize=connections,
+    )
+    manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
+    return manager
+
+
+class _HTTP(http.client.HTTPConnection):
+    response_class = _Response
+
+    def connect(self) -> None:
+        limit, self.timeout = self.timeout, min(CONNECT_SECONDS, self.timeout or CONNECT_SECONDS)
+        super().connect()
+        self.sock.settimeout(limit)
+
+
+class _HTTPS(http.client.HTTPSConnection):
+    response_class = _Response
+
+    def connect(self) -> None:
+        limit, self.timeout = self.timeout, min(CONNECT_SECONDS, self.timeout or CONNECT_SECONDS)
+        super().connect()
+        self.sock.settimeout(limit)
+
+
+class _OpenHTTP(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HTTP, request)
+
+
+class _OpenHTTPS(urllib.request.HTTPSHandler):
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_HTTPS, request)
+
+
+def opener() -> urllib.request.OpenerDirector:
+    """For web servers, through the proxies of the environment; no redirect leads to a file."""
+    made = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.UnknownHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+        _OpenHTTP,
+        _OpenHTTPS,
+    ):
+        made.add_handler(handler())
+    return made

@@ -1,0 +1,192 @@
+"""Folders that are whole or absent: written aside, listed in their card, then put in place."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from lathe.errors import UserError, explain_os_error
+from lathe.storage.files import files_below, sha256
+from lathe.storage.ownership import (
+    OWNER,
+    REPLACED,
+    Kind,
+    claim_folder,
+    our_files,
+    real_path,
+    scratch_folders,
+    scratch_prefix,
+)
+
+log = logging.getLogger("lathe")
+
+
+@contextmanager
+def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
+    """Yield an empty folder; with a card in it, it takes the place of `output`.
+
+    The card is completed with the list of all other files. A block that fails, or writes no card,
+    leaves `output` as it was. Temporary files may lie beside the yielded folder.
+
+    An earlier output is moved aside and deleted file by file, as its own card lists them. Behind a
+    symbolic link, the folder that it means is replaced. A mount point, and a folder in which this
+    process stands or whose parent cannot be written to, stays, and the files in it are replaced one
+    by one, the card last.
+
+    Raises:
+        UserError: see `claim_folder`; another process is writing to `output`.
+    """
+    target = real_path(output)
+    _bring_back(target)
+    with ExitStack() as held:
+        held.enter_context(locked(output))
+        claim_folder(output, kind)
+        _sweep(target, kind)
+        stays = _must_stay(target)
+        scratch = _make_scratch(target, stays)
+        held.callback(shutil.rmtree, scratch, ignore_errors=True)
+        work = scratch / "new"
+        work.mkdir()
+        yield work
+        if not (work / kind.card).is_file():
+            return
+        _complete(work / kind.card)
+        if stays:
+            claim_folder(output, kind)
+            _replace_files(work, target, kind)
+        else:
+            _exchange(work, target, scratch / "old")
+            remove_files(scratch / "old", our_files(scratch / "old", kind))
+            _give_back(scratch / "old", target)
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Hold the folder `output`; it is made if need be, and removed again if it stays empty.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    target = real_path(output)
+    missing = [path for path in (target, *target.parents) if not path.exists()]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_os_error(OSError(error.errno, error.strerror, str(output))) from None
+    handle = os.open(target, os.O_RDONLY)
+    try:
+        _lock(handle, output)
+        yield
+    finally:
+        os.close(handle)
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete these files of a folder, and the folders in it that are empty then."""
+    paths = [folder / name for name in names]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    parents = {parent for path in paths for parent in path.parents if folder in parent.parents}
+    for parent in sorted(parents, reverse=True):
+        with suppress(OSError):
+            parent.rmdir()
+
+
+def _lock(handle: int, output: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{output}: another process is writing to it",
+            "wait until it has ended, or give another --output",
+        ) from None
+    except OSError as error:  # a network file system without locks
+        log.debug("%s: not locked: %s", output, error)
+
+
+def _must_stay(target: Path) -> bool:
+    here = Path.cwd()
+    return (
+        target.is_mount()
+        or here == target
+        or target in here.parents
+        or not os.access(target.parent, os.W_OK)
+    )
+
+
+def _make_scratch(target: Path, inside: bool) -> Path:
+    parent = target if inside else target.parent
+    scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target, inside), dir=parent))
+    scratch.chmod(0o755)
+    (scratch / OWNER).write_bytes(os.fsencode(target))
+    return scratch
+
+
+def _complete(card: Path) -> None:
+    """Add the list of all other files, where the card has none of its own."""
+    values = json.loads(card.read_bytes())
+    if "files" not in values:
+        values["files"] = {
+            name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for name, path in files_below(card.parent)
+            if path != card
+        }
+        card.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _replace_files(work: Path, target: Path, kind: Kind) -> None:
+    """Whatever ends this in between, the folder has no card, and the next attempt knows its own."""
+    if (target / kind.card).exists():
+        os.replace(target / kind.card, target / REPLACED)
+    remove_files(target, our_files(target, kind) - {kind.card, REPLACED})
+    names = [name for name, _ in files_below(work) if name != kind.card]
+    for name in (*names, kind.card):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == kind.card:
+            (target / REPLACED).unlink(missing_ok=True)
+        os.replace(work / name, target / name)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+
+
+def _sweep(target: Path, kind: Kind) -> None:
+    """Delete what an attempt that was killed has left: half a replacement, and its scratch."""
+    if (target / REPLACED).exists() or not (target / kind.card).exists():
+        remove_files(target, our_files(target, kind))
+    for inside in (True, False):
+        for stale in scratch_folders(target, inside):
+            shutil.rmtree(stale)
+
+
+def _bring_back(target: Path) -> None:
+    """Put an earlier output back that a kill has left moved aside."""
+    is_gone = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    for scratch in scratch_folders(target, inside=False):
+        if is_gone and (scratch / "old").is_dir():
+            os.rename(scratch / "old", target)
+            return
+
+
+def _give_back(rest: Path, target: Path) -> None:
+    """Keep what somebody put into the earlier output while it was being replaced."""
+    with suppress(OSError):
+        rest.rmdir()
+    if rest.exists():
+        kept = Path(tempfile.mkdtemp(prefix=f"{target.name[:100]}.kept-", dir=target.parent))
+        os.rename(rest, kept)
+        log.warning("%s: what was put there meanwhile is in %s", target, kept)

@@ -1,0 +1,62 @@
+"""Files that are still what their card says, each large one read once."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from lathe.errors import UserError
+from lathe.progress import bar
+from lathe.storage.files import atomic_file, digest, sha256
+
+LARGE = 16 << 20  # bytes; to read less costs less than to remember
+WITH_BAR = 1 << 30
+
+
+def require_intact(folder: Path, files: Mapping[str, str], card: str, cure: str) -> None:
+    """Check the files of a folder against the SHA-256 that its card lists for each.
+
+    Raises:
+        UserError: one is missing, or its bytes are others; names it.
+    """
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file() or not once(path, expected, partial(_has_digest, expected)):
+            raise UserError(f"{path}: missing, truncated or altered since {card} was written", cure)
+
+
+def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
+    """What `check` says of a file; of a large one remembered until inode, length or times change.
+
+    What was found is kept in `~/.cache/lathe/verified` (XDG_CACHE_HOME), since an input may be
+    read-only, and is never written to. Where that cannot be written either, it is found anew.
+    """
+    found = path.stat()
+    if found.st_size < LARGE:
+        return check(path)
+    state = [found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    note = cache_folder() / "verified" / digest(f"{path.resolve()} {what}")
+    with suppress(OSError, ValueError):
+        if json.loads(note.read_bytes()) == state:
+            return True
+    if not check(path):
+        return False
+    with suppress(OSError), atomic_file(note) as work:
+        work.write_text(json.dumps(state), encoding="utf-8")
+    return True
+
+
+def cache_folder() -> Path:
+    """Lathe's own folder for what may be deleted at any time."""
+    with suppress(RuntimeError):  # no home
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lathe"
+    return Path("/tmp") / f"lathe-{os.getuid()}"
+
+
+def _has_digest(expected: str, path: Path) -> bool:
+    if path.stat().st_size < WITH_BAR:
+        return sha256(path) == expected
+    with bar(f"verify {path.name}"):
+        return sha256(path) == expected

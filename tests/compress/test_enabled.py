@@ -1,0 +1,30 @@
+"""`enable: False` stops a stage before it does anything; not given, it goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+
+
+@pytest.mark.parametrize("engine", ["torch", "paddle"])
+@pytest.mark.parametrize(("group", "stage"), [("Prune", prune), ("Quantization", quantize)])
+def test_a_recipe_that_disables_a_stage_stops_it(
+    engine: str, group: str, stage: object, tmp_path: Path
+) -> None:
+    recipe = load_recipe("tiny", [f"Compress.{group}.enable=False", f"Compress.engine={engine}"])
+    assert callable(stage)
+    with pytest.raises(UserError, match=rf"Compress\.{group}\.enable is False") as caught:
+        stage(recipe, tmp_path / "model", tmp_path / "data", tmp_path / "output")
+    assert f"-o Compress.{group}.enable=True" in caught.value.cure
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("enable", ["True", "null"])
+def test_an_enabled_stage_looks_for_its_model(enable: str, tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", [f"Compress.Prune.enable={enable}"])
+    with pytest.raises(UserError, match=r"/model: no such folder"):
+        prune(recipe, tmp_path / "model", tmp_path / "data", tmp_path / "output")

@@ -1,0 +1,205 @@
+"""KFP components called with odd artifacts."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.hostile import damage
+from tests.hostile.case import Case
+from tests.hostile.commands import FOREIGN, GOOD, PRUNE, QAT, SMALL
+from tests.hostile.paths import LONG
+
+STORE = "s3://bucket/releases"
+# What each is given, and of what kind its artifacts are.
+GIVEN: dict[str, dict[str, Any]] = {
+    "prepare": {"recipe": SMALL, "corpus": "corpus.jsonl", "model": "dense"},
+    "pretrain": {"recipe": SMALL, "data": "data", "init": "dense"},
+    "prune": {"recipe": PRUNE, "model": "dense", "data": "data"},
+    "analyze": {"recipe": QAT, "model": "pruned", "data": "data"},
+    "quantize": {"recipe": QAT, "model": "pruned", "data": "data", "sensitivity": "sensitivity"},
+    "evaluate": {"recipe": SMALL, "model": "dense", "data": "data", "cloze": "cloze.jsonl"},
+    "gate": {"recipe": SMALL, "baseline": "dense-eval", "candidate": "int8-eval"},
+    "export": {"recipe": SMALL, "model": "dense", "data": "data"},
+    "deploy": {"recipe": SMALL, "exported": "dense-onnx", "model": "dense", "data": "data"},
+    "challenge": {
+        **{"recipe": SMALL, "production": STORE, "candidate": "dense-eval", "data": "data"},
+        "cloze": "cloze.jsonl",
+    },
+    "release": {
+        **{"recipe": SMALL, "production": STORE, "deployed": "deployed"},
+        "evaluation": "dense-eval",
+    },
+    "report": {
+        **{"recipe": SMALL, "dense_model": "dense", "dense_evaluation": "dense-eval"},
+        **{"dense_export": "dense-onnx", "sensitivity": "sensitivity", "deployed": "deployed"},
+    },
+    "choose": {
+        **{"recipe": SMALL, "target": "bytes=0.9", "budget": "perplexity=9", "ratios": [0.0]},
+        **{"dense_evaluation": "dense-eval", "dense_export": "dense-onnx", "models": ["int8"]},
+        **{"evaluations": ["int8-eval"], "exports": ["int8-onnx"]},
+    },
+    "resolve": {"recipe": SMALL, "corpus": "corpus.jsonl"},
+}
+KINDS = {
+    "corpus": "corpus",
+    "data": "data",
+    "init": "checkpoint",
+    "model": "checkpoint",
+    "models": "checkpoint",
+    "dense_model": "checkpoint",
+    "sensitivity": "sensitivity",
+    "cloze": "cloze",
+    "exported": "export",
+    "exports": "export",
+    "dense_export": "export",
+    "baseline": "evaluation",
+    "candidate": "evaluation",
+    "evaluation": "evaluation",
+    "evaluations": "evaluation",
+    "dense_evaluation": "evaluation",
+    "deployed": "deployed",
+}
+OUTPUTS = {
+    "prepare": ("data", "data.json"),
+    "pretrain": ("model", "lathe.json"),
+    "prune": ("pruned", "lathe.json"),
+    "quantize": ("quantized", "lathe.json"),
+    "analyze": ("sensitivity", "sensitivity.json"),
+    "evaluate": ("evaluation", "metrics.json"),
+    "export": ("exported", "export.json"),
+    "deploy": ("deployed", "deploy.json"),
+}
+ODD: dict[str, tuple[str, Callable[[Path], object] | None]] = {
+    "missing": ("nope", None),
+    "a-file": ("afile", lambda box: (box / "afile").write_text("mine\n")),
+    "empty-folder": ("bare", lambda box: (box / "bare").mkdir()),
+    "link-loop": ("loop", lambda box: (box / "loop").symlink_to("loop")),
+    "long": (LONG, None),
+    "another-kind": ("", None),
+}
+CARDS = {
+    "data": "data/data.json",
+    "checkpoint": "dense/lathe.json",
+    "evaluation": "dense-eval/metrics.json",
+    "export": "dense-onnx/export.json",
+    "sensitivity": "sensitivity/sensitivity.json",
+    "deployed": "deployed/deploy.json",
+}
+CONTENTS = {"{}": b"{}", "[]": b"[]", "deep lists": b"[" * 100_000}
+OPTIONAL = ("corpus", "cloze", "init")
+EXPENSIVE = ("deploy", "release", "challenge", "report", "choose")
+METRICS = "metrics"
+
+
+def cases() -> Iterator[Case]:
+    for name, given in GIVEN.items():
+        for parameter, value in given.items():
+            kind = KINDS.get(parameter)
+            if kind and name != "resolve":  # it chooses, and reads nothing
+                yield from _odd(name, given, parameter, kind)
+                yield from _cards(name, given, parameter, kind, value)
+        for recipe in ("nope", LONG):
+            yield _case(name, "an odd recipe", recipe[:8], given, {"recipe": recipe})
+        for override in ("nope", "Prepare.source=${oc.env:AWS_SECRET_ACCESS_KEY}"):
+            yield _case(name, "an odd override", override, given, {"overrides": [override]})
+    for name in OUTPUTS:
+        yield from _outputs(name)
+    for target in ("bytes=nan", "beauty=1", ""):
+        yield _case("choose", "a target", target, GIVEN["choose"], {"target": target})
+    for ratios in ([], [0.0, 0.5], ["x"], [float("nan")]):
+        yield _case("choose", "ratios", str(ratios), GIVEN["choose"], {"ratios": ratios})
+
+
+def _odd(name: str, given: Mapping[str, Any], parameter: str, kind: str) -> Iterator[Case]:
+    for odd, (path, make) in ODD.items():
+        if (kind == "corpus" and odd == "another-kind") or (
+            name in EXPENSIVE and odd not in ("missing", "another-kind")
+        ):
+            continue
+        value = path or FOREIGN[kind]
+        changes = {parameter: [value] if isinstance(given[parameter], list) else value}
+        steps = (make,) if make else ()
+        yield _case(name, f"{parameter} is odd", odd, given, changes, steps, (FOREIGN[kind],))
+
+
+def _cards(
+    name: str, given: Mapping[str, Any], parameter: str, kind: str, value: Any
+) -> Iterator[Case]:
+    if kind not in CARDS or name in ("release", "challenge", "prepare"):
+        return
+    file = CARDS[kind]
+    artifact = file.split("/")[0]
+    changes = {parameter: [artifact] if isinstance(value, list) else artifact}
+    row = f"{parameter}'s card"
+    for content, data in CONTENTS.items():
+        steps = (partial(_write, file, data),)
+        yield _case(name, row, content, given, changes, steps, (artifact,))
+    if kind != "data":  # one of another tool has no card
+        steps = (partial(_change, file, damage.absent),)
+        yield _case(name, row, "absent", given, changes, steps, (artifact,))
+
+
+def _outputs(name: str) -> Iterator[Case]:
+    output, card = OUTPUTS[name]
+    given = GIVEN[name]
+    places: dict[str, tuple[Callable[[Path], object], ...]] = {
+        "users-files-and-a-card": (partial(_users_files, card),),
+        "users-files": (partial(_users_files, "thesis.tex"),),
+        "a-file": (partial(_write, "mine", b"years of work"),),
+    }
+    for place, steps in places.items():
+        yield _case(name, "what is at the output", place, given, {output: "mine"}, steps)
+    if name not in EXPENSIVE:
+        yield _case(name, "what is at the output", "nothing", given, {output: "out"}, works=True)
+
+
+def _users_files(card: str, box: Path) -> None:
+    (box / "mine").mkdir()
+    (box / "mine" / card).write_text('{"title": "mine"}')
+    (box / "mine" / "photo.jpg").write_bytes(b"\xff\xd8")
+
+
+def _write(file: str, data: bytes, box: Path) -> None:
+    (box / file).write_bytes(data)
+
+
+def _change(file: str, change: Callable[[Path], None], box: Path) -> None:
+    change(box / file)
+
+
+def _case(
+    name: str,
+    row: str,
+    what: str,
+    given: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    make: tuple[Callable[[Path], object], ...] = (),
+    more: tuple[str, ...] = (),
+    works: bool = False,
+) -> Case:
+    output = OUTPUTS.get(name, ("",))[0]
+    outputs = {output: "out"} if output and output not in given else {}
+    arguments = {"overrides": [], METRICS: "metrics-file"} | outputs | given | changes
+    return Case(
+        f"component {name}",
+        row,
+        what,
+        component=arguments,
+        needs=_needs(given, more),
+        make=make,
+        expect="works" if works else "refused",
+        status=(1, 2),
+        writes=("out", "metrics-file"),
+    )
+
+
+def _needs(given: Mapping[str, Any], more: tuple[str, ...]) -> tuple[str, ...]:
+    names: list[str] = []
+    for parameter, value in given.items():
+        if parameter == "recipe" or parameter in KINDS:
+            names += value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys([*names, *more]))
+
+
+assert set(KINDS.values()) <= set(GOOD)

@@ -1,0 +1,76 @@
+"""A case made from what the fuzzer drew: plain JSON, so that it can be sent and repeated."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.hostile.cards import READ
+from tests.hostile.case import Case
+from tests.hostile.commands import COMMANDS, Command
+from tests.hostile.paths import needs_of
+
+Drawn = dict[str, Any]
+
+
+def case(drawn: Drawn) -> Case:
+    """`card` and `changes`, or `verb` with `options`, `settings` and a `recipe`'s text."""
+    if "card" in drawn:
+        card = drawn["card"]
+        verb, argument = READ[card]
+        artifact = card.split("/")[0]
+        command, changes = COMMANDS[verb], {argument: artifact}
+        make = (partial(_mutate, card, drawn["changes"]),)
+    else:
+        command, changes, make = COMMANDS[drawn["verb"]], drawn.get("options", {}), ()
+        artifact = ""
+        if "recipe" in drawn:
+            make = (partial(_write, drawn["recipe"]),)
+            changes = {("name" if command.verb == "recipe" else "--recipe"): "mine.yaml"}
+    first, *rest = command.argv(**changes)
+    settings = [part for value in drawn.get("settings", []) for part in ("-o", value)]
+    return Case(
+        command.verb,
+        "fuzzed",
+        json.dumps(drawn),
+        (first, *settings, *rest),
+        needs=needs_of(command, *([artifact] if artifact else [])),
+        make=make,
+        expect="any",
+        status=(1, 2),
+        writes=_written(command, changes),
+    )
+
+
+def _written(command: Command, changes: dict[str, str]) -> tuple[str, ...]:
+    written = changes.get("--output", command.written)
+    return (written.split("/")[0],) if written else ()
+
+
+def _write(text: str, box: Path) -> None:
+    (box / "mine.yaml").write_bytes(text.encode(errors="surrogatepass"))
+
+
+def _mutate(card: str, changes: list[tuple[list[int], str, Any]], box: Path) -> None:
+    values: Any = json.loads((box / card).read_text())
+    for way, how, value in changes:
+        values = _changed(values, way, how, value)
+    (box / card).write_text(json.dumps(values))
+
+
+def _changed(values: Any, way: list[int], how: str, value: Any) -> Any:
+    """`way` chooses a key or a place at each depth, by its number modulo how many there are."""
+    if not way or not isinstance(values, dict | list) or not values:
+        return value
+    keys = list(values) if isinstance(values, dict) else list(range(len(values)))
+    key = keys[way[0] % len(keys)]
+    if len(way) == 1 and how == "remove":
+        del values[key]
+    elif len(way) == 1 and how == "add":
+        if isinstance(values, dict):
+            values["more"] = value
+        else:
+            values.append(value)
+    else:
+        values[key] = _changed(values[key], way[1:], how, value)
+    return values

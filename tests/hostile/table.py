@@ -1,0 +1,34 @@
+"""All cases, and the sample of them that is the short form."""
+
+import zlib
+
+from tests.hostile import (
+    cards,
+    components,
+    contents,
+    damage,
+    environment,
+    output_files,
+    outputs,
+    paths,
+    recipes,
+    values,
+)
+from tests.hostile.case import Case
+
+TOPICS = (paths, outputs, output_files, damage, cards, values, recipes, contents, environment)
+CASES: tuple[Case, ...] = tuple(case for topic in (*TOPICS, components) for case in topic.cases())
+ONE_OF = 40
+
+
+def short() -> tuple[Case, ...]:
+    """One case of each row, and of a long one every fortieth; the same ones at every run."""
+    rows: dict[str, list[Case]] = {}
+    for case in CASES:
+        rows.setdefault(case.group, []).append(case)
+    return tuple(case for row in rows.values() for case in row[_start(row) :: ONE_OF])
+
+
+def _start(row: list[Case]) -> int:
+    """Not the same column in every row."""
+    return zlib.crc32(row[0].group.encode()) % min(len(row), ONE_OF)

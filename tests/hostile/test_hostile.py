@@ -1,0 +1,45 @@
+"""The table, run by two workers at once; a test for each verb lists its wrong cases."""
+
+import pytest
+
+from tests.hostile import pool
+from tests.hostile.__main__ import told
+from tests.hostile.case import Case
+from tests.hostile.pool import Worker
+from tests.hostile.table import CASES, short
+
+FINE = ("right", "skipped")
+
+
+def by_verb(cases: tuple[Case, ...]) -> dict[str, list[Case]]:
+    verbs: dict[str, list[Case]] = {}
+    for case in cases:
+        verbs.setdefault(case.verb, []).append(case)
+    return verbs
+
+
+SHORT = by_verb(short())
+ALL = by_verb(CASES)
+
+
+@pytest.mark.parametrize("verb", SHORT)
+def test_a_sample_of_hostile_commands(verb: str, started: list[Worker]) -> None:
+    check(SHORT[verb], started)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ALL)
+def test_all_hostile_commands(verb: str, started: list[Worker]) -> None:
+    check([case for case in ALL[verb] if case.id not in {c.id for c in SHORT[verb]}], started)
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+def check(cases: list[Case], started: list[Worker]) -> None:
+    wrong = [v for v in pool.run(cases, started) if v.verdict not in FINE]
+    if wrong:
+        repeat = 'To repeat one: python -m tests.hostile --only "VERB / ROW / NAME"'
+        told_all = [f"{len(wrong)} of {len(cases)} are wrong", *map(told, wrong), repeat]
+        pytest.fail("\n".join(told_all), pytrace=False)

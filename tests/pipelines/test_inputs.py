@@ -1,0 +1,198 @@
+"""What a local run is given: all that is wrong is told at once, and nothing is written."""
+
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from lathe.data.tokenizer import train_tokenizer
+from lathe.errors import UserError
+from lathe.model.checkpoint import save_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.paddle import start as paddle_start
+from lathe.serve import environment
+from lathe.settings import Recipe
+from pipelines import inputs
+from pipelines.run import check
+from tests.pipelines.test_run import start
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model(tmp_path):
+    net = GPT(GPTConfig(300, 64, 32, 16, (2,), (64,)))
+    net.initialize(0.02, seed=1)
+    tokenizer = train_tokenizer(["one two three"], 257)
+    save_checkpoint(tmp_path / "model", net, tokenizer, "pretrain", Recipe())
+    return tmp_path / "model"
+
+
+def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserError]:
+    """What the check finds."""
+    try:
+        check(name, Path(folder), {"overrides": []} | arguments)
+    except ExceptionGroup as group:
+        assert all(isinstance(error, UserError) and error.cure for error in group.exceptions)
+        return list(group.exceptions)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("ful", {}, "no pipeline ful.*pretrain, prune, qat, compress, full"),
+        ("qat", {}, "needs a model.*cure: give --model .*PIPELINE=pretrain"),
+        ("qat", {"model": "m", "prune_recipe": "x"}, "pipeline qat has no prune_recipe"),
+        ("qat", {"model": "nowhere"}, "model: no such file or folder: nowhere"),
+        ("qat", {"model": "empty"}, "model empty: no config.json"),
+        ("qat", {"model": "x" * 300}, "x: File name too long"),
+        ("qat", {"model": "file"}, "model file: no such folder"),
+        ("full", {"cloze": "nowhere.jsonl"}, "cloze: no such file or folder"),
+        ("full", {"cloze": "file"}, "cloze file:2: broken line"),
+        ("full", {"cloze": "empty"}, "cloze empty"),
+        ("full", {"corpus": "nowhere"}, "corpus: no such file or folder: nowhere"),
+        ("full", {"corpus": "blank.txt"}, "corpus blank.txt: no text in it"),
+        ("full", {"corpus": "pipe"}, "corpus pipe: neither a file nor a folder"),
+        ("full", {"corpus": "newest:nowhere"}, "newest:nowhere: no such folder"),
+        ("full", {"corpus": "newest:empty"}, "newest:empty: no whole corpus there"),
+        ("full", {"corpus": "file.gz"}, "corpus file.gz: cannot be read"),
+        ("full", {"corpus": "a\udcff"}, "corpus .*: not UTF-8"),
+        ("full", {"tokenizer": "nowhere"}, "tokenizer: no such file or folder: nowhere"),
+        ("full", {"tokenizer": "file"}, "tokenizer file: not a tokenizer"),
+        ("full", {"production": "releases"}, "releases: not an address in an object store"),
+        ("full", {"recipe": "nowhere"}, "nowhere"),
+        ("compress", {"model": "nowhere", "target": "speed=2"}, "--target speed=2: not understood"),
+        ("compress", {"model": "nowhere", "budget": "5"}, "--budget 5: not understood"),
+    ],
+)
+def test_a_wrong_argument_is_found(name, arguments, message):
+    Path("empty").mkdir()
+    Path("file").write_text('{"text": "one two"}\nx\n')
+    Path("file.gz").write_text("no gzip")
+    Path("blank.txt").write_text("\n \n")
+    os.mkfifo("pipe")
+    found = "\n".join(map(str, problems(name, arguments)))
+    assert re.search(message, found, re.S), found
+    assert not Path("run").exists()
+
+
+def test_right_arguments_pass(model, corpus):
+    Path("cloze.jsonl").write_text(json.dumps({"text": "one two three"}) + "\n")
+    given = {"model": str(model), "cloze": "cloze.jsonl", "corpus": str(corpus)}
+    assert problems("pretrain", given | {"tokenizer": str(model)}) == []
+    assert problems("pretrain", given | {"corpus": f"newest:{corpus.parent}"}) == []
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors", "lathe.json"])
+def test_a_model_that_is_not_whole_is_found(model, file):
+    (model / file).unlink()
+    (problem,) = problems("pretrain", {"model": str(model)})
+    assert str(model) in problem.what
+
+
+def test_all_is_told_at_once_and_nothing_is_written(tmp_path, recipe):
+    wrong = {"--corpus": "c", "--tokenizer": "t", "--cloze": "z", "--name": "../up"}
+    options = [part for pair in wrong.items() for part in pair]
+    run = start(tmp_path, "full", "--recipe", recipe, "--production", "p", *options)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (2, "")
+    assert err.count("error: ") == err.count("  cure: ") == 5 and "Traceback" not in err
+    assert [p.name for p in tmp_path.iterdir()] == [recipe.name]
+
+
+def test_a_missing_environment_is_found(monkeypatch):
+    monkeypatch.setenv(environment.PYTHON_VARIABLE, "nowhere")
+    monkeypatch.setenv(paddle_start.PYTHON_VARIABLE, "nowhere")
+    found = problems("full", {"overrides": ["Compress.engine=paddle"]})
+    assert [e.what.split(": ")[-1] for e in found] == [
+        "Triton has its own environment",
+        "Paddle has an environment of its own",
+    ]
+    assert problems("pretrain", {}) == []
+
+
+def silent_socket() -> socket.socket:
+    """One that takes connections and never answers."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    return listening
+
+
+def test_a_store_that_never_answers_is_told_in_time(monkeypatch):
+    monkeypatch.setattr(inputs, "STORE_SECONDS", 0.3)
+    with silent_socket() as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        found = problems(
+            "full", {"production": "s3://bucket/releases", "corpus": "s3://bucket/corpus"}
+        )
+    assert time.monotonic() - began < 5
+    assert [error.what for error in found] == [
+        "s3://bucket/corpus: no answer within 0.3 s",
+        "s3://bucket/releases/gpt: no answer within 0.3 s",
+    ]
+
+
+def test_an_address_with_nothing_there_is_found(s3):
+    assert problems("full", {"production": f"{s3}/releases"}) == []
+    (problem,) = problems("full", {"corpus": f"{s3}/nowhere"})
+    assert problem.what == f"corpus {s3}/nowhere: there is nothing"
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("run/.", "--name: 'run' is no run folder"),
+        ("run/..", "--name: 'run/..' is no run folder"),
+        ("run/../up", "--name: 'run/../up' is no run folder"),
+        ("run/a/b", "--name: 'run/a/b' is no run folder"),
+        ("/elsewhere", "--name: '/elsewhere' is no run folder"),
+        ("run/deployed", "--name: 'run/deployed' is no run folder"),
+        (f"run/{'x' * 300}", "x: File name too long"),
+        ("run/file", "run/file: not a folder"),
+        ("run/dangling", "run/dangling: not a folder"),
+        ("run/mine", "run/mine: not a run folder: it holds photo.jpg, report.html"),
+        ("run/locked", "run/locked/run.lock: not what a run has written"),
+        ("run/logged", "run/logged/run.log: not what a run has written"),
+        ("run/cached", "run/cached/cache: not what a run has written"),
+    ],
+)
+def test_a_run_folder_that_is_something_else_is_refused(folder, message):
+    for name in ("mine", "locked", "logged", "cached"):
+        Path("run", name).mkdir(parents=True)
+    Path("run/file").touch()
+    Path("run/dangling").symlink_to("nowhere")
+    for file in ("mine/photo.jpg", "mine/report.html", "locked/run.lock", "cached/cache"):
+        Path("run", file).write_text("the user's own")
+    Path("run/cached/run.log").touch()
+    Path("run/logged/run.log").symlink_to("../mine/photo.jpg")
+    before = sorted(Path().rglob("*"))
+    found = "\n".join(str(error) for error in problems("pretrain", {}, folder))
+    assert message in found
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_what_lies_where_the_link_to_the_deployment_goes_is_told(monkeypatch):
+    Path("run").mkdir()
+    Path("run/deployed").write_text("the user's own")
+    (problem,) = problems("full", {})
+    assert problem.what == "run/deployed: not a link that a run has made"
+
+
+def test_a_run_goes_on_in_a_folder_of_its_own():
+    folder = Path("run/one")
+    (folder / "cache").mkdir(parents=True)
+    (folder / "run.log").touch()
+    (folder / "run.lock").write_text("123\n")
+    (folder / "notes.txt").write_text("the user's own")
+    assert problems("pretrain", {}) == []

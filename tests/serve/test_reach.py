@@ -1,0 +1,142 @@
+"""Addresses that are none, and servers that take a connection and never say anything."""
+
+import asyncio
+import http.server
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from lathe.errors import UserError
+from lathe.evaluate.scorers import served_scorer
+from lathe.serve import async_client, client, playground, reach
+from lathe.serve.async_client import AsyncClient
+from lathe.serve.bench import bench
+from lathe.serve.client import Client
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of a socket that takes connections and never answers."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (async_client, client, playground, reach):
+        monkeypatch.setattr(module, "REACH_SECONDS", 0.5)
+
+
+NONSENSE = ["", "foo", "localhost", ":0", "localhost:", ":8001", "http://x", "http://x:8001"]
+NONSENSE += ["localhost:0", "localhost:99999", "localhost:-1", "höst:1", "a b:1"]
+NONSENSE += ["\udcff:1", "[::1", "::1:8001", "x:8001\n", "user@x:8001", "x:8001/path", "unix:/x"]
+
+
+@pytest.mark.parametrize("url", NONSENSE)
+def test_what_is_no_address_is_told(url: str) -> None:
+    for made in (Client, AsyncClient):
+        with pytest.raises(UserError, match="not a gRPC address"):
+            made(url, "gpt")
+
+
+@pytest.mark.parametrize("url", ["localhost:8001", "10.0.0.1:1", "a-b.c_d.svc:65535", "[::1]:8001"])
+def test_addresses_are_taken(url: str) -> None:
+    Client(url, "gpt").close()
+
+
+def in_async(url: str) -> None:
+    async def generate() -> None:
+        async with AsyncClient(url, "gpt") as asking:
+            await asking.generate("x")
+
+    asyncio.run(generate())
+
+
+def measure(url: str) -> None:
+    shape = {"clients": 1, "rate": None, "requests": 1, "seed": 0}
+    bench((1, 1), shape, (1, 1), None, url, "gpt", Path("nowhere"))
+
+
+ASKS: dict[str, Callable[[str], object]] = {
+    "generate": lambda url: Client(url, "gpt").generate("x"),
+    "stream": lambda url: list(Client(url, "gpt").stream("x")),
+    "score": lambda url: Client(url, "gpt").score_text("x", "y"),
+    "evaluate": lambda url: served_scorer(url, "gpt", "0" * 64),
+    "bench": measure,
+    "asyncio": in_async,
+}
+
+
+@pytest.mark.parametrize("ask", [pytest.param(f, id=name) for name, f in ASKS.items()])
+def test_a_port_that_never_answers_is_told_soon(
+    silent: str, ask: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"{silent}: no answer within 0\.5 s"):
+        ask(silent)
+    assert time.monotonic() - began < 5
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("ask", [pytest.param(f, id=name) for name, f in ASKS.items()])
+def test_a_port_where_nobody_listens_is_told(ask: Callable[[str], object]) -> None:
+    with pytest.raises(UserError, match=r"no server answers on 127\.0\.0\.1:1\n"):
+        ask("127.0.0.1:1")
+
+
+def test_a_server_of_something_else_is_told() -> None:
+    handler = http.server.SimpleHTTPRequestHandler
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="answer"):
+            Client(f"127.0.0.1:{other.server_port}", "gpt").generate("x")
+        other.shutdown()
+
+
+def test_the_playground_says_that_no_server_answers(silent: str) -> None:
+    with playground.playground(silent, "gpt") as page:
+        began = time.monotonic()
+        reply = requests.post(f"{page}/generate_stream", data="{}", timeout=10)
+        assert reply.status_code == 502 and time.monotonic() - began < 5
+        assert f"no server answers on {silent} within 0.5 s" in reply.json()["error"]
+        wrong = {"Content-Length": "many"}
+        assert requests.post(f"{page}/generate_stream", headers=wrong, timeout=10).status_code
+    with pytest.raises(UserError, match="port 99999"), playground.playground(silent, "gpt", 99999):
+        pass
+
+
+@pytest.mark.parametrize("verb", ["client", "bench-serve"])
+@pytest.mark.parametrize("url", ["", "http://x"])
+def test_the_command_line_tells_an_address_that_is_none(
+    tmp_path: Path, verb: str, url: str
+) -> None:
+    command = [sys.executable, "-m", "lathe", verb, "--url", url]
+    command += ["a prompt"] if verb == "client" else []
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(rf"error: '{url}': not a gRPC address\n  cure: .*\n", run.stderr)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_request_that_cannot_be_sent_is_told() -> None:
+    with Client("127.0.0.1:1", "gpt") as asking:
+        with pytest.raises(UserError, match="prompt: not UTF-8 at character 1"):
+            asking.generate("a\udcff")
+        with pytest.raises(UserError, match="prompt: not UTF-8"):
+            asking.score_text("a", "\udcff")
+        with pytest.raises(UserError, match=r"max_tokens \d+: out of range"):
+            asking.generate("a", max_tokens=2**70)
+    with pytest.raises(UserError, match="model name: not UTF-8"):
+        Client("127.0.0.1:1", "\udcff")

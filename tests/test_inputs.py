@@ -1,0 +1,240 @@
+"""Whatever a user gives as a text: it is read, or refused at once with one message that fits."""
+
+import gzip
+import lzma
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+from tokenizers import Tokenizer
+
+from lathe import inputs
+from lathe.data.sources import documents
+from lathe.errors import StageError, UserError
+from lathe.evaluate import lambada, wikitext
+from lathe.export.prompts import held_out_prompts
+from lathe.inputs import argument_text, parse_json, require_text
+from lathe.serve.bench import _lines
+from lathe.serve.deploy import _prompts
+
+DEEP = b"[" * 100_000
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A short path: a socket's must have fewer than 108 characters."""
+    folder = Path("/tmp") / f"lathe-inputs-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(path))
+
+
+MAKERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent": (lambda p: None, "no such file|No such file"),
+    "fifo": (os.mkfifo, "a pipe, not a file"),
+    "socket": (bind, "a socket, not a file"),
+    "endless": (lambda p: p.symlink_to("/dev/zero"), "a device, not a file"),
+    "full": (lambda p: p.symlink_to("/dev/full"), "a device, not a file"),
+    "memory": (lambda p: p.symlink_to("/proc/self/mem"), "Input/output error"),
+    "loop": (lambda p: p.symlink_to(p.name), "Too many levels of symbolic links|no such file"),
+    "long name": (lambda p: None, "no such file|No such file"),
+    "UTF-16": (lambda p: p.write_bytes("one two\n".encode("utf-16")), "not UTF-8 text but UTF-16"),
+    "UTF-16 without mark": (lambda p: p.write_bytes("one".encode("utf-16-le")), "a NUL byte"),
+    "UTF-16, big": (lambda p: p.write_bytes(b"\xfe\xff\0o\0n"), "not UTF-8 text but UTF-16"),
+    "binary": (lambda p: p.write_bytes(bytes(range(256)) * 99), "NUL|not UTF-8"),
+    "gzip": (lambda p: p.write_bytes(gzip.compress(b"one two")), "not UTF-8 text but gzip data"),
+    "xz": (lambda p: p.write_bytes(lzma.compress(b"one two")), "not UTF-8 text but xz data"),
+    "zst": (lambda p: p.write_bytes(zstandard.compress(b"one two")), "but zstandard data"),
+    "empty": (lambda p: p.write_bytes(b""), "no text|no ex|too short|no prompts|too few"),
+    "blank": (
+        lambda p: p.write_text("\n \n\n"),
+        "no text|no ex|too short|no prompts|too few",
+    ),
+}
+
+
+def readers(tokenizer: Tokenizer) -> dict[str, tuple[str, Callable[[Path], object]]]:
+    """By verb: the file's name and what reads it."""
+    return {
+        "corpus": ("c.txt", lambda p: list(documents(str(p)))),
+        "JSON corpus": ("c.jsonl", lambda p: list(documents(str(p)))),
+        "cloze": ("cloze.jsonl", lambda p: lambada.read_cloze(p, tokenizer)),
+        "text": ("wiki.tokens", lambda p: wikitext.read_text(p, tokenizer)),
+        "load": ("prompts.txt", _lines),
+        "held out": ("heldout.txt", lambda p: held_out_prompts(tokenizer, p.parent, 4, 16)),
+        "deploy": ("heldout.txt", lambda p: _prompts(p.parent)),
+    }
+
+
+@pytest.mark.parametrize("made", MAKERS)
+@pytest.mark.parametrize(
+    "reader", ["corpus", "JSON corpus", "cloze", "text", "load", "held out", "deploy"]
+)
+def test_what_is_no_text_file_is_refused(
+    place: Path, byte_tokenizer: Tokenizer, reader: str, made: str
+) -> None:
+    name, read = readers(byte_tokenizer)[reader]
+    make, says = MAKERS[made]
+    make(place / name)
+    if reader == "deploy" and made in ("empty", "blank"):
+        assert read(place / name)  # the openings that ship
+        return
+    with pytest.raises((UserError, StageError), match=says) as raised:
+        read(place / name)
+    first, cure = str(raised.value).splitlines()
+    assert name in first and cure.startswith("  cure: ")
+    assert "space" not in cure or made == "memory"
+
+
+def test_a_folder_in_place_of_a_file_is_refused(place: Path, byte_tokenizer: Tokenizer) -> None:
+    for reader, (name, read) in readers(byte_tokenizer).items():
+        if "corpus" in reader:
+            continue
+        (place / name).mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=f"{name}: a folder, not a file"):
+            read(place / name)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (DEEP, "nested too deeply"),
+        (b'{"text": ' + DEEP, "nested too deeply"),
+        (b'{"n": ' + b"9" * 5000 + b', "text": "a b"}', "Exceeds the limit"),
+        (rb'{"text": "a \ud800"}', "half of a surrogate pair at character 2"),
+        (b'{"text": "a \0"}', "a NUL byte"),
+        (b'{"text": "a \xff"}', "not UTF-8: invalid start byte at byte 12"),
+        (b'{"text": 3}', "broken line|holds int, not text"),
+        (b'"text"', "broken line|not a JSON object"),
+        (b"null", "broken line|not a JSON object"),
+        (b"{'text': 1}", "not JSON"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_line_that_is_no_example(
+    tmp_path: Path, byte_tokenizer: Tokenizer, line: bytes, says: str
+) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b'{"text": "one two"}\n' + line + b"\n")
+    for reader in ("JSON corpus", "cloze"):
+        with pytest.raises(UserError, match=says) as raised:
+            readers(byte_tokenizer)[reader][1](path)
+        assert f"{path}:2: " in raised.value.what and len(raised.value.what) < 400
+
+
+def test_a_line_without_end_is_not_gathered_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 1000)
+    for ending, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)):
+        path = tmp_path / f"c.txt{ending}"
+        path.write_bytes(pack(b"ok\n" + b"x" * 5_000_000))
+        with pytest.raises(UserError, match=r"c\.txt.*:2: a line of more than 256 MiB"):
+            list(documents(str(path)))
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_an_archive_that_unpacks_to_very_much_takes_little_memory(
+    tmp_path: Path, ending: str
+) -> None:
+    """272 MB of one line, from 10 KB with zstandard, within 1 GiB of data."""
+    path = tmp_path / f"bomb.jsonl{ending}"
+    part = b"x" * (1 << 22)
+    with (gzip.open if ending == ".gz" else zstandard.open)(path, "wb") as file:
+        for _ in range(65):
+            file.write(part)
+    script = (
+        "import resource, sys; from lathe.data.sources import documents\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))\n"
+        "list(documents(sys.argv[1]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, encoding="utf-8"
+    )
+    assert "UserError" in ended.stderr.splitlines()[-2], ended.stderr
+    assert "a line of more than 256 MiB" in ended.stderr
+
+
+def test_a_folder_with_loops_hidden_files_and_links(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / ".hidden.txt").write_bytes(b"\xff")
+    assert list(documents(str(tmp_path))) == ["one"]
+    assert "loop: a link to a folder, passed over" in caplog.text
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"gone\.txt: No such file"):
+        list(documents(str(tmp_path)))
+    (tmp_path / "gone.txt").unlink()
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match=r"pipe\.txt: a pipe, not a file"):
+        list(documents(str(tmp_path)))
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv absent")
+@pytest.mark.parametrize("name", ["c.jsonl", "folder", "folder/inner/x.txt"])
+def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
+    """The cure is a right, not space on a disk; a folder that is closed is not passed over."""
+    place.chmod(0o755)
+    (place / "c.jsonl").write_text('{"text": "a"}')
+    (place / "folder" / "inner").mkdir(parents=True)
+    (place / "folder" / "x.txt").write_text("x")
+    (place / "folder" / "inner" / "x.txt").write_text("x")
+    (place / name).chmod(0)
+    source = place / name.partition("/")[0]
+    script = "import sys; from lathe.data.sources import documents; list(documents(sys.argv[1]))"
+    drop = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    ended = subprocess.run(
+        [*(drop if os.getuid() == 0 else []), sys.executable, "-c", script, str(source)],
+        capture_output=True,
+        encoding="utf-8",
+    )
+    if "Permission denied" in ended.stderr and "import" in ended.stderr.splitlines()[0]:
+        pytest.skip("the interpreter itself must not be read")
+    assert f"{place / name}: Permission denied" in ended.stderr
+    assert "chmod" in ended.stderr and "space" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("plain", "plain"), ("caf\udcc3\udca9", "café"), ("a\0b", "a\0b")]
+)
+def test_an_argument_is_utf_8_whatever_the_locale(given: str, read: str) -> None:
+    assert argument_text(given, "prompt") == read
+
+
+@pytest.mark.parametrize("given", ["caf\udce9", "\ud800", "x\udfff"])
+def test_an_argument_that_is_not_utf_8(given: str) -> None:
+    with pytest.raises(UserError, match=r"prompt .*\\ud.*: not UTF-8"):
+        argument_text(given, "prompt")
+    with pytest.raises(UserError, match="f: half of a surrogate pair"):
+        require_text(given, "f")
+
+
+@pytest.mark.parametrize("text", ["[" * 99999, "{", b"\xff", "9" * 5000, "", '{"a": nul}'])
+def test_json_that_is_none(text: str | bytes) -> None:
+    with pytest.raises(UserError, match=r"^f: not JSON") as raised:
+        parse_json(text, "f", "mend it")
+    assert raised.value.cure == "mend it" and "set_int" not in raised.value.what
+
+
+def test_the_beginning_of_a_text_may_end_within_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    for text in ("aé€😀" * 50, "a" * 99 + "\r\n😀", "\ufeffone", "é", "😀😀"):
+        path.write_text(text, encoding="utf-8", newline="")
+        plain = text.removeprefix("\ufeff").replace("\r\n", "\n")
+        assert inputs.read_text(path) == plain
+        for characters in range(1, 60):
+            read = inputs.read_text(path, characters=characters)
+            assert plain.startswith(read) and len(read) >= min(characters - 1, len(plain))

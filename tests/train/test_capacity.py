@@ -1,0 +1,74 @@
+"""What a machine can hold: refused at once, by estimate, and before an output is touched."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lathe.errors import UserError
+from lathe.recipe import load_recipe
+from lathe.train.capacity import cgroup_limits, memory_of, require_capacity, require_processes
+from lathe.train.pretrain import model_config, pretrain
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "Model.hidden_size=6000000",
+        "Model.num_layers=10000",
+        "Model.ffn_hidden_size=2147483647",
+        "Model.vocab_size=2147483647",
+        "Model.max_position_embeddings=2147483647",
+    ],
+)
+def test_a_model_that_no_machine_holds_is_refused(
+    override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 16e9)
+    recipe = load_recipe("tiny", ["Global.device=cpu", override])
+    with pytest.raises(UserError) as caught:
+        require_capacity(model_config(recipe, 4096), recipe)
+    name, size = override.removeprefix("Model.").split("=")
+    assert f"{name} {size}" in caught.value.what
+    assert "this machine has 16 GB" in caught.value.what
+
+
+def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """355 million parameters take 16 bytes each; activations do not count."""
+    recipe = load_recipe("gpt-345m", ["Global.device=cpu", "Engine.mix_precision.dtype=float32"])
+    config = model_config(recipe, 50257)
+    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.7e9)
+    require_capacity(config, recipe)
+    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.6e9)
+    with pytest.raises(UserError, match="takes 6 GB a process"):
+        require_capacity(config, recipe)
+
+
+def test_the_output_is_untouched(small_data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", ["Model.hidden_size=6000000"])
+    with pytest.raises(UserError, match="hidden_size 6000000"):
+        pretrain(recipe, small_data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_without_number_are_refused() -> None:
+    require_processes(2)
+    with pytest.raises(UserError, match="60000 processes on this machine"):
+        require_processes(60000)
+
+
+def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/pod/container\n0::/slice/unit\n1:cpu:/pod\n")
+    limits = {
+        "memory/pod/memory.limit_in_bytes": "9223372036854771712",
+        "memory/pod/container/memory.limit_in_bytes": "2000000000",
+        "slice/memory.max": "1000000000",
+        "slice/unit/memory.max": "max",
+    }
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert sorted(cgroup_limits(tmp_path, own)) == [10**9, 2 * 10**9, 9223372036854771712]
+    assert list(cgroup_limits(tmp_path, tmp_path / "none")) == []
+    assert memory_of(torch.device("cpu")) > 10**9
