@@ -106,12 +106,17 @@ def _here() -> str | None:
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """Raise OSError about `path` where a library written in Rust wraps one in its own exception:
-    `tokenizers` in Exception, `safetensors` in SafetensorError."""
+    """Raise OSError about `path` where an error does not say which file it is about: a write that
+    fails, or a library written in Rust that wraps the error in its own exception (`tokenizers` in
+    Exception, `safetensors` in SafetensorError)."""
     try:
         yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
     except Exception as error:
-        found = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
+        found = re.search(r"\(os error (\d+)\)", str(error))
         if not found:
             raise
         number = int(found[1])

@@ -74,7 +74,8 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     Raises:
         OSError: as any other file's.
     """
-    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    with os_errors(path):
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def eos_id(tokenizer: Tokenizer) -> int:
