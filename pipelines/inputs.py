@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer, models
 
+from lathe import backends
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.engines.paddle import find_python
 from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import read_cloze
 from lathe.model import folder as checkpoint
@@ -108,11 +108,11 @@ class Inputs(Problems):
             self.check("production", check_releases, root, recipe)
 
     def environments(self, name: str, recipes: dict[str, Recipe]) -> None:
-        """Triton's, where the pipeline serves, and Paddle's, where a recipe asks for it."""
+        """Triton's, where the pipeline serves, and those of the recipes' backends."""
         if name in SERVES:
             self.check("Triton", find_environment)
-        if any(recipe.Compress.engine == "paddle" for recipe in recipes.values()):
-            self.check("Paddle", find_python)
+        for backend in {backends.of(recipe) for recipe in recipes.values()}:
+            self.check("Paddle", backend.check_environment)
 
 
 def _is_text(value: str) -> bool:

@@ -20,8 +20,8 @@ from lathe.errors import StageError, UserError
 from lathe.evaluate import lambada, wikitext
 from lathe.export.prompts import held_out_prompts
 from lathe.inputs import argument_text, parse_json, require_text
+from lathe.production.deploy import _prompts
 from lathe.serve.bench import _lines
-from lathe.serve.deploy import _prompts
 
 DEEP = b"[" * 100_000
 

@@ -24,6 +24,9 @@ REPOSITORY = Kind("model repository", ".lathe.json", ("kind",))
 PADDLE_EXPORT = Kind("Paddle export", "paddle.json", ("source", "versions"))
 PADDLE_CHECKPOINT = Kind("Paddle checkpoint", "pdparams.json", ("source", "dtype"))
 
+STATE = "state"
+"""The folder of saved states inside a training's output."""
+
 GENERATOR = '<meta name="generator" content="Lathe">'
 
 

@@ -12,7 +12,6 @@ from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import Recipe
-from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
@@ -23,7 +22,7 @@ from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult, read_result
+from lathe.train.result import TrainResult
 from lathe.train.stage import Work, run_training
 
 log = logging.getLogger("lathe")
@@ -42,10 +41,6 @@ def quantize(
             `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
-    if recipe.Compress.engine == "paddle":
-        skips = ["--sensitivity", sensitivity] if sensitivity else []
-        start_paddle("quantize", recipe, model, "--data", data, *skips, "--output", output)
-        return read_result(output)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
         read_analysis(sensitivity)

@@ -4,11 +4,8 @@ from pathlib import Path
 
 from lathe.artifacts.kinds import EVALUATION
 from lathe.config.settings import Recipe
-from lathe.engines.paddle import start as start_paddle
-from lathe.evaluate.measure import EvalResult, measure, read_result
-from lathe.evaluate.results import read_metrics
+from lathe.evaluate.measure import EvalResult, measure
 from lathe.evaluate.subject import open_subject
-from lathe.runtime.session import MODEL
 from lathe.storage import claim_folder
 
 
@@ -38,10 +35,5 @@ def evaluate(
             the model's, or a model whose loss is not finite.
     """
     claim_folder(output, EVALUATION, model, data, cloze, text)
-    if recipe.Compress.engine == "paddle" and not (endpoint or (Path(model) / MODEL).is_file()):
-        given = {"--data": data, "--cloze": cloze, "--text": text}
-        options = [part for name, path in given.items() if path for part in (name, path)]
-        start_paddle("evaluate", recipe, model, *options, "--output", output)
-        return read_result(output, read_metrics(output))
     served = (endpoint, recipe.Serving.model_name) if endpoint else None
     return measure(recipe, open_subject(model, recipe, served), output, data, cloze, text)

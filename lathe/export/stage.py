@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from lathe.artifacts.kinds import EXPORT
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
-from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
@@ -29,6 +28,9 @@ log = logging.getLogger("lathe")
 FLAVOURS = {"float32": "fp32", "float16": "fp16"}
 PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, some left for the nodes
 HEAD_SIZE_MULTIPLE = 8  # onnxruntime's GroupQueryAttention takes no other
+
+
+AlsoExport = Callable[[Path], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,17 @@ class ExportResult:
     ties: int
 
 
-def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResult:
+def export(
+    recipe: Recipe, model: Path, data: Path, output: Path, also: AlsoExport | None = None
+) -> ExportResult:
     """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and prove them.
-
-    With `Compress.engine` paddle the folder `paddle` has Paddle's own files beside; see
-    `lathe.paddle.export`.
 
     Args:
         model: checkpoint folder; one with a quantization plan gives the int8 flavour.
         data: output of prepare; its held-out text is what the proof compares on.
         output: appears when the proof held, and not before.
+        also: called with the unfinished folder once the proof holds, to write another format
+            beside the graph; what it returns is added to `export.json`.
 
     Raises:
         UserError: no checkpoint, too little held-out text, a head size that cannot be run, an INT8
@@ -92,12 +95,8 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> ExportResul
         card = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         card["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
-        if recipe.Compress.engine == "paddle":
-            options = ["--data", data, "--served", work, "--output", work / "paddle"]
-            start_paddle("export", recipe, model, *options)
-            card["paddle"] = json.loads(
-                (work / "paddle" / "paddle.json").read_text(encoding="utf-8")
-            )
+        if also is not None:
+            card |= also(work)
         _write_card(work, card)
     result = ExportResult(
         folder=output,

@@ -9,9 +9,9 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
+from lathe.backends.paddle_support import require_supported
 from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.engines.supported import require_supported
 from lathe.evaluate.measure import EvalResult, Subject, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS

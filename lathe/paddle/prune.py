@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
+from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.config.settings import PruneSettings, Recipe
-from lathe.engines.supported import require_supported
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of

@@ -4,11 +4,11 @@ import logging
 from pathlib import Path
 
 from lathe.artifacts.kinds import SENSITIVITY
+from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import Recipe
-from lathe.engines.supported import require_supported
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant

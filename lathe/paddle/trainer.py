@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from lathe.artifacts.kinds import STATE
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -23,7 +24,7 @@ from lathe.paddle.sharding import GradientSums
 from lathe.paddle.workers import Workers, seed_everything
 from lathe.train.loop import Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
-from lathe.train.saved import STATE, read_card, restored, saved_steps
+from lathe.train.saved import read_card, restored, saved_steps
 from lathe.train.schedule import is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 

@@ -18,14 +18,15 @@ from lathe.artifacts.kinds import (
     read_json,
 )
 from lathe.artifacts.metadata import DeploymentCard
+from lathe.compress.sensitivity.page import section
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
+from lathe.report.achieved import find_achieved
 from lathe.report.figures import Measure, comparison, loss_curve
-from lathe.report.sensitivity import find_achieved, section
 from lathe.report.summary import (
     COLUMNS,
     Candidate,
@@ -68,7 +69,7 @@ def report(
         analysis = read_json(sensitivity / SENSITIVITY.card, CURE)
         ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
     page = render(
-        "page.html.j2",
+        "report/page.html.j2",
         title,
         gate=gate,
         columns=[column.title for column in columns(rows)],

@@ -9,13 +9,11 @@ from typing import get_args
 
 from tokenizers import Tokenizer, models
 
+from lathe import backends
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import PAGE as HTML
 from lathe.artifacts.kinds import SEARCH, SENSITIVITY, read_as
 from lathe.compress.enabled import require_enabled
-from lathe.compress.prune import prune
-from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.stage import analyze
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError, UserError
@@ -23,8 +21,6 @@ from lathe.evaluate.gate import gate
 from lathe.evaluate.lambada import read_cloze
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import METRICS, read_metrics
-from lathe.evaluate.stage import evaluate
-from lathe.export.stage import export
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest, read_marker, resolve
 from lathe.search.page import pareto_page
@@ -138,15 +134,15 @@ def _search(
             source, arguments = folder / "pruned", [model, "--data", data]
             perform(
                 "prune",
-                lambda: prune(own, model, data, folder / "pruned"),
+                lambda: backends.of(own).prune(own, model, data, folder / "pruned"),
                 [*arguments, "--output", source, "-o", f"Compress.Prune.ratio={ratio}"],
             )
         ranked, int8 = folder / "sensitivity", folder / "int8"
         if not (ranked / SENSITIVITY.card).is_file():
-            analyze(quantization, source, data, ranked)
+            backends.of(quantization).analyze(quantization, source, data, ranked)
         perform(
             "quantize",
-            lambda: quantize(quantization, source, data, int8, ranked),
+            lambda: backends.of(quantization).quantize(quantization, source, data, int8, ranked),
             [source, "--data", data, "--sensitivity", ranked, "--output", int8],
         )
         _measure_up(base, int8, folder, data, cloze)
@@ -297,9 +293,9 @@ def _ratios(goal: Goal, done: Sequence[Trial]) -> Iterator[float]:
 
 def _measure_up(recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None) -> None:
     if not (folder / EXPORT / EXPORTED.card).is_file():
-        export(recipe, model, data, folder / EXPORT)
+        backends.of(recipe).export(recipe, model, data, folder / EXPORT)
     if not (folder / EVALUATION / METRICS).is_file():
-        evaluate(recipe, model, folder / EVALUATION, data, cloze)
+        backends.of(recipe).evaluate(recipe, model, folder / EVALUATION, data, cloze)
 
 
 def _verdict(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:

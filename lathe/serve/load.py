@@ -21,6 +21,18 @@ from lathe.serve.client import Client
 
 PERCENTILES = (50, 90, 99)
 
+OPENINGS = (
+    "The function returns",
+    "In the beginning there was",
+    "A list of all",
+    "It is not possible to",
+    "When the user",
+    "This class is used to",
+    "There are many ways to",
+    "For example, if you",
+)
+"""Prompts for where none are given."""
+
 
 @dataclass(frozen=True)
 class Load:

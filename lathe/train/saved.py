@@ -15,7 +15,6 @@ from lathe.errors import UserError
 
 log = logging.getLogger("lathe")
 
-STATE = "state"
 STEP = re.compile(r"step_(\d{8})")
 CARD = "trainer.json"
 PARTIAL = ".partial"

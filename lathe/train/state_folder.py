@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lathe.artifacts.mirror import Mirror
 from lathe.errors import StageError, UserError
 from lathe.train.group import Group
-from lathe.train.mirror import Mirror
 from lathe.train.saved import CARD, PARTIAL, committed_steps, saved_steps, step_name
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.artifacts.kinds import STATE
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.train import state
@@ -27,7 +28,7 @@ from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
-from lathe.train.saved import STATE, read_card, restored, saved_steps
+from lathe.train.saved import read_card, restored, saved_steps
 from lathe.train.workers import DIMS, Workers
 
 log = logging.getLogger("lathe")

@@ -46,7 +46,12 @@ class Command:
         arguments = {name: changes.get(name, value) for name, value in self.arguments.items()}
         options = self.options | {k: v for k, v in changes.items() if k not in arguments}
         given = [f"{flag}={value}" for flag, value in options.items()]
-        return (self.verb, *given, *self.flags, *(("--", *arguments.values()) if arguments else ()))
+        return (
+            *self.verb.split(),
+            *given,
+            *self.flags,
+            *(("--", *arguments.values()) if arguments else ()),
+        )
 
 
 def _trains(verb: str, model: str, recipe: str, earlier: str, card: str = "lathe.json") -> Command:
@@ -198,7 +203,7 @@ COMMANDS = {
             earlier="deployed",
         ),
         Command(
-            "releases",
+            "release list",
             options={"--recipe": SMALL},
             inputs={"--recipe": "recipe"},
             output=None,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lathe.backends.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
+from lathe.backends.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.config.recipe import load_recipe
-from lathe.engines.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
-from lathe.engines.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT

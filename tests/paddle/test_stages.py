@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from lathe.backends import paddle_process as start
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.stage import analyze
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
-from lathe.engines import paddle as start
 from lathe.errors import UserError
 from lathe.evaluate.stage import evaluate
 from lathe.export.stage import export

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe.backends import paddle_process as paddle_start
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import train_tokenizer
-from lathe.engines import paddle as paddle_start
 from lathe.errors import UserError
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig

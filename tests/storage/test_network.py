@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lathe.artifacts.remote import input_path
 from lathe.errors import UserError
-from lathe.remote import input_path
 from lathe.storage import exists, fetch, is_remote, list_uris, read_text, remove, upload, write_text
 from lathe.storage.failures import shown
 from lathe.storage.network import network_timeout

@@ -14,6 +14,7 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
     PAGE,
     RESULT,
@@ -29,7 +30,6 @@ from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
 from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
-from lathe.report.sensitivity import sensitivity_page
 from lathe.storage import atomic_folder, claim_folder, digest
 from lathe.train.batches import EvalBatches, open_data
 

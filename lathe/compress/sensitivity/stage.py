@@ -19,11 +19,10 @@ from lathe.compress.sensitivity.rank import (
     run_analysis,
     validation_batches,
 )
-from lathe.compress.sensitivity.result import Distribution, SensitivityResult, read_analysis
+from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.engines.paddle import start as start_paddle
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import HEAD, QuantizationPlan
@@ -41,9 +40,6 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
         UserError: `Sensitivity.mode` is not for this checkpoint, the validation part cannot fill
             one sequence, or an unfinished analysis of something else is in the way.
     """
-    if recipe.Compress.engine == "paddle":
-        start_paddle("analyze", recipe, model, "--data", data, "--output", output)
-        return read_analysis(output)
     checkpoint = load_checkpoint(model)
 
     def open_subject(tokens: TokenDataset, journal: Journal) -> TorchSubject:

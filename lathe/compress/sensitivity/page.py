@@ -4,18 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from lathe.artifacts.kinds import read_json
-from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
 from lathe.pages.style import Theme, draw
-from lathe.report.summary import Candidate, Row
-from lathe.storage import sha256
 
 MAX_LINEARS = 24
 UNITS = {
@@ -87,23 +82,9 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
 
 def sensitivity_page(analysis: Mapping[str, Any]) -> str:
     """The HTML page of a `sensitivity.json`."""
-    return render("sensitivity.html.j2", "Sensitivity to INT8", sensitivity=section(analysis))
-
-
-def find_achieved(
-    sensitivity: Path, candidates: Sequence[Candidate], rows: Sequence[Row]
-) -> Achieved | None:
-    """What came of the analysis in the folder `sensitivity`; None where the model that was
-    quantized by it, or its parent, is not among the candidates or was not evaluated on a text."""
-    digest = sha256(sensitivity / "sensitivity.json")
-    by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
-    for candidate, row in zip(candidates, rows, strict=True):
-        run = candidate.model / "run.json"
-        inputs = read_json(run, "train the model again") if run.is_file() else {}
-        parent = by_digest.get(inputs.get("model", ""))
-        if inputs.get("sensitivity") == digest and parent and parent.perplexity and row.perplexity:
-            return Achieved(row.name, parent.name, parent.perplexity, row.perplexity)
-    return None
+    return render(
+        "compress/sensitivity/page.html.j2", "Sensitivity to INT8", sensitivity=section(analysis)
+    )
 
 
 def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme) -> str:

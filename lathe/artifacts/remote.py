@@ -14,7 +14,7 @@ from lathe.errors import UserError, printable
 
 # The store's client is an eighth of a second: only who gives an address waits for it.
 if TYPE_CHECKING:
-    from lathe.train.mirror import Mirror
+    from lathe.artifacts.mirror import Mirror
 
 _outputs: list["Mirror"] = []
 
@@ -57,7 +57,7 @@ def output_path(text: str | Path) -> Path:
         return _with_name(Path(text))
     place = _place(uri)
     if not _is_worker():
-        from lathe.train.mirror import Mirror
+        from lathe.artifacts.mirror import Mirror
 
         place.parent.mkdir(parents=True, exist_ok=True)
         mirror = Mirror.make(place, uri)

@@ -22,12 +22,13 @@ from lathe.errors import StageError, UserError
 from lathe.inputs import read_text
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
+from lathe.production.agreement import Parting, clear_choices, find_parting, greedy_tokens
+from lathe.production.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.progress import track
 from lathe.serve import state as serve_state
-from lathe.serve.agreement import Parting, clear_choices, find_parting, greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
-from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together, greedy
+from lathe.serve.load import OPENINGS
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
@@ -42,16 +43,6 @@ SERVER = "server"
 N_PROMPTS = 8
 N_CLIENTS = 4
 PROMPT_CHARACTERS = 80
-OPENINGS = (  # prompts where no held-out text is given
-    "The function returns",
-    "In the beginning there was",
-    "A list of all",
-    "It is not possible to",
-    "When the user",
-    "This class is used to",
-    "There are many ways to",
-    "For example, if you",
-)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from lathe.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
+from lathe.backends.pdparams import read_pdparams, write_pdparams
+from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import load_tokenizer, vocab_size
-from lathe.engines.pdparams import read_pdparams, write_pdparams
-from lathe.engines.qkv import by_head, by_projection
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
