@@ -59,8 +59,8 @@ def train(
     return figures
 
 
-def _figures(card: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))["metrics"]
+def _figures(metadata: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(metadata.read_text(encoding="utf-8"))["metrics"]
     return figures
 
 

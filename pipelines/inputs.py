@@ -136,7 +136,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
     try:
         function(path)
     except UserError as error:
-        raise UserError(f"{key} {error.what}", error.cure) from None
+        raise UserError(f"{key} {error.what}", error.hint) from None
 
 
 def check_address(key: str, uri: str) -> None:
@@ -156,7 +156,7 @@ def check_model(path: Path) -> None:
 
 def check_goal(target: str, budget: str) -> None:
     """The words of `compress`."""
-    from lathe.search.search import parse_goal  # seconds of imports
+    from lathe.search.compress import parse_goal  # seconds of imports
 
     parse_goal(target, budget)
 
@@ -222,7 +222,7 @@ def check_name(folder: Path, runs: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """A run folder that is not there yet, or one that a run has written."""
-    cure = "give another --name"
+    hint = "give another --name"
     if not folder.is_dir():
         for path in (folder, *folder.parents):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -230,11 +230,11 @@ def check_folder(folder: Path) -> None:
         return
     names = sorted(path.name for path in folder.iterdir())
     if RUN_LOG not in names and names not in ([], [LOCK]):
-        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", cure)
+        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", hint)
     for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
         path = folder / name
         if path.is_symlink() or (path.exists() and not is_right(path)):
-            raise UserError(f"{path}: not what a run has written", cure)
+            raise UserError(f"{path}: not what a run has written", hint)
 
 
 def _is_lock(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run is submitted: all of it at once, each with a cure."""
+"""What can be known to be wrong before a run is submitted: all of it at once, each with a hint."""
 
 import os
 import uuid
@@ -126,7 +126,7 @@ def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
     try:
         backends.of(recipe).check_support(stage, recipe, has_gpu=bool(pool.gpus))
     except UserError as error:
-        raise UserError(f"recipe {name}: {error.what}", error.cure) from None
+        raise UserError(f"recipe {name}: {error.what}", error.hint) from None
 
 
 def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
@@ -135,7 +135,7 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
         resolve_batch(recipe, dp * sharding)
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
-        raise UserError(f"recipe {name} with {machines}: {error.what}", error.cure) from None
+        raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
 
 
 def _check_writable(root: str) -> None:

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.errors import UserError
-from lathe.export.stage import export
+from lathe.export.export import export
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

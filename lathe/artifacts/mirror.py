@@ -77,10 +77,10 @@ class Mirror:
         remove(self._at(""))
 
     def _steps(self) -> list[str]:
-        where, cure = self._at(STEPS), "remove what is below the address; training starts anew"
+        where, hint = self._at(STEPS), "remove what is below the address; training starts anew"
         if not exists(where):
             return []
-        return checked(parse_json(read_text(where), where, cure), list[str], where, cure)
+        return checked(parse_json(read_text(where), where, hint), list[str], where, hint)
 
     def _at(self, name: str) -> str:
         return f"{self.uri}.state/{name}"

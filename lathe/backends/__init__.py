@@ -15,7 +15,7 @@ from lathe.config.settings import Recipe
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
     from lathe.evaluate.measure import EvalResult
-    from lathe.export.stage import ExportResult
+    from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
         """See `lathe.compress.quantize`."""
 
     def analyze(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
-        """See `lathe.compress.sensitivity.stage`."""
+        """See `lathe.compress.sensitivity.analyze`."""
 
     def evaluate(
         self,
@@ -49,10 +49,10 @@ class Backend(Protocol):
         text: Path | None = None,
         endpoint: str | None = None,
     ) -> "EvalResult":
-        """See `lathe.evaluate.stage`."""
+        """See `lathe.evaluate.evaluate`."""
 
     def export(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
-        """See `lathe.export.stage`."""
+        """See `lathe.export.export`."""
 
     def check_environment(self) -> None:
         """Raise UserError where this machine lacks what the backend runs in."""

@@ -10,12 +10,12 @@ from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.config.settings import Recipe
-from lathe.storage import claim_folder
+from lathe.storage import claim_output_folder
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
     from lathe.evaluate.measure import EvalResult
-    from lathe.export.stage import ExportResult
+    from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
 TRAINJOB_RUNTIME: str | None = "lathe-paddle"
@@ -61,12 +61,12 @@ def evaluate(
     endpoint: str | None = None,
 ) -> "EvalResult":
     """A checkpoint in Paddle; exported files and servers are measured without it."""
-    if endpoint or (Path(model) / EXPORT.card).is_file():
+    if endpoint or (Path(model) / EXPORT.metadata_file).is_file():
         return torch_backend.evaluate(recipe, model, output, data, cloze, text, endpoint)
     from lathe.evaluate.measure import read_result
     from lathe.evaluate.results import read_metrics
 
-    claim_folder(output, EVALUATION, model, data, cloze, text)
+    claim_output_folder(output, EVALUATION, model, data, cloze, text)
     given = {"--data": data, "--cloze": cloze, "--text": text}
     options = [part for name, path in given.items() if path for part in (name, path)]
     start("evaluate", recipe, model, *options, "--output", output)
@@ -75,13 +75,13 @@ def evaluate(
 
 def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
     """The proven ONNX export, and Paddle's own files beside it in the folder `paddle`."""
-    from lathe.export.stage import export
+    from lathe.export.export import export
 
     def also(work: Path) -> dict[str, Any]:
         folder = work / "paddle"
         start("export", recipe, model, "--data", data, "--served", work, "--output", folder)
-        card = (folder / PADDLE_EXPORT.card).read_text(encoding="utf-8")
-        return {"paddle": json.loads(card)}
+        metadata = (folder / PADDLE_EXPORT.metadata_file).read_text(encoding="utf-8")
+        return {"paddle": json.loads(metadata)}
 
     return export(recipe, model, data, output, also)
 

@@ -34,7 +34,7 @@ from lathe.model.folder import (
     resolve,
     write_folder,
 )
-from lathe.storage import atomic_folder, claim_folder
+from lathe.storage import atomic_folder, claim_output_folder
 
 PART = "mp_00_sharding_00_pp_00"
 FILE = "model.pdparams"
@@ -69,7 +69,7 @@ def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Pat
         UserError: one part of several, other names or shapes than a GPT's, numbers that are not
             finite, or a file with objects in it.
     """
-    claim_folder(output, CHECKPOINT, source, tokenizer)
+    claim_output_folder(output, CHECKPOINT, source, tokenizer)
     path = _find(source)
     stored = read_pdparams(path)
     _require_floats(stored, path)
@@ -101,7 +101,7 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     Raises:
         UserError: a weight that `dtype` cannot hold.
     """
-    claim_folder(output, PADDLE_CHECKPOINT, model)
+    claim_output_folder(output, PADDLE_CHECKPOINT, model)
     folder = resolve(model)
     config = read_config(folder)
     read_marker(folder)
@@ -113,11 +113,11 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
         arrays[_their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
             raise UserError(f"{folder}: {name} has numbers beyond {dtype}", "use --dtype float32")
-    card = {"source": checkpoint_digest(folder), "dtype": dtype}
+    metadata = {"source": checkpoint_digest(folder), "dtype": dtype}
     with atomic_folder(output, PADDLE_CHECKPOINT) as work:
         (work / PART).mkdir()
         write_pdparams(work / PART / FILE, arrays)
-        (work / PADDLE_CHECKPOINT.card).write_text(json.dumps(card), encoding="utf-8")
+        (work / PADDLE_CHECKPOINT.metadata_file).write_text(json.dumps(metadata), encoding="utf-8")
     return output / PART / FILE
 
 

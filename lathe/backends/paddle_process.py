@@ -107,8 +107,8 @@ def leave_outcome(error: UserError | StageError) -> bool:
 def error_of(status: int, message: str) -> UserError | StageError:
     """What another process raised, from its exit status and message."""
     if status == UserError.status:
-        what, _, cure = message.partition("\n  cure: ")
-        return UserError(what, cure)
+        what, _, hint = message.partition("\n  hint: ")
+        return UserError(what, hint)
     return Preempted(message) if status == Preempted.status else StageError(message)
 
 

@@ -8,7 +8,7 @@ from lathe.errors import UserError
 from lathe.evaluate.measure import require_float32
 
 CRITERIA = ("l1_norm", "l2_norm")
-CURE = "or use Compress.engine=torch"
+HINT = "or use Compress.engine=torch"
 
 
 def require_supported(verb: str, recipe: Recipe) -> None:
@@ -33,7 +33,7 @@ def require_no_gpu_needed(recipe: Recipe) -> None:
         raise UserError(
             f"Distributed.mp_degree {mp}: Paddle 2.6 divides linears on GPUs only, and this is a "
             "CPU",
-            f"run it on GPUs, set the degree to 1, {CURE}",
+            f"run it on GPUs, set the degree to 1, {HINT}",
         )
     if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
         raise UserError(
@@ -47,29 +47,29 @@ def _require_training(recipe: Recipe) -> None:
     if recipe.Compress.Distill.teacher:
         raise UserError(
             "Compress.Distill: the Paddle engine does not distil",
-            f"-o Compress.Distill.teacher=null, {CURE}",
+            f"-o Compress.Distill.teacher=null, {HINT}",
         )
     if model.sequence_parallel:
         raise UserError(
             "Model.sequence_parallel: the Paddle engine does not have it",
-            f"-o Model.sequence_parallel=False, {CURE}",
+            f"-o Model.sequence_parallel=False, {HINT}",
         )
     if settings.pp_degree > 1:
         raise UserError(
             f"Distributed.pp_degree is {settings.pp_degree}, and the Paddle engine has no pipeline",
-            f"use mp_degree or sharding, {CURE}",
+            f"use mp_degree or sharding, {HINT}",
         )
     sharding = settings.sharding
     if sharding.sharding_degree > 1 and (sharding.sharding_stage == 3 or sharding.sharding_offload):
         raise UserError(
             "Distributed.sharding: the Paddle engine divides gradients and moments, not weights, "
             "and keeps them on the device",
-            f"set sharding_stage to 2 and sharding_offload to False, {CURE}",
+            f"set sharding_stage to 2 and sharding_offload to False, {HINT}",
         )
     if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
         raise UserError(
             "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",
-            f"use dp_degree or sharding, leave it empty, {CURE}",
+            f"use dp_degree or sharding, leave it empty, {HINT}",
         )
 
 
@@ -86,5 +86,5 @@ def _require_pruner(settings: PruneSettings) -> None:
             raise UserError(
                 f"Compress.Prune.{key} is {found}: PaddleSlim's pruners have "
                 f"{' or '.join(map(str, possible))}",
-                f"-o Compress.Prune.{key}={possible[0]}, {CURE}",
+                f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
             )

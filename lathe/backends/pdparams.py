@@ -39,12 +39,12 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
             what = f"{path}: not a .pdparams file: {error}"
             raise UserError(what, "copy the file again") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path}: holds a {type(found).__name__}, not tensors by name", CURE)
+        raise UserError(f"{path}: holds a {type(found).__name__}, not tensors by name", HINT)
     found.pop(NAMES, None)
     _join_slices(found, path)
     for name in found:
         if not isinstance(name, str):
-            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, no text", CURE)
+            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, no text", HINT)
     return {name: _array(name, value, path) for name, value in found.items()}
 
 
@@ -70,7 +70,7 @@ def write_pdparams(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         pickle.dump(state, file, PROTOCOL)
 
 
-CURE = "save the state dictionary of the model alone, as `paddle.save(model.state_dict(), path)`"
+HINT = "save the state dictionary of the model alone, as `paddle.save(model.state_dict(), path)`"
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -85,7 +85,7 @@ class _ArraysOnly(pickle.Unpickler):
             return ADMITTED[module.replace("__builtin__", "builtins"), name]
         except KeyError:
             raise UserError(
-                f"{self._path}: holds a {module}.{name}, which loading would run: refused", CURE
+                f"{self._path}: holds a {module}.{name}, which loading would run: refused", HINT
             ) from None
 
 
@@ -130,7 +130,7 @@ def _array(name: object, value: Any, path: Path) -> NDArray[Any]:
     if isinstance(value, tuple) and len(value) == 2:
         value = value[1]
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
-        raise UserError(f"{path}: {name} is a {type(value).__name__}, not a tensor", CURE)
+        raise UserError(f"{path}: {name} is a {type(value).__name__}, not a tensor", HINT)
     if value.dtype == np.uint16:
         return (value.astype(np.uint32) << 16).view(np.float32)
     return value

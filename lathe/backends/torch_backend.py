@@ -8,7 +8,7 @@ from lathe.config.settings import Recipe
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
     from lathe.evaluate.measure import EvalResult
-    from lathe.export.stage import ExportResult
+    from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
 TRAINJOB_RUNTIME: str | None = None
@@ -33,7 +33,7 @@ def quantize(
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
-    from lathe.compress.sensitivity.stage import analyze
+    from lathe.compress.sensitivity.analyze import analyze
 
     return analyze(recipe, model, data, output)
 
@@ -47,13 +47,13 @@ def evaluate(
     text: Path | None = None,
     endpoint: str | None = None,
 ) -> "EvalResult":
-    from lathe.evaluate.stage import evaluate
+    from lathe.evaluate.evaluate import evaluate
 
     return evaluate(recipe, model, output, data, cloze, text, endpoint)
 
 
 def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
-    from lathe.export.stage import export
+    from lathe.export.export import export
 
     return export(recipe, model, data, output)
 

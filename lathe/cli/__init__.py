@@ -29,7 +29,7 @@ def main() -> None:
         sys.exit(128 + signal.SIGPIPE)
     except UnicodeEncodeError as error:  # of a library in Rust
         print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
-        print("  cure: rename the file or folder", file=sys.stderr)
+        print("  hint: rename the file or folder", file=sys.stderr)
         sys.exit(UserError.status)
     except (UserError, StageError, OSError) as error:
         told = explain_os_error(error) if isinstance(error, OSError) else error

@@ -127,7 +127,7 @@ def compress(
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(load(name, override) for name in names)
     from lathe.backends import start_workers
-    from lathe.search.search import PAGE, compress, parse_goal, require_met
+    from lathe.search.compress import PAGE, compress, parse_goal, require_met
 
     def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
         of_verb = 1 if verb == "prune" else 2

@@ -67,4 +67,4 @@ def blend(
     from lathe.data.blend import blend, parse_part
 
     made = blend([parse_part(part) for part in parts], output)
-    show(data=made.folder, documents=made.card["documents"], tokens=made.card["tokens"])
+    show(data=made.folder, documents=made.metadata["documents"], tokens=made.metadata["tokens"])

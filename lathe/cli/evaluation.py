@@ -123,7 +123,7 @@ def report(
     settings = load(recipe, override)
     from rich.console import Console
 
-    from lathe.report.stage import report_run
+    from lathe.report.report import report_run
     from lathe.report.summary import Candidate, summary_table
 
     candidates = [

@@ -30,7 +30,7 @@ from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import new_model
 from lathe.train.result import TrainResult, remove_run
-from lathe.train.stage import Work, run_training
+from lathe.train.run import TrainingJob, run_training
 
 log = logging.getLogger("lathe")
 
@@ -72,7 +72,7 @@ def _one_round(
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> Work:
+    def make() -> TrainingJob:
         dense, left = load_checkpoint(model), load_checkpoint(start)
         if dense.model.config.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
@@ -92,7 +92,7 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return Work("prune", pruned, dense.tokenizer, dense.digest)
+        return TrainingJob("prune", pruned, dense.tokenizer, dense.digest)
 
     share = _share(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])

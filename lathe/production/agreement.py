@@ -13,7 +13,7 @@ GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where a served continuation leaves the checkpoint's.
 
     `gap`: how much the checkpoint's logit of its own choice is above that of the served token. A
@@ -33,9 +33,9 @@ def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[
 
 
 @torch.inference_mode()
-def find_parting(
+def find_divergence(
     checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
-) -> Parting | None:
+) -> Divergence | None:
     """The first place where two continuations differ, an early end counting as EOS; or None."""
     if list(expected) == list(served):
         return None
@@ -44,7 +44,7 @@ def find_parting(
     position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     ids = [*_ids(checkpoint, prompt), *expected[:position]]
     logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
-    return Parting(position, mine, theirs, float(logits[mine] - logits[theirs]))
+    return Divergence(position, mine, theirs, float(logits[mine] - logits[theirs]))
 
 
 @torch.inference_mode()

@@ -17,12 +17,12 @@ from typing import Any
 from lathe.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
 from lathe.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
 from lathe.config.settings import Recipe, ServingSettings
-from lathe.data.tokens import read_data_card
+from lathe.data.tokens import read_data_metadata
 from lathe.errors import StageError, UserError
 from lathe.inputs import read_text
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
-from lathe.production.agreement import Parting, clear_choices, find_parting, greedy_tokens
+from lathe.production.agreement import Divergence, clear_choices, find_divergence, greedy_tokens
 from lathe.production.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.progress import track
 from lathe.serve import state as serve_state
@@ -32,7 +32,7 @@ from lathe.serve.load import OPENINGS
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
-from lathe.storage import atomic_file, claim_file, claim_folder, locked, require_apart
+from lathe.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
 from lathe.storage.ownership import Source, in_the_way
 
 log = logging.getLogger("lathe")
@@ -114,31 +114,31 @@ def _rehearsed(
         start_seconds = time.perf_counter() - started
         answers, together, together_seconds = _rehearse(server.state, prompts, new_tokens)
         expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]
-        partings = [
-            find_parting(checkpoint, prompt, mine, answer.tokens)
+        divergences = [
+            find_divergence(checkpoint, prompt, mine, answer.tokens)
             for prompt, mine, answer in zip(prompts, expected, answers, strict=True)
         ]
         result = DeployResult(
             folder=output,
             repository=repository,
             prompts=len(prompts),
-            identical=partings.count(None),
-            near_ties=len(prompts) - partings.count(None),
+            identical=divergences.count(None),
+            near_ties=len(prompts) - divergences.count(None),
             start_seconds=start_seconds,
             first_token_ms=1e3 * statistics.median(a.first_token_seconds for a in answers),
             tokens_per_second=_n_tokens(answers) / sum(a.seconds for a in answers),
             tokens_per_second_together=_n_tokens(together) / together_seconds,
         )
-        _check(prompts, partings, tolerance)
+        _check(prompts, divergences, tolerance)
         samples = [
             {
                 "prompt": prompt,
                 "text": answer.text,
                 "tokens": answer.tokens,
                 "clear": clear_choices(checkpoint, prompt, answer.tokens, tolerance),
-                "parting": parting and asdict(parting),
+                "divergence": divergence and asdict(divergence),
             }
-            for prompt, answer, parting in zip(prompts, answers, partings, strict=True)
+            for prompt, answer, divergence in zip(prompts, answers, divergences, strict=True)
         ]
         _write_report(result, recipe.Serving, new_tokens, samples)
         if keep_running:
@@ -168,10 +168,10 @@ def serve(deployed: Path) -> ServerState:
 
 
 def _claim(output: Path, *inputs: Source) -> None:
-    """See `claim_folder`; the folder of a rehearsal has no card of its own."""
+    """See `claim_output_folder`; the folder of a rehearsal has no metadata file of its own."""
     require_apart(output, *inputs)
-    claim_folder(output / REPOSITORY, REPOSITORY_KIND)
-    claim_file(output / REPORT, DEPLOYMENT)
+    claim_output_folder(output / REPOSITORY, REPOSITORY_KIND)
+    claim_output_file(output / REPORT, DEPLOYMENT)
     own = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
     for folder, names in own.items():
         if folder.is_dir():
@@ -219,40 +219,43 @@ def _rehearse(
     return answers, together, seconds
 
 
-def _check(prompts: Sequence[str], partings: Sequence[Parting | None], tolerance: float) -> None:
-    for prompt, parting in zip(prompts, partings, strict=True):
-        if parting is not None and not parting.gap <= tolerance:
+def _check(
+    prompts: Sequence[str], divergences: Sequence[Divergence | None], tolerance: float
+) -> None:
+    for prompt, divergence in zip(prompts, divergences, strict=True):
+        if divergence is not None and not divergence.gap <= tolerance:
             raise StageError(
-                f"the server is not the checkpoint: after {prompt!r} and {parting.position} equal "
-                f"tokens it says {parting.served}, the checkpoint {parting.expected}, whose logit "
-                f"is {parting.gap:.4g} higher (tolerance {tolerance:g})"
+                f"the server is not the checkpoint: after {prompt!r} and {divergence.position} "
+                f"equal tokens it says {divergence.served}, the checkpoint {divergence.expected}, "
+                f"whose logit is {divergence.gap:.4g} higher (tolerance {tolerance:g})"
             )
 
 
 def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint) -> float:
     """How far the export's logits may be from the checkpoint's, by the export's own proof."""
-    card = open_export(exported)
-    if card.proof is None:
+    metadata = open_export(exported)
+    if metadata.proof is None:
         raise UserError(
-            f"{exported / EXPORT.card}: the export was never proven", "export the model again"
+            f"{exported / EXPORT.metadata_file}: the export was never proven",
+            "export the model again",
         )
-    if card.source != checkpoint.digest or read_config(exported) != checkpoint.model.config:
+    if metadata.source != checkpoint.digest or read_config(exported) != checkpoint.model.config:
         raise UserError(
             f"{exported} was exported from another checkpoint than {model}",
             "export the model again, or give the checkpoint it came from",
         )
-    return max(card.proof.max_error, card.proof.tolerance)
+    return max(metadata.proof.max_error, metadata.proof.tolerance)
 
 
 def _prompts(data: Path | None) -> list[str]:
     """Openings of held-out lines, evenly spread; cut after a word."""
     if data is None:
         return list(OPENINGS)
-    read_data_card(data)
-    path, cure = data / "heldout.txt", "give the output folder of `lathe prepare`"
+    read_data_metadata(data)
+    path, hint = data / "heldout.txt", "give the output folder of `lathe prepare`"
     if not path.exists():
-        raise UserError(f"{path}: no such file", cure)
-    lines = [line.strip() for line in read_text(path, cure).splitlines()]
+        raise UserError(f"{path}: no such file", hint)
+    lines = [line.strip() for line in read_text(path, hint).splitlines()]
     lines = [line for line in lines if len(line) >= PROMPT_CHARACTERS // 2]
     chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]
     cut = [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]

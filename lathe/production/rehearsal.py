@@ -39,10 +39,10 @@ def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
     started = time.perf_counter()
     first = 0.0
     text, tokens = "", []
-    for piece in client.stream(prompt, **parameters):
+    for chunk in client.stream(prompt, **parameters):
         first = first or time.perf_counter() - started
-        text += piece.text
-        tokens += piece.tokens
+        text += chunk.text
+        tokens += chunk.tokens
     return Answer(text, tokens, first, time.perf_counter() - started)
 
 

@@ -167,10 +167,10 @@ def _ask(client: Client, load: Load, number: int, started: float) -> Request:
     length = load.lengths[number % len(load.lengths)]
     sent, times = time.perf_counter() - started, []
     try:
-        for piece in client.stream(
+        for chunk in client.stream(
             prompt, max_tokens=length, min_tokens=length, seed=load.seed + number
         ):
-            times += [time.perf_counter() - started] * len(piece.tokens)
+            times += [time.perf_counter() - started] * len(chunk.tokens)
     except Exception as error:
         return Request(sent, tuple(times), str(error).splitlines()[0])
     return Request(sent, tuple(times))

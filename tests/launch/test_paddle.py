@@ -88,7 +88,7 @@ def test_a_step_without_paddle_starts_no_nodes(
     trainer = play(step, succeed)
     with pytest.raises(UserError, match="/nowhere/python: no such interpreter") as said:
         run(s3, "prune")
-    assert "ENGINE=paddle" in said.value.cure and not trainer.created
+    assert "ENGINE=paddle" in said.value.hint and not trainer.created
 
 
 @pytest.mark.slow

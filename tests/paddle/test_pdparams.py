@@ -238,7 +238,7 @@ def test_what_a_file_says_about_its_arrays_is_held_against_them(
     path.write_bytes(content)
     with pytest.raises(UserError, match=message) as raised:
         read_pdparams(path)
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ log = logging.getLogger("lathe")
 
 
 @dataclass(frozen=True)
-class Work:
-    """A model to train, and what its checkpoint says of it; see `lathe.train.stage.Work`."""
+class TrainingJob:
+    """A model to train, and what its checkpoint says of it; see `lathe.train.run.TrainingJob`."""
 
     stage: str
     model: GPT
@@ -55,7 +55,7 @@ def run_training(
     data: Path,
     output: Path,
     inputs: dict[str, str],
-    make: Callable[[Workers], Work],
+    make: Callable[[Workers], TrainingJob],
     sources: Sequence[Path],
 ) -> TrainResult:
     """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
@@ -65,7 +65,7 @@ def run_training(
         sources: other folders that `make` reads.
 
     Raises:
-        UserError: as `lathe.train.stage.run_training`.
+        UserError: as `lathe.train.run.run_training`.
         Preempted: SIGTERM came; the same call goes on.
     """
     if recipe.Engine.mix_precision.is_pure:

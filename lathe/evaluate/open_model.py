@@ -8,7 +8,7 @@ from lathe.artifacts.kinds import open_export
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.measure import Subject, require_float32
+from lathe.evaluate.measure import EvaluatedModel, require_float32
 from lathe.evaluate.scorers import TorchScorer, onnx_scorer, served_scorer
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
@@ -21,7 +21,9 @@ from lathe.train.workers import choose_device
 Endpoint = tuple[str, str]  # gRPC address and model name
 
 
-def open_subject(model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None) -> Subject:
+def open_model(
+    model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
+) -> EvaluatedModel:
     """Open a folder of `lathe export` with onnxruntime, any other with torch.
 
     Args:
@@ -42,7 +44,7 @@ def open_subject(model: Path | str, recipe: Recipe, endpoint: Endpoint | None = 
     open_export(folder)
     require_float32(settings, f"{folder} is an ONNX file, with a precision of its own")
     digest = sha256(onnx)
-    return Subject(
+    return EvaluatedModel(
         folder=folder,
         scorer=served_scorer(*endpoint, digest) if endpoint else onnx_scorer(folder),
         config=read_config(folder),
@@ -56,11 +58,11 @@ def open_subject(model: Path | str, recipe: Recipe, endpoint: Endpoint | None = 
 
 def _open_checkpoint(
     checkpoint: Checkpoint, settings: OfflineEvalSettings, device: torch.device, seed: int
-) -> Subject:
+) -> EvaluatedModel:
     net = checkpoint.model
     if net.config.quantization is not None:
         require_float32(settings, f"{checkpoint.folder} is quantized, on a grid of float32")
-    return Subject(
+    return EvaluatedModel(
         folder=checkpoint.folder,
         scorer=TorchScorer(net.to(device), bfloat16=settings.dtype == "bfloat16"),
         config=net.config,

@@ -1,4 +1,4 @@
-"""Every JSON card with every wrong content, and models that cannot be."""
+"""Every JSON metadata with every wrong content, and models that cannot be."""
 
 import hashlib
 import json
@@ -92,7 +92,7 @@ CHANGES: dict[str, list[tuple[str, Any]]] = {
         ("blend.0.folder", "../data"),
         ("blend.0.folder", "/"),
         ("blend.0.folder", "nope"),
-        ("blend.0.card_sha256", "0" * 64),
+        ("blend.0.metadata_sha256", "0" * 64),
         ("vocab_size", 3),
     ],
     "dense/lathe.json": [
@@ -205,34 +205,34 @@ PLANS: list[tuple[str, Any]] = [
 
 
 def cases() -> Iterator[Case]:
-    for card in READ:
+    for metadata in READ:
         for name, content in CONTENTS.items():
-            yield _case(card, "has other content", name, partial(_write, card, content))
-    for card, keys in KEYS.items():
+            yield _case(metadata, "has other content", name, partial(_write, metadata, content))
+    for metadata, keys in KEYS.items():
         for key in keys.split():
-            yield _case(card, "has a key of another type", key, partial(_retype, card, key))
+            yield _case(metadata, "has a key of another type", key, partial(_retype, metadata, key))
             if key in NEEDED:
-                yield _case(card, "lacks a key", key, partial(_remove, card, key))
-    for card, changes in CHANGES.items():
+                yield _case(metadata, "lacks a key", key, partial(_remove, metadata, key))
+    for metadata, changes in CHANGES.items():
         for key, value in changes:
             name = f"{key}={_shown(value)}"
-            yield _case(card, "has a wrong value", name, partial(_set, card, key, value))
+            yield _case(metadata, "has a wrong value", name, partial(_set, metadata, key, value))
     for key, value in PLANS:
         yield _plan("evaluate", "model", key, value)
 
 
 def _case(
-    card: str,
+    metadata: str,
     row: str,
     name: str,
     step: Callable[[Path], None],
 ) -> Case:
-    verb, argument = READ[card]
+    verb, argument = READ[metadata]
     command = COMMANDS[verb]
-    artifact = card.split("/")[0]
+    artifact = metadata.split("/")[0]
     return Case(
         verb,
-        f"{card} {row}",
+        f"{metadata} {row}",
         name,
         command.argv(**{argument: artifact}),
         needs=needs_of(command, artifact),
@@ -259,31 +259,31 @@ def _shown(value: Any) -> str:
     return json.dumps(value)[:40]
 
 
-def _write(card: str, content: bytes, box: Path) -> None:
-    (box / card).write_bytes(content)
+def _write(metadata: str, content: bytes, box: Path) -> None:
+    (box / metadata).write_bytes(content)
 
 
-def _retype(card: str, key: str, box: Path) -> None:
-    values = json.loads((box / card).read_text())
+def _retype(metadata: str, key: str, box: Path) -> None:
+    values = json.loads((box / metadata).read_text())
     known = values.get(key)
     values[key] = 3 if isinstance(known, str) else "text" if not isinstance(known, dict) else [1]
-    (box / card).write_text(json.dumps(values))
+    (box / metadata).write_text(json.dumps(values))
 
 
-def _remove(card: str, key: str, box: Path) -> None:
-    values = json.loads((box / card).read_text())
+def _remove(metadata: str, key: str, box: Path) -> None:
+    values = json.loads((box / metadata).read_text())
     values.pop(key, None)
-    (box / card).write_text(json.dumps(values))
+    (box / metadata).write_text(json.dumps(values))
 
 
-def _set(card: str, dotted: str, value: Any, box: Path) -> None:
-    values = json.loads((box / card).read_text())
+def _set(metadata: str, dotted: str, value: Any, box: Path) -> None:
+    values = json.loads((box / metadata).read_text())
     *way, last = dotted.split(".")
     inner: Any = values
     for part in way:
         inner = inner[int(part)] if isinstance(inner, list) else inner[part]
     inner[int(last) if isinstance(inner, list) else last] = value
-    (box / card).write_text(json.dumps(values))
+    (box / metadata).write_text(json.dumps(values))
 
 
 def seal(file: str, box: Path) -> None:

@@ -42,14 +42,14 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> Sensitivit
     """
     checkpoint = load_checkpoint(model)
 
-    def open_subject(tokens: TokenDataset, journal: Journal) -> TorchSubject:
-        return TorchSubject(recipe, checkpoint, tokens, journal)
+    def open_model(tokens: TokenDataset, journal: Journal) -> TorchModel:
+        return TorchModel(recipe, checkpoint, tokens, journal)
 
-    return run_analysis(recipe, model, data, output, checkpoint, open_subject)
+    return run_analysis(recipe, model, data, output, checkpoint, open_model)
 
 
-class TorchSubject:
-    """See `lathe.compress.sensitivity.rank.Subject`."""
+class TorchModel:
+    """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
 
     engine = "torch"
 

@@ -10,7 +10,7 @@ from lathe.evaluate.latency import measure
 from lathe.model.folder import read_marker, resolve
 from lathe.report.page import report
 from lathe.report.summary import Candidate, Row
-from lathe.storage import claim_file
+from lathe.storage import claim_output_file
 
 
 def report_run(
@@ -30,7 +30,7 @@ def report_run(
         UserError: a folder without what its stage writes.
     """
     folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
-    claim_file(output, PAGE, *folders, sensitivity, deployed)
+    claim_output_file(output, PAGE, *folders, sensitivity, deployed)
     for candidate in candidates:
         read_marker(resolve(candidate.model))
         if candidate.exported:

@@ -25,14 +25,14 @@ from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest, read_marker, resolve
 from lathe.search.page import pareto_page
 from lathe.search.trial import Budget, Goal, SearchResult, Target, Trial
-from lathe.storage import atomic_file, claim_file, digest, sha256
+from lathe.storage import atomic_file, claim_output_file, digest, sha256
 from lathe.train.result import FREE, Identity, begin, claimed
 
 log = logging.getLogger("lathe")
 
 Perform = Callable[[str, Callable[[], object], Sequence[object]], object]
 
-CARD = "trial.json"
+METADATA = "trial.json"
 RESULT = "compress.json"
 PAGE = "compress.html"
 PARTS = EVALUATION, EXPORT = "evaluation", "onnx"
@@ -122,8 +122,8 @@ def _search(
 
     def attempt(ratio: float) -> Trial:
         folder = output / trial_name(ratio)
-        if (folder / CARD).is_file():
-            known = read_as(folder / CARD, Trial, "delete the file: the trial is judged again")
+        if (folder / METADATA).is_file():
+            known = read_as(folder / METADATA, Trial, "delete the file: the trial is judged again")
             return replace(
                 known, verdict=_verdict(base, goal, dense / EVALUATION, folder / EVALUATION)
             )
@@ -138,7 +138,7 @@ def _search(
                 [*arguments, "--output", source, "-o", f"Compress.Prune.ratio={ratio}"],
             )
         ranked, int8 = folder / "sensitivity", folder / "int8"
-        if not (ranked / SENSITIVITY.card).is_file():
+        if not (ranked / SENSITIVITY.metadata_file).is_file():
             backends.of(quantization).analyze(quantization, source, data, ranked)
         perform(
             "quantize",
@@ -146,8 +146,10 @@ def _search(
             [source, "--data", data, "--sensitivity", ranked, "--output", int8],
         )
         _measure_up(base, int8, folder, data, cloze)
-        trial = weigh(base, goal, ratio, *(f / part for f in (dense, folder) for part in PARTS))
-        with atomic_file(folder / CARD) as work:
+        trial = evaluate_trial(
+            base, goal, ratio, *(f / part for f in (dense, folder) for part in PARTS)
+        )
+        with atomic_file(folder / METADATA) as work:
             work.write_text(json.dumps(asdict(trial), indent=2) + "\n", encoding="utf-8")
         return trial
 
@@ -175,10 +177,11 @@ def choose(
         output: folder for `compress.json` and `compress.html`.
     """
     evaluation, exported = dense
-    claim_file(output / RESULT, SEARCH)
-    claim_file(output / PAGE, HTML)
+    claim_output_file(output / RESULT, SEARCH)
+    claim_output_file(output / PAGE, HTML)
     trials = [
-        weigh(recipe, goal, ratio, evaluation, exported, *folders) for ratio, *folders in candidates
+        evaluate_trial(recipe, goal, ratio, evaluation, exported, *folders)
+        for ratio, *folders in candidates
     ]
     return conclude(goal, evaluation, trials, output)
 
@@ -208,7 +211,7 @@ def gather(
     return list(zip(ratios, evaluations, exports, strict=True))
 
 
-def weigh(
+def evaluate_trial(
     recipe: Recipe,
     goal: Goal,
     ratio: float,
@@ -292,7 +295,7 @@ def _ratios(goal: Goal, done: Sequence[Trial]) -> Iterator[float]:
 
 
 def _measure_up(recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Path | None) -> None:
-    if not (folder / EXPORT / EXPORTED.card).is_file():
+    if not (folder / EXPORT / EXPORTED.metadata_file).is_file():
         backends.of(recipe).export(recipe, model, data, folder / EXPORT)
     if not (folder / EVALUATION / METRICS).is_file():
         backends.of(recipe).evaluate(recipe, model, folder / EVALUATION, data, cloze)

@@ -20,8 +20,8 @@ from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
 from lathe.model.gpt import GPT
-from lathe.runtime.session import CARD, MODEL
-from lathe.storage import atomic_folder, claim_folder, sha256
+from lathe.runtime.session import METADATA, MODEL
+from lathe.storage import atomic_folder, claim_output_folder, sha256
 
 log = logging.getLogger("lathe")
 
@@ -73,7 +73,7 @@ def export(
             checkpoint in float16, a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
-    claim_folder(output, EXPORT, model, data)
+    claim_output_folder(output, EXPORT, model, data)
     checkpoint = load_checkpoint(model)
     settings = recipe.Export
     config = checkpoint.model.config
@@ -92,16 +92,16 @@ def export(
         checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
     )
     with atomic_folder(output, EXPORT) as work:
-        card = write(checkpoint, work, settings)
+        metadata = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
-        card["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
+        metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
         if also is not None:
-            card |= also(work)
-        _write_card(work, card)
+            metadata |= also(work)
+        _write_metadata(work, metadata)
     result = ExportResult(
         folder=output,
-        flavour=card["flavour"],
-        n_bytes=card["bytes"],
+        flavour=metadata["flavour"],
+        n_bytes=metadata["bytes"],
         integer_kernels=proof.integer_kernels,
         max_error=proof.max_error,
         mean_error=proof.mean_error,
@@ -124,7 +124,7 @@ def export(
 
 
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
-    """Write the files of an export, not proven; returns the card."""
+    """Write the files of an export, not proven; returns the metadata."""
     config = checkpoint.model.config
     graph = build(
         config, _Weights(checkpoint.model, settings.dtype), config.quantization, settings.opset
@@ -138,7 +138,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     graph.save(folder / MODEL)
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
-    card = {
+    metadata = {
         "flavour": "int8" if config.quantization else FLAVOURS[settings.dtype],
         "n_head": list(config.n_head),
         "head_dim": config.head_dim,
@@ -151,8 +151,8 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
         "source": checkpoint.digest,
         "versions": {"torch": torch.__version__, "onnxruntime": ort.__version__},
     }
-    _write_card(folder, card)
-    return card
+    _write_metadata(folder, metadata)
+    return metadata
 
 
 class _Weights(Mapping[str, Weight]):
@@ -172,5 +172,5 @@ class _Weights(Mapping[str, Weight]):
         return len(self._tensors)
 
 
-def _write_card(folder: Path, card: dict[str, Any]) -> None:
-    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")

@@ -39,7 +39,7 @@ log = logging.getLogger("lathe")
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingJob:
     """A model to train, and what its checkpoint says of it.
 
     Attributes:
@@ -64,7 +64,7 @@ def run_training(
     data: Path,
     output: Path,
     inputs: dict[str, str],
-    make: Callable[[], Work],
+    make: Callable[[], TrainingJob],
     teacher: Path | None = None,
     sources: Sequence[Path] = (),
 ) -> TrainResult:
@@ -130,7 +130,9 @@ def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Wor
     return teacher
 
 
-def _write_checkpoint(recipe: Recipe, output: Path, work: Work, at: Progress, state: Path) -> None:
+def _write_checkpoint(
+    recipe: Recipe, output: Path, work: TrainingJob, at: Progress, state: Path
+) -> None:
     """The whole model, gathered from the last saved state, which is then deleted."""
     model = work.model.to_empty(device="cpu")
     load_tensors(

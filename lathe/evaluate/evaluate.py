@@ -5,8 +5,8 @@ from pathlib import Path
 from lathe.artifacts.kinds import EVALUATION
 from lathe.config.settings import Recipe
 from lathe.evaluate.measure import EvalResult, measure
-from lathe.evaluate.subject import open_subject
-from lathe.storage import claim_folder
+from lathe.evaluate.open_model import open_model
+from lathe.storage import claim_output_folder
 
 
 def evaluate(
@@ -22,7 +22,7 @@ def evaluate(
     `blocks.jsonl` (a stretch of the text a line) and `samples.json` (continuations of prompts
     from the text, by a checkpoint only). By the lines `lathe.evaluate.gate` compares models.
 
-    `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.subject`. With
+    `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.open_model`. With
     `endpoint`, a gRPC address, the server's `Serving.model_name` is measured, which must be this
     export.
 
@@ -34,6 +34,6 @@ def evaluate(
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than
             the model's, or a model whose loss is not finite.
     """
-    claim_folder(output, EVALUATION, model, data, cloze, text)
+    claim_output_folder(output, EVALUATION, model, data, cloze, text)
     served = (endpoint, recipe.Serving.model_name) if endpoint else None
-    return measure(recipe, open_subject(model, recipe, served), output, data, cloze, text)
+    return measure(recipe, open_model(model, recipe, served), output, data, cloze, text)
