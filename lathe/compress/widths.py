@@ -157,15 +157,21 @@ class _Group:
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
-    """Take steps, the cheapest score first, until a cost as near to `budget` as can be is gone; a
-    group's own steps stay in their order, since their mean scores ascend."""
+    """Take steps, the lowest score a cost first, until a cost as near to `budget` as can be is gone.
+
+    It is Dantzig's greedy approximation of a knapsack (1957, "Discrete-Variable Extremum Problems").
+    A group's own steps come in their order, since their mean scores ascend.
+
+    Args:
+        budget: in the unit of `_Group.cost`, such as parameters.
+    """
     queue = sorted(
         (score, end, index) for index, group in enumerate(groups) for score, end in group.steps()
     )
     for _, end, index in queue:
         group = groups[index]
         cost = (end - group.gone) * group.cost
-        if cost / 2 <= budget:
+        if cost / 2 <= budget:  # at least half of it is wanted: gone is nearer than kept
             budget -= cost
             group.gone = end
 
