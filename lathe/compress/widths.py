@@ -110,7 +110,8 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
 
 def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
-    others' outputs zeroed. Dropout and recompute carry over.
+    others' outputs zeroed. Dropout and recompute carry over, and what is not cut, such as the
+    embeddings, is shared with `model`.
 
     Raises:
         ValueError: `model` is fake-quantized: prune first, then quantize.
@@ -157,10 +158,10 @@ class _Group:
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
-    """Take steps, the lowest score a cost first, until a cost as near to `budget` as can be is gone.
+    """Take steps, the lowest score a cost first, until as near to `budget` as can be is gone.
 
-    It is Dantzig's greedy approximation of a knapsack (1957, "Discrete-Variable Extremum Problems").
-    A group's own steps come in their order, since their mean scores ascend.
+    It is Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum Problems",
+    1957). A group's own steps come in their order, since their mean scores ascend.
 
     Args:
         budget: in the unit of `_Group.cost`, such as parameters.
@@ -177,11 +178,13 @@ def _remove(groups: list[_Group], budget: float) -> None:
 
 
 def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
+    """A GPT of these tensors, which it shares, with the dropout and recompute of `model`."""
     first = model.h[0]
     assert isinstance(first, Block)
-    small = GPT(config, first.drop.p, first.attn.dropout)
+    with torch.device("meta"):
+        small = GPT(config, first.drop.p, first.attn.dropout)
     small.set_recompute(model.recompute)
-    small.load_state_dict(state)
+    small.load_state_dict(state, assign=True)
     return small
 
 
