@@ -157,6 +157,18 @@ def parse_json(text: str | bytes, where: str, hint: str) -> Any:
         raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", hint) from None
 
 
+def first_mistake(error: Any) -> str:
+    """What a pydantic ValidationError says first, as `where: reason (found value)`.
+
+    This module itself does not import pydantic, which some of its users do without.
+    """
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    found = f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
+    return f"{where}: {reason}{found}" if where else reason
+
+
 def require_text(text: str, where: str) -> str:
     """The text, unless it holds half of a surrogate pair, which no file in UTF-8 can."""
     try:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
+from lathe.inputs import first_mistake
 from lathe.production.golden import Golden
 from lathe.storage import digest, exists, fetch, list_uris, read_text, sha256, upload, write_text
 
@@ -115,7 +116,7 @@ class Releases:
             return Pointer.model_validate_json(read_text(uri))
         except ValidationError as error:
             raise UserError(
-                f"{uri}: broken: {error.errors()[0]['msg']}", "write it anew with `lathe deploy`"
+                f"{uri}: broken: {first_mistake(error)}", "write it anew with `lathe deploy`"
             ) from error
 
     def point(self, pointer: Pointer) -> None:
