@@ -84,8 +84,8 @@ def distribution(
 
 
 def _top(values: NDArray[np.floating[Any]], k: int) -> NDArray[np.int64]:
-    """Indices of values not below the k-th largest, in order. The k-th largest of the maxima of small
-    groups bounds it from below, which leaves few values to partition."""
+    """Indices of values not below the k-th largest, in order. The k-th largest of the maxima of
+    small groups bounds it from below, which leaves few values to partition."""
     groups = values[: len(values) // GROUP * GROUP].reshape(GROUP, -1)
     ids = np.arange(len(values))
     if groups.shape[1] >= k:

@@ -214,8 +214,8 @@ class OnnxModel:
 def open_session(
     model: Path | bytes, threads: int = 0, optimized: Path | None = None
 ) -> ort.InferenceSession:
-    """Load a graph on the CPU, from a file or serialized; the optimized graph that runs is written to
-    `optimized`, if given.
+    """Load a graph on the CPU, from a file or serialized; the optimized graph that runs is written
+    to `optimized`, if given.
 
     Raises:
         UserError: the file is missing or damaged.
