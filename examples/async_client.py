@@ -1,6 +1,7 @@
 """Ask a running server many things at the same time, with asyncio.
 
-    make serve
+It asks the server that `make serve` has started:
+
     .venv/bin/python examples/async_client.py "Once upon a time" "The sea" "In the beginning"
 """
 

@@ -1,6 +1,7 @@
 """Ask a running server: whole, streamed, and how likely a continuation is.
 
-    make serve
+It asks the server that `make serve` has started:
+
     .venv/bin/python examples/client.py "Once upon a time"
 """
 

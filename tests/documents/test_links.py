@@ -8,7 +8,9 @@ import pytest
 from tests.documents.pages import ROOT, TEXTS, inline, prose
 
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)")
-NAMED = re.compile(r"((?:lathe|components|pipelines|tests|docs|images|examples)/[\w./-]+\.py)::(.+)")
+NAMED = re.compile(
+    r"((?:lathe|components|pipelines|tests|docs|images|examples)/[\w./-]+\.py)::(.+)"
+)
 FOLDERS = "lathe|components|pipelines|recipes|tests|docs|manifests|examples|benchmarks"
 
 
