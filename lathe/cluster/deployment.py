@@ -147,7 +147,7 @@ class Deployment:
                 seen, since = lock, time.monotonic()
             elif lock != seen:
                 raise StageError(
-                    f"{self.name} is being rolled by {lock}: run this again when that has finished"
+                    f"{self.name} is being rolled by another, {lock}: retry when it has finished"
                 )
             time.sleep(POLL_SECONDS)
 

@@ -51,7 +51,7 @@ def _go_back(deployment: Deployment, release: str, back_to: str | None, seconds:
         deployment.set_release(back_to, f"lathe: back from {release}, which does not come up")
         _wait(deployment, back_to, seconds)
     except (StageError, UserError) as error:
-        return f"going back to {back_to} failed too: {error}"
+        return f"rolling back to {back_to} failed too: {error}"
     return f"went back to {back_to}, which serves"
 
 

@@ -24,8 +24,8 @@ ASK_SECONDS, ASK_SHARE = 0.01, 4
 
 
 class ResponseSender:
-    """Sends responses to Triton, and asks it which clients are gone, on a separate thread: both wait
-    for another process, and the running batch must not."""
+    """Sends responses to Triton, and asks it which clients are gone, on a separate thread: both
+    wait for another process, and the running batch must not."""
 
     def __init__(self) -> None:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

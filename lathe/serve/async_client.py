@@ -57,7 +57,8 @@ class AsyncClient:
         return [chunk async for chunk in self._chunks(prompt, parameters)]
 
     async def stream(self, prompt: str, **parameters: Parameter) -> AsyncIterator[Chunk]:
-        """Yield chunks as they are generated; leaving the loop or cancelling the task cancels the rest.
+        """Yield chunks as they are generated; leaving the loop or cancelling the task cancels the
+        rest.
 
         Raises:
             UserError: as `generate`, at the first chunk.

@@ -87,7 +87,7 @@ class Client:
         return list(self._chunks(prompt, parameters))
 
     def stream(self, prompt: str, **parameters: Parameter) -> Generator[Chunk]:
-        """Yield chunks of the continuation as they are generated; closing the iterator cancels the rest.
+        """Yield chunks as they are generated; closing the iterator cancels the rest.
 
         Raises:
             UserError: as `generate`, at the first chunk.
