@@ -33,7 +33,7 @@ class StageError(RuntimeError):
 
 
 class Preempted(StageError):
-    """The run was asked to end (SIGTERM) and has saved its state: the same command goes on.
+    """The run was asked to end (SIGTERM) and has saved its state: the same command resumes it.
 
     Status 75 is sysexits.h's EX_TEMPFAIL: try again later.
     """
