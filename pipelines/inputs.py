@@ -1,4 +1,4 @@
-"""What is wrong with what a local run is given: all of it at once, before any work begins."""
+"""Preflight checks of a local run, which report all problems together before any work begins."""
 
 import re
 from collections.abc import Callable
@@ -36,7 +36,7 @@ RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
 
 
 class Problems:
-    """Collects what is wrong, and what could not be checked."""
+    """Collects problems, and what could not be checked."""
 
     def __init__(self) -> None:
         self.problems: list[UserError] = []
@@ -55,7 +55,7 @@ class Problems:
         return None
 
     def finish(self) -> None:
-        """Raise all that was found, as an ExceptionGroup of UserErrors."""
+        """Raise all problems as an ExceptionGroup of UserErrors, if there are any."""
         if self.problems:
             raise ExceptionGroup("problems", self.problems)
 
@@ -64,7 +64,7 @@ class Inputs(Problems):
     """The checks of a run on this machine."""
 
     def recipes(self, name: str, arguments: dict[str, Any]) -> dict[str, Recipe]:
-        """The recipes by argument, without those that are wrong."""
+        """The valid recipes, by argument."""
         self.problems += wrong_names(name, arguments)
         self.finish()
         for key, value in arguments.items():
@@ -98,7 +98,7 @@ class Inputs(Problems):
             self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
 
     def goal(self, name: str, arguments: dict[str, Any]) -> None:
-        """What `compress` aims at."""
+        """The target and budget of `compress`."""
         if name == "compress":
             self.check("target", check_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
 
@@ -140,7 +140,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
 
 
 def check_address(key: str, uri: str) -> None:
-    """That the store has something there; what HTTP gives is seen when it is fetched."""
+    """Check that the store has something at the address; HTTP is checked when it is fetched."""
     if urlsplit(uri).scheme in SCHEMES and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: there is nothing", "check the address")
 
@@ -179,14 +179,14 @@ def check_corpus(source: str, text_key: str) -> None:
 
 
 def check_releases(root: str, recipe: Recipe) -> None:
-    """That they are an address in a store which answers."""
+    """Check that the releases are an address in a store that answers."""
     production = recipe.Production.model_copy(update={"releases": root})
     releases = releases_of(recipe.model_copy(update={"Production": production}))
     within(STORE_SECONDS, releases.root, releases.pointer)
 
 
 def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, if it comes in time.
+    """The function's result, with a time limit.
 
     Raises:
         UserError: it does not; and what the function raises.
@@ -212,7 +212,7 @@ def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: A
 
 
 def check_name(folder: Path, runs: Path) -> None:
-    """A run folder lies below run/, and has a name of its own there."""
+    """Check that a run folder is directly below run/ and does not have a reserved name."""
     is_own = folder.name not in ("..", *RESERVED) and folder.name.isprintable()
     if folder.parent != runs or not is_own:
         raise UserError(
@@ -221,7 +221,7 @@ def check_name(folder: Path, runs: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """A run folder that is not there yet, or one that a run has written."""
+    """Check that the run folder does not exist yet or was written by a run."""
     hint = "give another --name"
     if not folder.is_dir():
         for path in (folder, *folder.parents):
@@ -242,7 +242,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def check_link(deployed: Path) -> None:
-    """That `deployed` is free, or the link that an earlier run made."""
+    """Check that `deployed` does not exist or is a link made by an earlier run."""
     if deployed.exists() and not deployed.is_symlink():
         raise UserError(
             f"{deployed}: not a link that a run has made",
