@@ -31,8 +31,8 @@ PRUNE_RECIPES = {"prune": "recipe", "compress": "prune_recipe", "full": "prune_r
 
 
 def defaults(name: str, overrides: list[str]) -> dict[str, str]:
-    """Arguments of the pipeline `name` whose defaults depend on these overrides: PaddleSlim does not
-    have the pruning criterion of the pipelines' usual recipe."""
+    """Arguments of pipeline `name` whose defaults depend on these overrides: PaddleSlim does not
+    have the criterion of the pipelines' usual pruning recipe."""
     engines = [o for o in overrides if o.startswith(f"{ENGINE}=")]
     if name in PRUNE_RECIPES and engines[-1:] == [f"{ENGINE}=paddle"]:
         return {PRUNE_RECIPES[name]: "tiny-prune-paddle"}
