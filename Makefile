@@ -131,7 +131,7 @@ manifests: env ## Write the cluster's manifests, and the pipelines as objects, t
 .PHONY: reference
 reference: env ## Write the reference of all settings to docs/reference/
 	mkdir -p docs/reference
-	$(BIN)/python -m lathe.explain > docs/reference/settings.md
+	$(BIN)/python -m lathe.config.explain > docs/reference/settings.md
 
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with

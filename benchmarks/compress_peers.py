@@ -39,7 +39,7 @@ from lathe.compress.prune import prune
 from lathe.export.stage import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.session import CARD, MODEL, OnnxModel
+from lathe.runtime.session import CARD, MODEL, OnnxModel
 from lathe.storage import sha256
 from lathe.train.batches import first_batches, open_data
 

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from lathe.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.lambada import read_cloze, score_cloze
 from lathe.evaluate.subject import open_subject
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import GlobalSettings, OfflineEvalSettings, Recipe
 
 SHAPE = (1024, 768, 64, (12,) * 12, (3072,) * 12)
 TASK = {  # lm-eval's own `lambada_openai`, on a file instead of a download

@@ -15,7 +15,7 @@ from lathe.export.graph import build
 from lathe.model.checkpoint import HFTensors
 from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
-from lathe.serve.session import CARD, MODEL
+from lathe.runtime.session import CARD, MODEL
 
 SHAPE = GPTConfig(50257, 1024, 768, 64, (12,) * 12, (3072,) * 12)
 PROMPT, NEW = 128, 32

@@ -21,11 +21,11 @@ import torch
 from export import SHAPE, write
 from transformers import GPT2LMHeadModel
 
+from lathe.config.settings import Recipe
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.batcher import STRETCH
-from lathe.serve.session import OnnxModel
-from lathe.settings import Recipe
+from lathe.runtime.batcher import STRETCH
+from lathe.runtime.session import OnnxModel
 
 NEW = 48
 PROMPTS = (128, 512)

@@ -22,15 +22,15 @@ import numpy as np
 from export import SHAPE, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lathe.config.settings import GenerationSettings, ServingSettings
+from lathe.runtime.params import Params, parse
+from lathe.runtime.protocol import Piece
+from lathe.runtime.sequence_group import Receiver
+from lathe.runtime.text_generator import Engine
 from lathe.serve.client import Client
-from lathe.serve.engine import Engine
-from lathe.serve.group import Receiver
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
-from lathe.serve.params import Params, parse
-from lathe.serve.piece import Piece
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, start
-from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import sha256
 
 STREAMS = 16

@@ -155,7 +155,7 @@ def write_tokens(folder: Path, shape: Shape) -> np.ndarray:
 
 def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
     """The stage as `lathe pretrain` runs it; seconds are those of its own trace."""
-    from lathe.recipe import load_recipe
+    from lathe.config.recipe import load_recipe
     from lathe.train.pretrain import pretrain
     from lathe.train.trace import TRACE
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from kfp import dsl
 
+from lathe.config.settings import Recipe
+from lathe.engines.paddle import find_python
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
 from lathe.launch.start import is_paddles, start_workers
 from lathe.model.folder import MARKER
-from lathe.paddle.start import find_python
-from lathe.settings import Recipe
 from lathe.storage import fetch, is_remote
 from lathe.train.mirror import Mirror
 
@@ -38,7 +38,7 @@ def train(
         The figures of the finished checkpoint.
     """
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
-        from lathe.launch.trainjob import run
+        from lathe.cluster.trainjob import run
 
         machines = settings.Launch
         if is_paddles(str(command[0]), settings):

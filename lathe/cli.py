@@ -18,8 +18,8 @@ from lathe.remote import input_path, output_path, upload_outputs
 # The stages bring torch: the verb that runs imports its own, after its recipe has been read, so
 # that help and a mistake in the settings come at once.
 if TYPE_CHECKING:
-    from lathe.serve.production import Production
-    from lathe.settings import Recipe
+    from lathe.config.settings import Recipe
+    from lathe.production.publish import Production
     from lathe.train.result import TrainResult
 
 app = typer.Typer(
@@ -346,8 +346,8 @@ def compress(
     """
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(_load(name, override) for name in names)
-    from lathe.compress.search import PAGE, compress, parse_goal, require_met
     from lathe.launch.start import start_workers
+    from lathe.search.search import PAGE, compress, parse_goal, require_met
 
     def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
         of_verb = 1 if verb == "prune" else 2
@@ -405,7 +405,7 @@ def import_paddle(
     The number of heads is the recipe's Model.num_attention_heads; all else is in the file.
     """
     settings = _load(recipe, override)
-    from lathe.paddle.convert import import_checkpoint
+    from lathe.engines.paddle_checkpoint import import_checkpoint
 
     config = import_checkpoint(settings, source, tokenizer, output)
     show(model=output, layers=config.n_layer, parameters=config.n_params())
@@ -418,7 +418,7 @@ def export_paddle(
     output: Output = RUN / "paddle",
 ) -> None:
     """Write a checkpoint as PaddleFleetX's mp_00_sharding_00_pp_00/model.pdparams."""
-    from lathe.paddle.convert import export_checkpoint
+    from lathe.engines.paddle_checkpoint import export_checkpoint
 
     if dtype not in ("float32", "float16"):
         raise UserError(f"--dtype {dtype}: not known", "take float32 or float16")
@@ -461,14 +461,14 @@ def deploy(
     if to is not None and not rollback:
         raise UserError(f"--to {to} without --rollback", "give both")
     if rollback:
-        from lathe.serve.production import roll_back
+        from lathe.production.publish import roll_back
 
         _show_live(roll_back(settings, to))
         return
     from lathe.serve.deploy import deploy
 
     if production:
-        from lathe.serve.release import releases_of
+        from lathe.production.release import releases_of
 
         releases_of(settings)
     result = deploy(settings, exported, model, output, data, keep_running and not production)
@@ -480,7 +480,7 @@ def deploy(
         tokens_per_second=result.tokens_per_second,
     )
     if production:
-        from lathe.serve.production import deploy_to_production
+        from lathe.production.publish import deploy_to_production
 
         _show_live(deploy_to_production(settings, output, evaluation))
 
@@ -491,7 +491,7 @@ def releases(recipe: RecipeName = "tiny", override: Overrides = None) -> None:
     settings = _load(recipe, override)
     from rich.console import Console
 
-    from lathe.serve.production import releases_table
+    from lathe.production.publish import releases_table
 
     Console(width=None if sys.stdout.isatty() else 120).print(releases_table(settings))
 
@@ -730,12 +730,12 @@ def recipe(
     """
     import yaml
 
-    from lathe.recipe import shipped_recipes
+    from lathe.config.recipe import shipped_recipes
 
     if name is None and override:
         raise UserError(f"-o {override[0]}: of no recipe", "name it: lathe recipe tiny -o ...")
     if explain is not None:
-        from lathe.explain import explain as text_of
+        from lathe.config.explain import explain as text_of
 
         print(text_of(explain, _load(name, override) if name is not None else None, name or ""))
         return
@@ -767,7 +767,7 @@ def main() -> None:
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":
-    from lathe.recipe import load_recipe
+    from lathe.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
 

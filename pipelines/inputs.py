@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer, models
 
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
+from lathe.engines.paddle import find_python
 from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import read_cloze
 from lathe.model import folder as checkpoint
 from lathe.model.config import read_config
-from lathe.paddle.start import find_python
-from lathe.recipe import load_recipe
+from lathe.production.release import releases_of
 from lathe.serve.environment import find_environment
-from lathe.serve.release import releases_of
-from lathe.settings import Recipe
 from lathe.storage import exists, is_remote
 from lathe.storage.s3 import SCHEMES
 from pipelines.arguments import argument, recipe_names, wrong_names
@@ -156,7 +156,7 @@ def check_model(path: Path) -> None:
 
 def check_goal(target: str, budget: str) -> None:
     """The words of `compress`."""
-    from lathe.compress.search import parse_goal  # seconds of imports
+    from lathe.search.search import parse_goal  # seconds of imports
 
     parse_goal(target, budget)
 

@@ -10,12 +10,12 @@ from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 
 from lathe import storage
+from lathe.cluster.nodes import check_node_pool
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST
+from lathe.engines.supported import require_no_gpu_needed, require_supported
 from lathe.errors import StageError, UserError
-from lathe.launch.nodes import check_node_pool
-from lathe.paddle.supported import require_no_gpu_needed, require_supported
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 from pipelines.arguments import recipe_names, wrong_names

@@ -16,8 +16,8 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import PIPELINES, build
 from pipelines.follow import follow

@@ -6,13 +6,13 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings, Recipe
 from lathe.export.stage import write
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
-from lathe.serve.session import OnnxModel
-from lathe.settings import ExportSettings, Recipe
+from lathe.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
 PRUNED = GPTConfig(384, 64, 48, 16, (2, 1, 3), (80, 40, 96))

@@ -35,7 +35,7 @@ from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.console import log_to_stderr
 from lathe.errors import StageError
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 log_to_stderr()
 stage, *paths = sys.argv[1].split(",")
@@ -50,7 +50,7 @@ except StageError as error:
 LAYOUTS = """
 import json, sys
 from pathlib import Path
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 data, runs = json.loads(sys.argv[1])
 for output, recipe, overrides in runs:

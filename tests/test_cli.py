@@ -13,8 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.recipe import load_recipe, shipped_recipes
-from lathe.settings import Recipe
+from lathe.config.recipe import load_recipe, shipped_recipes
+from lathe.config.settings import Recipe
 
 LATHE = [sys.executable, "-m", "lathe"]
 VERBS = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.recipe import load_recipe, shipped_recipes
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe, shipped_recipes
-from lathe.settings import Recipe
 from lathe.train.pretrain import model_config
 
 # hidden / layers / heads / positions, parameters; mp, pp, sharding: the published tables'.

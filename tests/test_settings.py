@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.explain import explain, groups, page
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe, Settings
 from lathe.errors import UserError
-from lathe.explain import explain, groups, page
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe, Settings
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = [setting for group in groups() for setting in group.settings]

@@ -36,7 +36,7 @@ def challenge(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.evaluate.challenge import challenge
+    from lathe.production.challenge import challenge
     from lathe.remote import input_path
 
     with stage(recipe, [*overrides, f"Production.releases={production}"]) as settings:

@@ -30,7 +30,7 @@ def release(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.serve.production import deploy_to_production
+    from lathe.production.publish import deploy_to_production
 
     with stage(recipe, [*overrides, f"Production.releases={production}"]) as settings:
         made = deploy_to_production(settings, *local(deployed, evaluation))

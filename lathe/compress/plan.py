@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from lathe.compress.sensitivity.result import read_analysis
+from lathe.config.settings import QuantizationSettings
 from lathe.errors import UserError
 from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
-from lathe.settings import QuantizationSettings
 
 # The seeds' names in `skip_tensor_map`.
 SEED_NAMES = {

@@ -19,13 +19,13 @@ from lathe.compress.widths import (
     keep_layers,
     shrink,
 )
+from lathe.config.settings import PruneSettings, Recipe
+from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.paddle.start import start as start_paddle
-from lathe.settings import PruneSettings, Recipe
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss

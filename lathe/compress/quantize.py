@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from lathe.artifacts import SENSITIVITY
+from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
 from lathe.compress.sensitivity.result import read_analysis
+from lathe.config.settings import Recipe
+from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import QuantizationPlan
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.paddle.start import start as start_paddle
-from lathe.settings import Recipe
 from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder

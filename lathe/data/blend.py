@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts import DATA
+from lathe.artifacts.kinds import DATA
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError

@@ -13,8 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts import DATA, check_files, read_card
-from lathe.cards import DataCard
+from lathe.artifacts.kinds import DATA, check_files, read_card
+from lathe.artifacts.metadata import DataCard
+from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cloze import cloze_passages
 from lathe.data.newest import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
@@ -30,7 +31,6 @@ from lathe.data.tokenizer import (
 from lathe.data.tokens import CURE, WRITERS
 from lathe.errors import UserError
 from lathe.progress import bar
-from lathe.settings import PrepareSettings, Recipe
 from lathe.storage import atomic_folder, claim_folder
 
 log = logging.getLogger("lathe")

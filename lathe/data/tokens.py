@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lathe.artifacts import DATA, check_files, read_card
-from lathe.cards import DataCard
+from lathe.artifacts.kinds import DATA, check_files, read_card
+from lathe.artifacts.metadata import DataCard
 from lathe.data.ids import check_ids
 from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle

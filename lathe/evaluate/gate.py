@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from lathe.artifacts import VERDICT
+from lathe.artifacts.kinds import VERDICT
+from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
 from lathe.evaluate.results import Evaluation, read_evaluation
-from lathe.settings import GateSettings, Recipe
 from lathe.storage import atomic_file, claim_file
 
 Verdict = Literal["pass", "inconclusive", "fail"]

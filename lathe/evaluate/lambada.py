@@ -20,7 +20,7 @@ from lathe.errors import UserError
 from lathe.evaluate.score import Scorer, batches_by_tokens, mean_stderr
 from lathe.inputs import lines, open_file, parse_json, require_text
 from lathe.progress import bar
-from lathe.serve.session import pad
+from lathe.runtime.session import pad
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts import EVALUATION
+from lathe.artifacts.kinds import EVALUATION
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import read_data_card
 from lathe.errors import UserError
@@ -34,7 +35,6 @@ from lathe.evaluate.wikitext import (
     token_losses,
 )
 from lathe.model.config import GPTConfig
-from lathe.settings import OfflineEvalSettings, Recipe
 from lathe.storage import atomic_folder, digest, sha256
 
 log = logging.getLogger("lathe")

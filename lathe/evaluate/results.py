@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.artifacts import EVALUATION, check_files, read_card
-from lathe.cards import EvaluationCard
+from lathe.artifacts.kinds import EVALUATION, check_files, read_card
+from lathe.artifacts.metadata import EvaluationCard
 from lathe.errors import UserError
 
 METRICS = EVALUATION.card

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from lathe.artifacts import EVALUATION
+from lathe.artifacts.kinds import EVALUATION
+from lathe.config.settings import Recipe
+from lathe.engines.paddle import start as start_paddle
 from lathe.evaluate.measure import EvalResult, measure, read_result
 from lathe.evaluate.results import read_metrics
 from lathe.evaluate.subject import open_subject
-from lathe.paddle.start import start as start_paddle
-from lathe.serve.session import MODEL
-from lathe.settings import Recipe
+from lathe.runtime.session import MODEL
 from lathe.storage import claim_folder
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from lathe.artifacts import open_export
+from lathe.artifacts.kinds import open_export
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.measure import Subject, require_float32
@@ -13,8 +14,7 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.folder import WEIGHTS
 from lathe.model.generate import generate
-from lathe.serve.session import MODEL
-from lathe.settings import OfflineEvalSettings, Recipe
+from lathe.runtime.session import MODEL
 from lathe.storage import sha256
 from lathe.train.workers import choose_device
 

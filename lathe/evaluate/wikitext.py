@@ -20,7 +20,7 @@ from lathe import inputs
 from lathe.errors import UserError
 from lathe.evaluate.score import Scorer, ratio_stderr
 from lathe.progress import bar
-from lathe.serve.session import pad
+from lathe.runtime.session import pad
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10

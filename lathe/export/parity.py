@@ -13,7 +13,7 @@ from lathe.model.checkpoint import by_projection
 from lathe.model.config import HEAD
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
-from lathe.serve.session import OnnxModel, open_session
+from lathe.runtime.session import OnnxModel, open_session
 
 # Of the largest output: the last bits of a float32 sum. Seen: 6e-7.
 ROUNDING = 1e-5

@@ -14,13 +14,13 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from lathe.config.settings import GenerationSettings
 from lathe.errors import StageError
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.progress import bar
-from lathe.serve.session import MODEL, OnnxModel, open_session, pad
-from lathe.settings import GenerationSettings
+from lathe.runtime.session import MODEL, OnnxModel, open_session, pad
 
 log = logging.getLogger("lathe")
 

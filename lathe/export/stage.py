@@ -11,17 +11,17 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 
-from lathe.artifacts import EXPORT
+from lathe.artifacts.kinds import EXPORT
+from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
+from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
 from lathe.model.gpt import GPT
-from lathe.paddle.start import start as start_paddle
-from lathe.serve.session import CARD, MODEL
-from lathe.settings import ExportSettings, Recipe
+from lathe.runtime.session import CARD, MODEL
 from lathe.storage import atomic_folder, claim_folder, sha256
 
 log = logging.getLogger("lathe")

@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 
+from lathe.config.settings import Recipe
 from lathe.launch.local import launch
 from lathe.launch.node import run_node, this_node
 from lathe.launch.parent import end_with_parent
 from lathe.launch.shape import shape_of
-from lathe.settings import Recipe
 
 PADDLE_STARTS = ("prune", "quantize")
 """Verbs whose processes the Paddle engine starts itself."""

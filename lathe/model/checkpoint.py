@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lathe.config.settings import Recipe
 from lathe.data.tokenizer import eos_id
 from lathe.model import fake_quant
 from lathe.model.config import GPTConfig, read_config
@@ -28,7 +29,6 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe.model.gpt import GPT
-from lathe.settings import Recipe
 
 
 @dataclass(frozen=True)

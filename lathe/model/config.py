@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lathe.artifacts import checked, read_json
+from lathe.artifacts.kinds import checked, read_json
 from lathe.errors import UserError
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]

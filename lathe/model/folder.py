@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe.artifacts import CHECKPOINT, read_card, read_json
-from lathe.cards import CheckpointCard
+from lathe.artifacts.kinds import CHECKPOINT, read_card, read_json
+from lathe.artifacts.metadata import CheckpointCard
+from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
 from lathe.model.config import LINEARS, GPTConfig
-from lathe.settings import Recipe
 from lathe.storage import sha256
 from lathe.storage.verified import require_intact
 

@@ -2,6 +2,6 @@
 
 `python -m lathe.paddle VERB` has the verbs prune, quantize, analyze, evaluate and export, with the
 recipes, options and folders of `lathe VERB`. Importing this package does not import paddle:
-`lathe.paddle.start` is what the stages of the torch engine call, `lathe.paddle.pdparams` reads
+`lathe.engines.paddle` is what the stages of the torch engine call, `lathe.engines.pdparams` reads
 and writes PaddleFleetX's checkpoints with numpy alone.
 """

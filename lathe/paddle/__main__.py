@@ -11,14 +11,14 @@ import typer
 
 from lathe.cli import Data, Model, Output, OutputBeside, Overrides, RecipeName
 from lathe.console import log_to_stderr
+from lathe.engines.paddle import MARK_VARIABLE, leave_outcome
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import end_with_parent
 from lathe.paddle.environment import prepare
-from lathe.paddle.start import MARK_VARIABLE, leave_outcome
 from lathe.remote import upload_outputs
 
 if TYPE_CHECKING:
-    from lathe.settings import Recipe
+    from lathe.config.settings import Recipe
 
 log = logging.getLogger("lathe")
 
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def _log_for_starter(mark: str) -> None:
-    """Lines on stdout that `lathe.paddle.start` knows by their mark."""
+    """Lines on stdout that `lathe.engines.paddle` knows by their mark."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
     log.handlers, log.propagate = [handler], False
@@ -154,7 +154,7 @@ def _log_for_starter(mark: str) -> None:
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":
-    from lathe.recipe import load_recipe
+    from lathe.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
 

@@ -21,6 +21,7 @@ from lathe.compress.sensitivity.rank import (
     validation_batches,
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model.config import HEAD, QuantizationPlan, largest
 from lathe.paddle import fake_quant
@@ -28,7 +29,6 @@ from lathe.paddle.checkpoint import Checkpoint, load_checkpoint
 from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.paddle.measure import Measure
 from lathe.paddle.workers import choose_device
-from lathe.settings import Recipe
 from lathe.train.batches import calibration_batches
 
 

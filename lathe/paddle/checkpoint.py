@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from lathe.config.settings import Recipe
+from lathe.engines.qkv import by_head, by_projection
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     PREFIX,
@@ -26,8 +28,6 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe.paddle.gpt import GPT
-from lathe.paddle.qkv import by_head, by_projection
-from lathe.settings import Recipe
 
 Arrays = dict[str, NDArray[np.float32]]
 

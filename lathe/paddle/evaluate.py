@@ -9,18 +9,18 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
+from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
+from lathe.engines.supported import require_supported
 from lathe.evaluate.measure import EvalResult, Subject, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint
 from lathe.paddle.gpt import GPT
-from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import choose_device
-from lathe.serve.params import Params
-from lathe.serve.sampling import next_token
-from lathe.settings import GenerationSettings, Recipe
+from lathe.runtime.params import Params
+from lathe.runtime.sampling import next_token
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 

@@ -19,7 +19,8 @@ import paddle
 from numpy.typing import NDArray
 from paddle.static import InputSpec
 
-from lathe.artifacts import PADDLE_EXPORT
+from lathe.artifacts.kinds import PADDLE_EXPORT
+from lathe.config.settings import Recipe
 from lathe.errors import StageError
 from lathe.export.prompts import held_out_prompts
 from lathe.model.config import HEAD
@@ -29,8 +30,7 @@ from lathe.paddle.checkpoint import Arrays, load_checkpoint, set_weights, weight
 from lathe.paddle.environment import VERSIONS
 from lathe.paddle.gpt import GPT
 from lathe.paddle.onnx_graph import convert, count_quantized
-from lathe.serve.session import OnnxModel
-from lathe.settings import Recipe
+from lathe.runtime.session import OnnxModel
 from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")

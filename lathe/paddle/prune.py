@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
 from lathe.compress.enabled import require_enabled
+from lathe.config.settings import PruneSettings, Recipe
+from lathe.engines.supported import require_supported
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, new_model, run_training
-from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
-from lathe.settings import PruneSettings, Recipe
 from lathe.train.result import TrainResult
 
 log = logging.getLogger("lathe")

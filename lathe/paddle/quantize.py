@@ -3,10 +3,12 @@
 import logging
 from pathlib import Path
 
-from lathe.artifacts import SENSITIVITY
+from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
 from lathe.compress.sensitivity.result import read_analysis
+from lathe.config.settings import Recipe
+from lathe.engines.supported import require_supported
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
@@ -14,9 +16,7 @@ from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
 from lathe.paddle.stage import Work, new_model, run_training
-from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import Workers
-from lathe.settings import Recipe
 from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.result import TrainResult

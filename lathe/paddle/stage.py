@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ModelSettings, Recipe
 from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER
 from lathe.paddle.checkpoint import save_checkpoint
@@ -16,7 +17,6 @@ from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import whole_weights
 from lathe.paddle.trainer import Trainer
 from lathe.paddle.workers import Workers, join_workers
-from lathe.settings import ModelSettings, Recipe
 from lathe.train.batches import open_data
 from lathe.train.result import (
     TrainResult,

@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.paddle import state
@@ -20,7 +21,6 @@ from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.paddle.parallel import axis_of
 from lathe.paddle.sharding import GradientSums
 from lathe.paddle.workers import Workers, seed_everything
-from lathe.settings import Recipe
 from lathe.train.loop import Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
 from lathe.train.saved import STATE, read_card, restored, saved_steps

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lathe.artifacts import (
+from lathe.artifacts.kinds import (
     CHECKPOINT,
     EVALUATION,
     EXPORT,
@@ -17,14 +17,14 @@ from lathe.artifacts import (
     read_card,
     read_json,
 )
-from lathe.cards import DeploymentCard
+from lathe.artifacts.metadata import DeploymentCard
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
+from lathe.pages.html import Picture, picture, render
 from lathe.report.figures import Measure, comparison, loss_curve
-from lathe.report.html import Picture, picture, render
 from lathe.report.sensitivity import find_achieved, section
 from lathe.report.summary import (
     COLUMNS,

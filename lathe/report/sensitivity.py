@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from lathe.artifacts import read_json
+from lathe.artifacts.kinds import read_json
 from lathe.model.folder import checkpoint_digest
-from lathe.report.html import Picture, picture, render
-from lathe.report.style import Theme, draw
+from lathe.pages.html import Picture, picture, render
+from lathe.pages.style import Theme, draw
 from lathe.report.summary import Candidate, Row
 from lathe.storage import sha256
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.artifacts import PAGE, open_export
+from lathe.artifacts.kinds import PAGE, open_export
+from lathe.config.settings import Recipe
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
 from lathe.model.folder import read_marker, resolve
 from lathe.report.page import report
 from lathe.report.summary import Candidate, Row
-from lathe.settings import Recipe
 from lathe.storage import claim_file
 
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from lathe.config.settings import GenerationSettings
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
-from lathe.settings import GenerationSettings
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 

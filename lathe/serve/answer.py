@@ -11,9 +11,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
-from lathe.serve.group import Receiver
-from lathe.serve.params import Params
-from lathe.serve.piece import Piece
+from lathe.runtime.params import Params
+from lathe.runtime.protocol import Piece
+from lathe.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
 

@@ -14,8 +14,8 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
     service_pb2_grpc,
 )
 
+from lathe.runtime.protocol import Piece
 from lathe.serve.client import CHANNEL_OPTIONS, Parameter, lost, pieces_of, refusal, request
-from lathe.serve.piece import Piece
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 

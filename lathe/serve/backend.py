@@ -12,11 +12,11 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
+from lathe.runtime.params import FIELDS, Params, parse
+from lathe.runtime.protocol import decode, model_settings
+from lathe.runtime.text_generator import Engine
 from lathe.serve.answer import Answer, Courier
-from lathe.serve.engine import Engine
 from lathe.serve.metrics import Metrics
-from lathe.serve.params import FIELDS, Params, parse
-from lathe.serve.piece import decode, model_settings
 
 log = logging.getLogger("lathe")
 

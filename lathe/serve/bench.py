@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from lathe.artifacts import LOAD
+from lathe.artifacts.kinds import LOAD
 from lathe.errors import UserError
 from lathe.inputs import read_text
-from lathe.report.load import load_page
 from lathe.serve.client import Client, connect
 from lathe.serve.deploy import OPENINGS
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
+from lathe.serve.load_page import load_page
 from lathe.storage import atomic_folder, claim_folder
 
 FIGURES, PAGE = LOAD.card, "load.html"

@@ -5,7 +5,7 @@
     for text in client.stream("Once upon a time", decode_strategy="greedy_search"):
         print(text, end="", flush=True)
 
-Parameters are those of `lathe.serve.params`; what is left out, or None, is the server's default.
+Parameters are those of `lathe.runtime.params`; what is left out, or None, is the server's default.
 """
 
 import json
@@ -27,8 +27,8 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
 )
 
 from lathe.errors import StageError, UserError
+from lathe.runtime.protocol import TEXTS, TOKENS, Piece, TokenScores, score_name
 from lathe.serve import state as serve_state
-from lathe.serve.piece import TEXTS, TOKENS, Piece, TokenScores, score_name
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 Parameter = int | float | str | bool | None
@@ -97,7 +97,7 @@ class Client:
     def score(
         self, tokens: NDArray[np.int64], index: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> TokenScores:
-        """Log-likelihoods of given tokens; see `lathe.serve.score.score_tokens`.
+        """Log-likelihoods of given tokens; see `lathe.runtime.score.score_tokens`.
 
         Raises:
             UserError: the server cannot be reached, or refuses the request.
@@ -107,7 +107,7 @@ class Client:
 
     def score_text(self, text: str, continuation: str) -> TokenScores:
         """Natural log-likelihoods (1, k) of the k tokens of `continuation` after `text`, and (1, k)
-        whether each is the likeliest; see `lathe.serve.score.score_text`.
+        whether each is the likeliest; see `lathe.runtime.score.score_text`.
 
         Raises:
             UserError: the server cannot be reached, or refuses the request.

@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts import DEPLOYMENT, EXPORT, checked, open_export, read_json
-from lathe.artifacts import REPOSITORY as REPOSITORY_KIND
+from lathe.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
+from lathe.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
+from lathe.config.settings import Recipe, ServingSettings
 from lathe.data.tokens import read_data_card
 from lathe.errors import StageError, UserError
 from lathe.inputs import read_text
@@ -30,7 +31,6 @@ from lathe.serve.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
-from lathe.settings import Recipe, ServingSettings
 from lathe.storage import atomic_file, claim_file, claim_folder, locked, require_apart
 from lathe.storage.ownership import Source, in_the_way
 

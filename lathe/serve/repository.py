@@ -14,12 +14,12 @@ from typing import Any
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
-from lathe.artifacts import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
-from lathe.cards import Files
+from lathe.artifacts.kinds import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
+from lathe.artifacts.metadata import Files
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.serve.params import FIELDS
-from lathe.serve.piece import TEXTS, TOKENS, score_name
-from lathe.settings import GenerationSettings, ServingSettings
+from lathe.runtime.params import FIELDS
+from lathe.runtime.protocol import TEXTS, TOKENS, score_name
 from lathe.storage import atomic_folder
 from lathe.storage.files import files_below
 from lathe.storage.outputs import remove_files
@@ -151,7 +151,7 @@ def _pbtxt(
     outputs: list[dict[str, Any]],
     is_decoupled: bool,
 ) -> str:
-    """The config.pbtxt of a Python model; `lathe.serve.piece.model_settings` reads `settings`."""
+    """The config.pbtxt of a Python model; `runtime.protocol.model_settings` reads `settings`."""
     config = model_config_pb2.ModelConfig(
         name=name,
         backend="python",

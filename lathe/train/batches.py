@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.config.settings import Recipe
 from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.settings import Recipe
 from lathe.train.batch import Batch
 
 log = logging.getLogger("lathe")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
-from lathe.settings import Recipe
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
 from lathe.train.workers import choose_device

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import DistillSettings
 from lathe.train.loss import CHUNK_ELEMENTS, compute_dtypes, keep_gradients, kept_gradients
 
 

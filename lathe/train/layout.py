@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import Recompute
-from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import Preempted, UserError
 from lathe.progress import bar
-from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lathe.settings import MixPrecision
+from lathe.config.settings import MixPrecision
 
 GROWTH_INTERVAL = 2000  # updates without overflow before the loss scale doubles
 PATIENCE = 20  # overflows in a row that a static loss scale may have

@@ -12,8 +12,8 @@ vocabulary rows. `n` is N, or N / mp with sequence parallelism.
 
 from dataclasses import dataclass
 
+from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig
-from lathe.settings import Recipe
 from lathe.train.layout import Layout
 from lathe.train.loss import CHUNK_ELEMENTS
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lathe.artifacts import checked
+from lathe.artifacts.kinds import checked
 from lathe.inputs import parse_json
 from lathe.storage import atomic_file, exists, fetch, read_text, remove, upload, write_text
 from lathe.train.saved import STATE

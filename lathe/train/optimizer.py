@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from lathe.settings import OptimizerSettings
+from lathe.config.settings import OptimizerSettings
 from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
 
 

@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
-from lathe.settings import Recipe
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import own_layout
 from lathe.train.loss import linear_cross_entropy

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from lathe.config.settings import Recipe
+from lathe.config.text import shorten
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
-from lathe.recipe_text import shorten
-from lathe.settings import Recipe
 from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.pretrain import model_config

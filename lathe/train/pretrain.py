@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
+from lathe.config.settings import ModelSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
-from lathe.settings import ModelSettings, Recipe
 from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.stage import Work, run_training

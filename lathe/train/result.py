@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts import CHECKPOINT, checked, read_json
+from lathe.artifacts.kinds import CHECKPOINT, checked, read_json
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError, printable
 from lathe.model.folder import MARKER, read_marker
-from lathe.settings import Recipe
 from lathe.storage import atomic_file, digest, locked, require_apart
 from lathe.storage.outputs import remove_files
 from lathe.storage.ownership import Source, in_the_way, is_digest, listed_files

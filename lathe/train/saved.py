@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lathe.artifacts import checked
-from lathe.artifacts import read_card as read_saved
-from lathe.cards import Card, Count, FileName
+from lathe.artifacts.kinds import checked
+from lathe.artifacts.kinds import read_card as read_saved
+from lathe.artifacts.metadata import Card, Count, FileName
 from lathe.errors import UserError
 
 log = logging.getLogger("lathe")

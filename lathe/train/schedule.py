@@ -2,7 +2,7 @@
 
 import math
 
-from lathe.settings import LearningRate
+from lathe.config.settings import LearningRate
 
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig
-from lathe.settings import Recipe
 from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT

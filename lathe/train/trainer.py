@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.settings import Recipe
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops

@@ -6,8 +6,8 @@ import pytest
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 
 
 @pytest.mark.parametrize("engine", ["torch", "paddle"])

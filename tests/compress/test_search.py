@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.compress.search import _ratios, compress, parse_goal, require_met
-from lathe.compress.trial import Goal, Trial
+from lathe.config.recipe import load_recipe
 from lathe.errors import StageError, UserError
-from lathe.recipe import load_recipe
+from lathe.search.search import _ratios, compress, parse_goal, require_met
+from lathe.search.trial import Goal, Trial
 from tests.small_run import SMALL
 
 

@@ -28,12 +28,12 @@ from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.result import Distribution, LinearScore, choose_skips
 from lathe.compress.sensitivity.stage import analyze
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe, SensitivitySettings
 from lathe.train.batches import EvalBatches, calibration_batches, open_data
 from tests.conftest import small_config
 from tests.small_run import SMALL

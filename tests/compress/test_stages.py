@@ -7,9 +7,9 @@ import torch
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.recipe import load_recipe
 from lathe.train.batches import EvalBatches, open_data
 from lathe.train.loss import next_token_loss
 from tests.small_run import SMALL, kill_after_saves, records, run, start

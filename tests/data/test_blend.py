@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from lathe.artifacts import DATA
+from lathe.artifacts.kinds import DATA
 from lathe.cli import app
 from lathe.data.blend import blend, parse_part
 from lathe.data.blended_samples import BlendedSamples, Share, blending_indices, draw

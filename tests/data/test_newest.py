@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.storage import remove, upload, write_text
 from tests.small_run import SMALL
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.settings import Recipe
 from lathe.storage import sha256
 
 

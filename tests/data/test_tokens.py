@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.artifacts import DATA
+from lathe.artifacts.kinds import DATA
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.tokens import WRITERS, TokenDataset

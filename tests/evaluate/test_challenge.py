@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.challenge import challenge
 from lathe.evaluate.stage import evaluate
 from lathe.model.gpt import GPT
-from lathe.serve.golden import Golden
-from lathe.serve.release import Pointer, releases_of
+from lathe.production.challenge import challenge
+from lathe.production.golden import Golden
+from lathe.production.release import Pointer, releases_of
 from lathe.serve.repository import write_repository
-from lathe.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe.storage import write_text
 from tests.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 

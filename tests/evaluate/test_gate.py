@@ -10,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.gate import SEVERITY, gate, judge, verdict_table
-from lathe.settings import GateSettings, Recipe
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
 STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))

@@ -10,6 +10,7 @@ import torch
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings, GenerationSettings, Recipe
 from lathe.errors import UserError
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
 from lathe.export.stage import export
@@ -17,8 +18,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve.session import OnnxModel
-from lathe.settings import ExportSettings, GenerationSettings, Recipe
+from lathe.runtime.session import OnnxModel
 from lathe.storage import sha256
 from tests.small_export import (
     PRUNED,

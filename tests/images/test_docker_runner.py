@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from tests.pipelines.conftest import RECIPE
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lathe.launch.logs import nanoseconds
+from lathe.cluster.logs import nanoseconds
 from tests.fake_kubernetes import FakeKubernetes
 from tests.fake_trainer import Pod
 from tests.launch.launchers import launch, play, succeed

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 
 from components.stage import options
 from components.training import train
+from lathe.cluster import trainjob
 from lathe.compress.prune import prune
+from lathe.config.recipe import load_recipe
+from lathe.engines.paddle import PYTHON_VARIABLE
 from lathe.errors import UserError
-from lathe.launch import trainjob
-from lathe.paddle.start import PYTHON_VARIABLE
-from lathe.recipe import load_recipe
 from lathe.storage import exists, fetch, upload, write_text
 from tests.fake_kubernetes import FakeKubernetes
 from tests.fake_trainer import Pod, processes

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lathe.cluster import deployment as deployments
+from lathe.cluster import rollout
+from lathe.cluster.deployment import CAUSE, LOCK, RELEASE, Deployment
 from lathe.errors import StageError, UserError
-from lathe.launch import deployment as deployments
-from lathe.launch import rollout
-from lathe.launch.deployment import CAUSE, LOCK, RELEASE, Deployment
 from tests.fake_deployments import NAME, Deployments, Served, deployment, until
 from tests.fake_kubernetes import FakeKubernetes
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from lathe.cluster import trainjob
+from lathe.cluster.reasons import NodeFailed
+from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError, UserError
-from lathe.launch import trainjob
-from lathe.launch.reasons import NodeFailed
 from lathe.launch.shape import Shape, WorkerFailed
-from lathe.settings import LaunchSettings
 from tests.fake_kubernetes import USER, FakeKubernetes
 from tests.fake_trainer import Pod, Trainer, processes
 from tests.launch.launchers import (

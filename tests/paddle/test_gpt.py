@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from lathe.compress.criteria import importance
 from lathe.compress.widths import choose_uniform
+from lathe.config.recipe import load_recipe
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
-from lathe.recipe import load_recipe
 from tests.conftest import small_config
 
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 48))
@@ -49,7 +49,7 @@ def test_logits_and_files_are_the_same(
     out = in_paddle(
         """
         from lathe.paddle.checkpoint import load_checkpoint, save_checkpoint
-        from lathe.recipe import load_recipe
+        from lathe.config.recipe import load_recipe
         checkpoint = load_checkpoint(folder / "model")
         out["logits"] = checkpoint.model(paddle.to_tensor(given["tokens"])).numpy()
         parts = checkpoint.model, checkpoint.tokenizer, "prune", load_recipe("tiny")
@@ -77,7 +77,7 @@ def test_paddleslim_prunes_the_same_heads_and_channels(
         f"""
         from lathe.paddle.checkpoint import load_checkpoint
         from lathe.paddle.prune import cut
-        from lathe.settings import PruneSettings
+        from lathe.config.settings import PruneSettings
         model = load_checkpoint(folder / "model").model
         small, kept = cut(model, PruneSettings(criterion="{criterion}", ratio=0.4), folder)
         small.eval()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lathe.compress.prune import prune
-from lathe.paddle.supported import require_supported
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
+from lathe.engines.supported import require_supported
 from tests import small_run
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL
@@ -20,7 +20,7 @@ import numpy as np, paddle
 from lathe.paddle import fake_quant, parallel, workers
 from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.model.config import GPTConfig, QuantizationPlan
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 workers.require_device = lambda recipe: None
 recipe = load_recipe("tiny", ["Global.device=cpu", "Distributed.mp_degree=2"])
 config = GPTConfig(384, 64, 48, 12, (4, 2), (96, 40))

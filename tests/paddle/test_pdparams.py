@@ -11,12 +11,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lathe.config.recipe import load_recipe
+from lathe.engines.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
+from lathe.engines.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.paddle.convert import FILE, PART, export_checkpoint, import_checkpoint
-from lathe.paddle.pdparams import SLICES, read_pdparams, write_pdparams
-from lathe.recipe import load_recipe
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
 

@@ -16,13 +16,13 @@ from safetensors.numpy import load_file
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.stage import analyze
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.engines import paddle as start
 from lathe.errors import UserError
 from lathe.evaluate.stage import evaluate
 from lathe.export.stage import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.paddle import start
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 from lathe.train.saved import saved_steps
 from tests import small_run
 from tests.fake_deployments import until

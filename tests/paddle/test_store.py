@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from lathe.compress.prune import prune
+from lathe.config.recipe import load_recipe
+from lathe.engines.paddle import find_python
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
-from lathe.paddle.start import find_python
-from lathe.recipe import load_recipe
 from lathe.storage import exists, fetch, upload
 from tests.s3 import free_port
 from tests.train.test_mirror import SETTINGS, ended, start, wait_for_steps

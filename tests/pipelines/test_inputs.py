@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.settings import Recipe
 from lathe.data.tokenizer import train_tokenizer
+from lathe.engines import paddle as paddle_start
 from lathe.errors import UserError
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.paddle import start as paddle_start
 from lathe.serve import environment
-from lathe.settings import Recipe
 from pipelines import inputs
 from pipelines.run import check
 from tests.pipelines.test_run import start

@@ -11,6 +11,7 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2
 
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
@@ -19,7 +20,6 @@ from lathe.serve.client import Client
 from lathe.serve.rehearsal import ask, ask_http, ask_together
 from lathe.serve.repository import write_repository
 from lathe.serve.server import TritonServer, start
-from lathe.settings import GenerationSettings, ServingSettings
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9]

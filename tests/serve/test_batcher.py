@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lathe.config.settings import GenerationSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve import batcher as batcher_module
-from lathe.serve import group as group_module
-from lathe.serve.engine import Engine
-from lathe.serve.group import Receiver
-from lathe.serve.params import Params
-from lathe.serve.piece import Piece
-from lathe.settings import GenerationSettings
+from lathe.runtime import batcher as batcher_module
+from lathe.runtime import sequence_group as group_module
+from lathe.runtime.params import Params
+from lathe.runtime.protocol import Piece
+from lathe.runtime.sequence_group import Receiver
+from lathe.runtime.text_generator import Engine
 from tests.small_export import PRUNED, make_model, write_unproven
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)

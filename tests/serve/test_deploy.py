@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
@@ -15,7 +16,6 @@ from lathe.serve import state as serve_state
 from lathe.serve.agreement import find_parting
 from lathe.serve.deploy import deploy, serve
 from lathe.serve.server import ANY_PORTS
-from lathe.settings import ExportSettings, Recipe, ServingSettings
 from tests.serve.conftest import SHAPE
 
 RECIPE = Recipe(

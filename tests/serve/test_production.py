@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError, UserError
-from lathe.serve import production
-from lathe.serve.production import deploy_to_production, roll_back
-from lathe.serve.release import Releases, name_of, releases_of
-from lathe.settings import ProductionSettings, Recipe
+from lathe.production import publish as production
+from lathe.production.publish import deploy_to_production, roll_back
+from lathe.production.release import Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
 from tests.small_release import RECIPE
 
@@ -135,8 +135,8 @@ def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) 
 
 KILLED_AFTER_UPLOAD = """
 import os, pathlib, signal, sys
-from lathe.serve import production
-from lathe.settings import Recipe
+from lathe.production import publish as production
+from lathe.config.settings import Recipe
 production.accept = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 production.deploy_to_production(
     Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from lathe.cluster import deployment as deployments
+from lathe.cluster import rollout
+from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError
-from lathe.launch import deployment as deployments
-from lathe.launch import rollout
-from lathe.serve import production
-from lathe.serve.acceptance import Acceptance
-from lathe.serve.production import deploy_to_production, roll_back
+from lathe.production import publish as production
+from lathe.production.acceptance import Acceptance
+from lathe.production.publish import deploy_to_production, roll_back
+from lathe.production.release import Releases, name_of, releases_of
 from lathe.serve.rehearsal import Request, greedy
-from lathe.serve.release import Releases, name_of, releases_of
 from lathe.serve.state import LOOPBACK
-from lathe.settings import ProductionSettings, Recipe
 from tests.fake_deployments import NAME, Deployments, deployment, until
 from tests.fake_kubernetes import FakeKubernetes
 from tests.small_release import RECIPE
@@ -147,9 +147,9 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
 
 KILLED = """
 import os, pathlib, signal, sys
-from lathe.launch import rollout
-from lathe.serve.production import deploy_to_production
-from lathe.settings import Recipe
+from lathe.cluster import rollout
+from lathe.production.publish import deploy_to_production
+from lathe.config.settings import Recipe
 rollout._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 deploy_to_production(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]))
 """

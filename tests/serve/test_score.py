@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.results import read_evaluation
 from lathe.evaluate.stage import evaluate
 from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
-from lathe.settings import OfflineEvalSettings, Recipe
 from lathe.storage import sha256
 
 SENTENCE = "All that glitters is not gold; often have you heard {}"

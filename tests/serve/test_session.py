@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.serve.session import OnnxModel, pad, saturates
+from lathe.runtime.session import OnnxModel, pad, saturates
 from tests.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
@@ -120,5 +120,5 @@ def test_old_cpus_get_the_exact_kernels() -> None:
 
 def test_the_servers_environment_can_import_it() -> None:
     heavy = "{'torch', 'onnx', 'pydantic', 'omegaconf'}"
-    code = f"import sys, lathe.serve.session; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, lathe.runtime.session; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,13 +15,13 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2
 
+from lathe.config.settings import ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.serve.agreement import greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.rehearsal import ask, ask_http
 from lathe.serve.server import TritonServer, start
-from lathe.settings import ServingSettings
 from tests.serve.test_backend import GREEDY, LONG
 from tests.serve.test_server import processes
 

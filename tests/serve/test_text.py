@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
-from lathe.serve.text import TextStream, TokenBytes
+from lathe.runtime.text import TextStream, TokenBytes
 
 TEXT = "naïve café — 你好, Привет 🙂👩‍🚀 end\n\ttab"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.artifacts import VERDICT
+from lathe.artifacts.kinds import VERDICT
 from lathe.errors import UserError
 from lathe.storage import atomic_file, atomic_folder, claim_file, claim_folder, locked, sha256
 from lathe.storage import outputs as implementation

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lathe.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.recipe import load_recipe
 from lathe.train.flops import data_sheet_flops, peak_flops
 from lathe.train.pretrain import model_config
 from tests.conftest import small_config

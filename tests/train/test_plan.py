@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.train.layout import options, own_layout
 from lathe.train.plan import Plan, make_plan, parse_memory, plan_table
 from lathe.train.pretrain import model_config

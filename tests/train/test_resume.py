@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import Preempted, StageError
-from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 from tests.small_run import SMALL, kill_after_saves, records, run, start, workers_of

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from lathe.config.recipe import load_recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.recipe import load_recipe
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
 from lathe.train.optimizer import make_optimizer

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-from lathe.artifacts import SENSITIVITY
+from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.result import (
     PAGE,
@@ -23,13 +23,13 @@ from lathe.compress.sensitivity.result import (
     SensitivityResult,
     choose_skips,
 )
+from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
 from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
 from lathe.report.sensitivity import sensitivity_page
-from lathe.settings import Recipe, SensitivitySettings
 from lathe.storage import atomic_folder, claim_folder, digest
 from lathe.train.batches import EvalBatches, open_data
 

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lathe.artifacts import SENSITIVITY, check_files, checked, read_json
-from lathe.cards import Files
+from lathe.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
+from lathe.artifacts.metadata import Files
+from lathe.config.settings import SensitivitySettings
 from lathe.errors import UserError
-from lathe.settings import SensitivitySettings
 
 RESULT = SENSITIVITY.card
 PAGE = "sensitivity.html"

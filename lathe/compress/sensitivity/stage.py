@@ -21,13 +21,13 @@ from lathe.compress.sensitivity.rank import (
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult, read_analysis
 from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
+from lathe.engines.paddle import start as start_paddle
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import HEAD, QuantizationPlan
 from lathe.model.gpt import GPT
-from lathe.paddle.start import start as start_paddle
-from lathe.settings import Recipe
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
 

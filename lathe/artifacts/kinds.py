@@ -1,0 +1,136 @@
+"""What Lathe writes and reads again: the kinds of folders and files, and their JSON cards.
+
+A card is the file by which a folder is known. It is written last, and lists the other files.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from lathe.artifacts.metadata import Card, ExportCard, Files
+from lathe.errors import UserError
+from lathe.storage.ownership import FileKind, Kind
+from lathe.storage.verified import require_intact
+
+DATA = Kind("token data set", "data.json", ("documents", "tokens", "vocab_size", "eos_id"))
+CHECKPOINT = Kind("checkpoint", "lathe.json", ("lathe", "stage"))
+EXPORT = Kind("export", "export.json", ("flavour", "sha256"))
+EVALUATION = Kind("evaluation", "metrics.json", ("model", "protocol", "digests"))
+SENSITIVITY = Kind("sensitivity analysis", "sensitivity.json", ("linears", "skip"))
+LOAD = Kind("load test", "load.json", ("load", "summary"))
+REPOSITORY = Kind("model repository", ".lathe.json", ("kind",))
+PADDLE_EXPORT = Kind("Paddle export", "paddle.json", ("source", "versions"))
+PADDLE_CHECKPOINT = Kind("Paddle checkpoint", "pdparams.json", ("source", "dtype"))
+
+GENERATOR = '<meta name="generator" content="Lathe">'
+
+
+def _has_keys(*keys: str) -> Any:
+    def is_one(path: Path) -> bool:
+        try:
+            values = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(values, dict) and values.keys() >= set(keys)
+
+    return is_one
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(4096)
+
+
+VERDICT = FileKind("a verdict", _has_keys("verdict", "passed", "reasons"))
+PAGE = FileKind("a page", _is_page)
+SEARCH = FileKind("a search's result", _has_keys("goal", "dense", "trials"))
+DEPLOYMENT = FileKind("a deployment's report", _has_keys("prompts", "serving", "samples"))
+
+M = TypeVar("M", bound=Card)
+T = TypeVar("T")
+
+
+def read_card(path: Path, model: type[M], cure: str) -> M:
+    """A card, checked.
+
+    Raises:
+        UserError: no such file, not JSON, or other values than such a card has; names the first.
+    """
+    values = read_json(path, cure, allow_nan=model.HAS_NAN)
+    try:
+        card = model.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_first(error)}", cure) from None
+    card._raw = values
+    return card
+
+
+def read_as(path: Path, kind: type[T], cure: str) -> T:
+    """A JSON file as a dataclass or a type; raises as `read_card` does."""
+    return checked(read_json(path, cure, dict), kind, str(path), cure)
+
+
+def checked(values: Any, kind: type[T], where: str, cure: str) -> T:
+    """`values` as a dataclass or a type; raises as `read_card` does, naming `where`."""
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_first(error)}", cure) from None
+
+
+def read_json(path: Path, cure: str, kind: type = dict, allow_nan: bool = False) -> Any:
+    """A JSON file that holds an object (or another `kind`).
+
+    Raises:
+        UserError: no such file, unreadable, not JSON, or of another kind.
+    """
+    try:
+        values = json.loads(path.read_bytes(), parse_constant=None if allow_nan else _refuse)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", cure) from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply", cure) from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}", cure) from None
+    if not isinstance(values, kind):
+        raise UserError(f"{path}: holds a {type(values).__name__}, not a {kind.__name__}", cure)
+    return values
+
+
+def check_files(folder: Path, card: str, files: Files | None, cure: str) -> None:
+    """Check the files of a folder against the list in its card, if that has one.
+
+    Raises:
+        UserError: one is missing, truncated or altered.
+    """
+    listed = {name: entry.sha256 for name, entry in (files or {}).items()}
+    require_intact(folder, listed, card, cure)
+
+
+def open_export(folder: Path) -> ExportCard:
+    """The card of an export folder whose files were checked against it.
+
+    Raises:
+        UserError: no export, or one with a file missing, truncated or altered.
+    """
+    cure = "export the model again"
+    if not (folder / EXPORT.card).is_file():
+        raise UserError(f"{folder}: no {EXPORT.card}", "give the output folder of `lathe export`")
+    card = read_card(folder / EXPORT.card, ExportCard, cure)
+    require_intact(folder, {"model.onnx": card.sha256}, EXPORT.card, cure)
+    check_files(folder, EXPORT.card, card.files, cure)
+    return card
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    found = f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
+    return f"{where}: {reason}{found}" if where else reason

@@ -1,0 +1,120 @@
+"""Golden prompts: what the server of a release must answer, wherever it runs."""
+
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
+from lathe.artifacts.kinds import read_json
+from lathe.errors import StageError, UserError
+from lathe.evaluate.results import read_metrics
+from lathe.serve.client import Client
+from lathe.serve.rehearsal import ask, greedy
+
+log = logging.getLogger("lathe")
+
+REPORT = "deploy.json"
+
+
+class GoldenPrompt(BaseModel):
+    """A prompt and its greedy tokens, of which the first `clear` must come back: the checkpoint
+    prefers them by more than the export's proven tolerance. What follows may be a near tie, which
+    another processor's rounding breaks in its own way."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str
+    tokens: tuple[int, ...]
+    clear: NonNegativeInt
+
+
+class Golden(BaseModel):
+    """Attributes:
+    published: when it was first.
+    max_tokens: that every prompt was continued by.
+    figures: of the checkpoint's evaluation; empty where there was none.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    published: datetime
+    max_tokens: PositiveInt
+    prompts: tuple[GoldenPrompt, ...]
+    figures: dict[str, float] = {}
+
+    @staticmethod
+    def parse(text: str, where: str) -> "Golden":
+        """Raises UserError where the text is not what `publish` wrote."""
+        try:
+            return Golden.model_validate_json(text)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise UserError(
+                f"{where}: broken: {problem['loc']}: {problem['msg']}",
+                "remove it, and publish the release again",
+            ) from error
+
+    def replay(self, client: Client) -> int:
+        """Ask every prompt; how many came back the same to the last token.
+
+        Raises:
+            StageError: a clear token is another.
+        """
+        identical = 0
+        for golden in self.prompts:
+            tokens = tuple(ask(client, golden.prompt, **greedy(self.max_tokens)).tokens)
+            identical += tokens == golden.tokens
+            clear = golden.tokens[: golden.clear]
+            if tokens[: golden.clear] != clear:
+                raise StageError(
+                    f"the release does not answer as its checkpoint: {golden.prompt!r} gives "
+                    f"{list(tokens)}, not {list(clear)} ..."
+                )
+        log.info("golden prompts: %d of %d the same to the end", identical, len(self.prompts))
+        return identical
+
+
+def golden_of(deployed: Path, evaluation: Path | None) -> Golden:
+    """The prompts that a rehearsal compared with the checkpoint, and the checkpoint's figures.
+
+    Args:
+        deployed: output of `lathe deploy`.
+        evaluation: output of `lathe evaluate`, of the checkpoint.
+
+    Raises:
+        UserError: a folder is not what it should be.
+    """
+    if not (deployed / REPORT).is_file():
+        raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
+    try:
+        report = read_json(deployed / REPORT, "deploy the model again")
+        golden = [
+            GoldenPrompt(**{key: sample[key] for key in GoldenPrompt.model_fields})
+            for sample in report["samples"]
+        ]
+        return Golden(
+            published=datetime.now(UTC),
+            max_tokens=report["max_tokens"],
+            prompts=tuple(golden),
+            figures=_figures(evaluation) if evaluation else {},
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        raise UserError(
+            f"{deployed}: no {REPORT} of a rehearsal ({type(error).__name__})",
+            "give the output folder of `lathe deploy`, or deploy it again",
+        ) from error
+
+
+def _figures(evaluation: Path) -> dict[str, float]:
+    metrics = read_metrics(evaluation)
+    cloze, text = metrics["cloze"] or {}, metrics["text"] or {}
+    figures = {
+        "cloze_accuracy": cloze.get("accuracy"),
+        "cloze_stderr": cloze.get("accuracy_stderr"),
+        "perplexity": text.get("perplexity"),
+        "perplexity_stderr": text.get("perplexity_stderr"),
+        "parameters": metrics["model"]["n_params"],
+        "bytes": metrics["model"]["bytes"],
+    }
+    return {name: float(value) for name, value in figures.items() if value is not None}
