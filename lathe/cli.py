@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text, show, with_error
-from lathe.errors import StageError, UserError, explain_os_error, printable
+from lathe.errors import (
+    StageError,
+    UserError,
+    explain_missing_package,
+    explain_os_error,
+    printable,
+)
 from lathe.inputs import argument_text
 from lathe.remote import input_path, output_path, upload_outputs
 
@@ -468,6 +474,7 @@ def deploy(
     from lathe.serve.deploy import deploy
 
     if production:
+        from lathe.production.publish import deploy_to_production
         from lathe.production.release import releases_of
 
         releases_of(settings)
@@ -480,8 +487,6 @@ def deploy(
         tokens_per_second=result.tokens_per_second,
     )
     if production:
-        from lathe.production.publish import deploy_to_production
-
         _show_live(deploy_to_production(settings, output, evaluation))
 
 
@@ -760,6 +765,11 @@ def main() -> None:
         print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
         print("  cure: rename the file or folder", file=sys.stderr)
         sys.exit(UserError.status)
+    except ModuleNotFoundError as error:
+        if (told := explain_missing_package(error)) is None:
+            raise
+        print(f"{told.kind}: {told}", file=sys.stderr)
+        sys.exit(told.status)
     except (UserError, StageError, OSError) as error:
         told = explain_os_error(error) if isinstance(error, OSError) else error
         print(f"{told.kind}: {told}", file=sys.stderr)
