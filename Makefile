@@ -221,7 +221,7 @@ install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 
 define venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-  { echo "error: $(PYTHON) is older than Python 3.11"; echo "  cure: make PYTHON=python3.11 ..."; exit 1; } >&2
+  { echo "error: $(PYTHON) is older than Python 3.11"; echo "  hint: make PYTHON=python3.11 ..."; exit 1; } >&2
 $(PYTHON) -m venv $(1)
 endef
 

@@ -24,14 +24,14 @@ from rich.table import Table
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.result import RESULT
-from lathe.compress.sensitivity.stage import analyze
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
+from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import read_metrics
-from lathe.evaluate.stage import evaluate
-from lathe.export.stage import export
+from lathe.export.export import export
 
 CRITERIA = ("l1_norm", "l2_norm", "fpgm", "activation", "taylor")
 DISTILL = "Compress.Distill.teacher=parent"

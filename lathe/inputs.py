@@ -33,7 +33,7 @@ MAGIC = {
 }
 
 
-def require_file(path: Path, cure: str = "give a file") -> None:
+def require_file(path: Path, hint: str = "give a file") -> None:
     """Raise UserError unless `path` is a regular file, or a link to one; nothing is opened."""
     try:
         mode = path.stat().st_mode
@@ -43,18 +43,18 @@ def require_file(path: Path, cure: str = "give a file") -> None:
         raise UserError(f"{printable(path)}: not a path", "check the path") from None
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        raise UserError(f"{printable(path)}: {kind}, not a file", cure)
+        raise UserError(f"{printable(path)}: {kind}, not a file", hint)
 
 
 @contextmanager
-def open_file(path: Path, cure: str = "give a file") -> Iterator[BinaryIO]:
+def open_file(path: Path, hint: str = "give a file") -> Iterator[BinaryIO]:
     """A regular file's bytes.
 
     Raises:
         UserError: it is none, or must not be read.
         StageError: the disk fails.
     """
-    require_file(path, cure)
+    require_file(path, hint)
     try:
         with path.open("rb") as file:
             yield file
@@ -62,7 +62,7 @@ def open_file(path: Path, cure: str = "give a file") -> Iterator[BinaryIO]:
         raise explain_os_error(error, path) from error
 
 
-def read_text(path: Path, cure: str = "give a text file", characters: int | None = None) -> str:
+def read_text(path: Path, hint: str = "give a text file", characters: int | None = None) -> str:
     r"""A text file in UTF-8, without a byte-order mark, its lines ended by `\n`.
 
     Args:
@@ -72,7 +72,7 @@ def read_text(path: Path, cure: str = "give a text file", characters: int | None
         UserError: no regular file, not text, or larger than 1 GiB.
         StageError: the disk fails.
     """
-    with open_file(path, cure) as file:
+    with open_file(path, hint) as file:
         data = file.read(4 * characters) if characters else _read_all(file, path)
     if characters:  # a character may be cut
         data = data[: len(data) - _cut_bytes(data)]
@@ -123,12 +123,12 @@ def decode(data: bytes, where: str) -> str:
     Raises:
         UserError: other bytes, or a NUL, which no text has.
     """
-    kind, cure = next((MAGIC[m] for m in MAGIC if data.startswith(m)), (None, ""))
+    kind, hint = next((MAGIC[m] for m in MAGIC if data.startswith(m)), (None, ""))
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         if kind:
-            raise UserError(f"{where}: not UTF-8 text but {kind}", cure) from None
+            raise UserError(f"{where}: not UTF-8 text but {kind}", hint) from None
         raise UserError(
             f"{where}: not UTF-8: {error.reason} at byte {error.start}",
             "convert the file, for instance with iconv -t utf-8",
@@ -136,12 +136,12 @@ def decode(data: bytes, where: str) -> str:
     if "\0" in text:
         raise UserError(
             f"{where}: not text{f' but {kind}' if kind else ''}: it holds a NUL byte",
-            cure or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
+            hint or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
         )
     return text
 
 
-def parse_json(text: str | bytes, where: str, cure: str) -> Any:
+def parse_json(text: str | bytes, where: str, hint: str) -> Any:
     """What a JSON text says.
 
     Raises:
@@ -150,11 +150,11 @@ def parse_json(text: str | bytes, where: str, cure: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise UserError(f"{where}: not JSON that can be read: nested too deeply", cure) from None
+        raise UserError(f"{where}: not JSON that can be read: nested too deeply", hint) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", cure) from None
+        raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", hint) from None
     except ValueError as error:
-        raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", cure) from None
+        raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", hint) from None
 
 
 def require_text(text: str, where: str) -> str:

@@ -10,12 +10,12 @@ from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer, models
 
+from lathe import backends
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.engines.paddle import find_python
 from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import read_cloze
 from lathe.model import folder as checkpoint
@@ -108,11 +108,11 @@ class Inputs(Problems):
             self.check("production", check_releases, root, recipe)
 
     def environments(self, name: str, recipes: dict[str, Recipe]) -> None:
-        """Triton's, where the pipeline serves, and Paddle's, where a recipe asks for it."""
+        """Triton's, where the pipeline serves, and those of the recipes' backends."""
         if name in SERVES:
             self.check("Triton", find_environment)
-        if any(recipe.Compress.engine == "paddle" for recipe in recipes.values()):
-            self.check("Paddle", find_python)
+        for backend in {backends.of(recipe) for recipe in recipes.values()}:
+            self.check("Paddle", backend.check_environment)
 
 
 def _is_text(value: str) -> bool:
@@ -136,7 +136,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
     try:
         function(path)
     except UserError as error:
-        raise UserError(f"{key} {error.what}", error.cure) from None
+        raise UserError(f"{key} {error.what}", error.hint) from None
 
 
 def check_address(key: str, uri: str) -> None:
@@ -156,7 +156,7 @@ def check_model(path: Path) -> None:
 
 def check_goal(target: str, budget: str) -> None:
     """The words of `compress`."""
-    from lathe.search.search import parse_goal  # seconds of imports
+    from lathe.search.compress import parse_goal  # seconds of imports
 
     parse_goal(target, budget)
 
@@ -222,7 +222,7 @@ def check_name(folder: Path, runs: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """A run folder that is not there yet, or one that a run has written."""
-    cure = "give another --name"
+    hint = "give another --name"
     if not folder.is_dir():
         for path in (folder, *folder.parents):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -230,11 +230,11 @@ def check_folder(folder: Path) -> None:
         return
     names = sorted(path.name for path in folder.iterdir())
     if RUN_LOG not in names and names not in ([], [LOCK]):
-        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", cure)
+        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", hint)
     for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
         path = folder / name
         if path.is_symlink() or (path.exists() and not is_right(path)):
-            raise UserError(f"{path}: not what a run has written", cure)
+            raise UserError(f"{path}: not what a run has written", hint)
 
 
 def _is_lock(path: Path) -> bool:

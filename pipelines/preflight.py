@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run is submitted: all of it at once, each with a cure."""
+"""What can be known to be wrong before a run is submitted: all of it at once, each with a hint."""
 
 import os
 import uuid
@@ -9,12 +9,11 @@ from urllib.parse import urlsplit
 from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe import storage
+from lathe import backends, storage
 from lathe.cluster.nodes import check_node_pool
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST
-from lathe.engines.supported import require_no_gpu_needed, require_supported
 from lathe.errors import StageError, UserError
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
@@ -79,9 +78,9 @@ class Preflight(Inputs):
                 )
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             stages = STAGES[name][key]
-            if settings and settings.Compress.engine == "paddle":
+            if settings:
                 for stage in stages:
-                    self.check(recipe, _check_engine, recipe, stage, settings, pool)
+                    self.check(recipe, _check_support, recipe, stage, settings, pool)
             if settings and stages != ("evaluate",) and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
@@ -123,13 +122,11 @@ def _check_reachable(key: str, value: str) -> None:
     )
 
 
-def _check_engine(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
+def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
     try:
-        require_supported(stage, recipe)
-        if stage in ("prune", "quantize") and not pool.gpus:
-            require_no_gpu_needed(recipe)
+        backends.of(recipe).check_support(stage, recipe, has_gpu=bool(pool.gpus))
     except UserError as error:
-        raise UserError(f"recipe {name}: {error.what}", error.cure) from None
+        raise UserError(f"recipe {name}: {error.what}", error.hint) from None
 
 
 def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
@@ -138,7 +135,7 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
         resolve_batch(recipe, dp * sharding)
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
-        raise UserError(f"recipe {name} with {machines}: {error.what}", error.cure) from None
+        raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
 
 
 def _check_writable(root: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelines.arguments import Pipeline, takes_arguments
-from pipelines.cron import CURE, parse_cron
+from pipelines.cron import HINT, parse_cron
 from pipelines.server import HELP, Client, answers, connect
 from pipelines.submit import (
     Gpus,
@@ -86,7 +86,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 def set_command(
     pipeline: str,
     arguments: dict[str, Any],
-    cron: Annotated[str, typer.Option(help=CURE)],
+    cron: Annotated[str, typer.Option(help=HINT)],
     nodes: Nodes = None,
     gpus: Gpus = None,
     node_pool: NodePool = "",

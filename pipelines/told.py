@@ -19,7 +19,7 @@ def told() -> Iterator[None]:
         fail(f"error: {error}", error.status)
     except OSError as error:
         where = error.filename or "the run"
-        fail(f"error: {where}: {error.strerror}\n  cure: check the path and its disk's space", 1)
+        fail(f"error: {where}: {error.strerror}\n  hint: check the path and its disk's space", 1)
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lathe.engines.paddle import find_python
+from lathe.backends.paddle_process import find_python
 from tests.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 
 RUNTIMES = Path(__file__).parents[1] / "manifests" / "base" / "runtimes"

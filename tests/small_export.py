@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, Recipe
-from lathe.export.stage import write
+from lathe.export.export import write
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import HEAD, GPTConfig, QuantizationPlan

@@ -7,11 +7,11 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.errors import UserError
-from lathe.export.stage import export
+from lathe.export.export import export
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.serve.deploy import deploy
+from lathe.production.deploy import deploy
 from lathe.serve.environment import find_environment
 from lathe.serve.server import ANY_PORTS
 from tests.small_export import write_held_out

@@ -61,7 +61,7 @@ def test_the_wheel_holds_every_file_of_the_package(source: Path, tmp_path: Path)
 def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
     start = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['kubernetes'] = None; "
-        "from lathe.cli import main; sys.argv[1:] = ['releases']; main()"
+        "from lathe.cli import main; sys.argv[1:] = ['release', 'list']; main()"
     )
     done = run(sys.executable, "-c", start, cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -221,7 +221,7 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
 def test_a_mistake_in_a_file_names_its_place(tmp_path: Path, text: str, says: str) -> None:
     message = mistake(write(tmp_path, text))
     assert re.search(says, message, re.DOTALL), message
-    assert "cure: " in message
+    assert "hint: " in message
 
 
 def test_a_mistake_in_a_base_names_the_base(tmp_path: Path) -> None:

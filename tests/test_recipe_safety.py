@@ -229,7 +229,7 @@ def refused(
     assert caught.value.code == 2
     assert printed.out == ""
     assert printed.err.startswith("error: ")
-    assert "\n  cure: " in printed.err
+    assert "\n  hint: " in printed.err
     assert "Traceback" not in printed.err
     assert SECRET not in printed.err
     assert len(printed.err) < 2000

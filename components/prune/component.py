@@ -31,7 +31,7 @@ def prune(
     from components.artifacts import local, record
     from components.stage import options, stage
     from components.training import train
-    from lathe.compress.prune import prune
+    from lathe import backends
 
     if ratio >= 0:
         overrides = [*overrides, f"Compress.Prune.ratio={ratio}"]
@@ -40,6 +40,6 @@ def prune(
         command += options(recipe, overrides)
 
         def work():
-            return prune(settings, *local(model, data), Path(pruned.path))
+            return backends.of(settings).prune(settings, *local(model, data), Path(pruned.path))
 
         record(train(settings, command, pruned, work), metrics, pruned)

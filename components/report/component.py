@@ -47,7 +47,7 @@ def report(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.report.stage import report_run
+    from lathe.report.report import report_run
     from lathe.report.summary import Candidate
 
     with stage(recipe, overrides) as settings:

@@ -1,6 +1,7 @@
-"""What Lathe writes and reads again: the kinds of folders and files, and their JSON cards.
+"""What Lathe writes and reads again: the kinds of folders and files, and their JSON metadata files.
 
-A card is the file by which a folder is known. It is written last, and lists the other files.
+A metadata file is the file by which a folder is known. It is written last, and lists the other
+files.
 """
 
 import json
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from lathe.artifacts.metadata import Card, ExportCard, Files
+from lathe.artifacts.metadata import ExportMetadata, Files, Metadata
 from lathe.errors import UserError
 from lathe.storage.ownership import FileKind, Kind
 from lathe.storage.verified import require_intact
@@ -23,6 +24,9 @@ LOAD = Kind("load test", "load.json", ("load", "summary"))
 REPOSITORY = Kind("model repository", ".lathe.json", ("kind",))
 PADDLE_EXPORT = Kind("Paddle export", "paddle.json", ("source", "versions"))
 PADDLE_CHECKPOINT = Kind("Paddle checkpoint", "pdparams.json", ("source", "dtype"))
+
+STATE = "state"
+"""The folder of saved states inside a training's output."""
 
 GENERATOR = '<meta name="generator" content="Lathe">'
 
@@ -48,39 +52,40 @@ PAGE = FileKind("a page", _is_page)
 SEARCH = FileKind("a search's result", _has_keys("goal", "dense", "trials"))
 DEPLOYMENT = FileKind("a deployment's report", _has_keys("prompts", "serving", "samples"))
 
-M = TypeVar("M", bound=Card)
+M = TypeVar("M", bound=Metadata)
 T = TypeVar("T")
 
 
-def read_card(path: Path, model: type[M], cure: str) -> M:
-    """A card, checked.
+def read_metadata(path: Path, model: type[M], hint: str) -> M:
+    """A metadata file, checked.
 
     Raises:
-        UserError: no such file, not JSON, or other values than such a card has; names the first.
+        UserError: no such file, not JSON, or other values than such a metadata file has; names the
+        first.
     """
-    values = read_json(path, cure, allow_nan=model.HAS_NAN)
+    values = read_json(path, hint, allow_nan=model.HAS_NAN)
     try:
-        card = model.model_validate(values)
+        metadata = model.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {_first(error)}", cure) from None
-    card._raw = values
-    return card
+        raise UserError(f"{path}: {_first(error)}", hint) from None
+    metadata._raw = values
+    return metadata
 
 
-def read_as(path: Path, kind: type[T], cure: str) -> T:
-    """A JSON file as a dataclass or a type; raises as `read_card` does."""
-    return checked(read_json(path, cure, dict), kind, str(path), cure)
+def read_as(path: Path, kind: type[T], hint: str) -> T:
+    """A JSON file as a dataclass or a type; raises as `read_metadata` does."""
+    return checked(read_json(path, hint, dict), kind, str(path), hint)
 
 
-def checked(values: Any, kind: type[T], where: str, cure: str) -> T:
-    """`values` as a dataclass or a type; raises as `read_card` does, naming `where`."""
+def checked(values: Any, kind: type[T], where: str, hint: str) -> T:
+    """`values` as a dataclass or a type; raises as `read_metadata` does, naming `where`."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {_first(error)}", cure) from None
+        raise UserError(f"{where}: {_first(error)}", hint) from None
 
 
-def read_json(path: Path, cure: str, kind: type = dict, allow_nan: bool = False) -> Any:
+def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False) -> Any:
     """A JSON file that holds an object (or another `kind`).
 
     Raises:
@@ -89,39 +94,41 @@ def read_json(path: Path, cure: str, kind: type = dict, allow_nan: bool = False)
     try:
         values = json.loads(path.read_bytes(), parse_constant=None if allow_nan else _refuse)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", cure) from None
+        raise UserError(f"{path}: {error.strerror}", hint) from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deeply", cure) from None
+        raise UserError(f"{path}: nested too deeply", hint) from None
     except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}", cure) from None
+        raise UserError(f"{path}: not JSON: {error}", hint) from None
     if not isinstance(values, kind):
-        raise UserError(f"{path}: holds a {type(values).__name__}, not a {kind.__name__}", cure)
+        raise UserError(f"{path}: holds a {type(values).__name__}, not a {kind.__name__}", hint)
     return values
 
 
-def check_files(folder: Path, card: str, files: Files | None, cure: str) -> None:
-    """Check the files of a folder against the list in its card, if that has one.
+def check_files(folder: Path, metadata: str, files: Files | None, hint: str) -> None:
+    """Check the files of a folder against the list in its metadata, if that has one.
 
     Raises:
         UserError: one is missing, truncated or altered.
     """
     listed = {name: entry.sha256 for name, entry in (files or {}).items()}
-    require_intact(folder, listed, card, cure)
+    require_intact(folder, listed, metadata, hint)
 
 
-def open_export(folder: Path) -> ExportCard:
-    """The card of an export folder whose files were checked against it.
+def open_export(folder: Path) -> ExportMetadata:
+    """The metadata of an export folder whose files were checked against it.
 
     Raises:
         UserError: no export, or one with a file missing, truncated or altered.
     """
-    cure = "export the model again"
-    if not (folder / EXPORT.card).is_file():
-        raise UserError(f"{folder}: no {EXPORT.card}", "give the output folder of `lathe export`")
-    card = read_card(folder / EXPORT.card, ExportCard, cure)
-    require_intact(folder, {"model.onnx": card.sha256}, EXPORT.card, cure)
-    check_files(folder, EXPORT.card, card.files, cure)
-    return card
+    hint = "export the model again"
+    if not (folder / EXPORT.metadata_file).is_file():
+        raise UserError(
+            f"{folder}: no {EXPORT.metadata_file}", "give the output folder of `lathe export`"
+        )
+    metadata = read_metadata(folder / EXPORT.metadata_file, ExportMetadata, hint)
+    require_intact(folder, {"model.onnx": metadata.sha256}, EXPORT.metadata_file, hint)
+    check_files(folder, EXPORT.metadata_file, metadata.files, hint)
+    return metadata
 
 
 def _refuse(constant: str) -> None:

@@ -1,4 +1,5 @@
-"""The JSON cards of what Lathe writes, typed: a reader finds a wrong value before it uses it."""
+"""The JSON metadata files of what Lathe writes, typed: a reader finds a wrong value before it uses
+it."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -38,8 +39,8 @@ FileName = Annotated[str, AfterValidator(_relative)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Card(BaseModel):
-    """What all cards have in common; keys that a later version adds are let through."""
+class Metadata(BaseModel):
+    """What all metadata files have in common; keys that a later version adds are let through."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     HAS_NAN: ClassVar[bool] = False
@@ -52,7 +53,7 @@ class Card(BaseModel):
 
 
 class Entry(BaseModel):
-    """A file in a card's list."""
+    """A file in a metadata file's list."""
 
     bytes: Count
     sha256: Sha256
@@ -66,10 +67,10 @@ class Part(BaseModel):
 
     folder: Annotated[str, AfterValidator(_plain)]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    card_sha256: Sha256 | None = None
+    metadata_sha256: Sha256 | None = None
 
 
-class DataCard(Card):
+class DataMetadata(Metadata):
     """`data.json`; another tool's data set has none, and one of an earlier version no `files`."""
 
     documents: Positive
@@ -86,7 +87,7 @@ class DataCard(Card):
     files: Files | None = None
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "DataCard":
+    def _agrees_with_itself(self) -> "DataMetadata":
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is beyond the vocabulary of {self.vocab_size}")
         bounds = self.boundaries
@@ -99,7 +100,7 @@ class DataCard(Card):
         return self
 
 
-class CheckpointCard(Card):
+class CheckpointMetadata(Metadata):
     """`lathe.json`; a loss that could not be measured is NaN."""
 
     HAS_NAN = True
@@ -113,7 +114,7 @@ class CheckpointCard(Card):
     recipe: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _lists_what_counts(self) -> "CheckpointCard":
+    def _lists_what_counts(self) -> "CheckpointMetadata":
         if missing := {"model.safetensors", "config.json", "tokenizer.json"} - self.files.keys():
             raise ValueError(f"files lists no {' and no '.join(sorted(missing))}")
         return self
@@ -126,7 +127,7 @@ class Proof(BaseModel):
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class ExportCard(Card):
+class ExportMetadata(Metadata):
     """`export.json`; one of an earlier version has no `files`."""
 
     flavour: Literal["fp32", "fp16", "int8"]
@@ -142,7 +143,7 @@ class ExportCard(Card):
     files: Files | None = None
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "ExportCard":
+    def _agrees_with_itself(self) -> "ExportMetadata":
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is beyond the vocabulary of {self.vocab_size}")
         return self
@@ -178,7 +179,7 @@ class TextFigures(Figures):
     adjusted_perplexity: Error | None = None
 
 
-class EvaluationCard(Card):
+class EvaluationMetadata(Metadata):
     """`metrics.json`; one of an earlier version has no `files`."""
 
     model: EvaluatedModel
@@ -197,7 +198,7 @@ class Rehearsed(BaseModel):
     text: str
 
 
-class DeploymentCard(Card):
+class DeploymentMetadata(Metadata):
     """`deploy.json`."""
 
     prompts: Count

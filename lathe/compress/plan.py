@@ -7,7 +7,7 @@ from lathe.config.settings import QuantizationSettings
 from lathe.errors import UserError
 from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
 
-# The seeds' names in `skip_tensor_map`.
+# PaddleFleetX's names in `skip_tensor_map`.
 SEED_NAMES = {
     "qkv": "attn.c_attn",
     "out": "attn.c_proj",

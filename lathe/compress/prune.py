@@ -20,7 +20,6 @@ from lathe.compress.widths import (
     shrink,
 )
 from lathe.config.settings import PruneSettings, Recipe
-from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
@@ -30,8 +29,8 @@ from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult, read_result, remove_run
-from lathe.train.stage import Work, run_training
+from lathe.train.result import TrainResult, remove_run
+from lathe.train.run import TrainingJob, run_training
 
 log = logging.getLogger("lathe")
 
@@ -49,9 +48,6 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             `run_training`.
     """
     require_enabled("Prune", recipe.Compress.Prune.enable)
-    if recipe.Compress.engine == "paddle":
-        start_paddle("prune", recipe, model, "--data", data, "--output", output)
-        return read_result(output)
     rounds = recipe.Compress.Prune.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
     start = model
@@ -76,7 +72,7 @@ def _one_round(
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> Work:
+    def make() -> TrainingJob:
         dense, left = load_checkpoint(model), load_checkpoint(start)
         if dense.model.config.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
@@ -96,7 +92,7 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return Work("prune", pruned, dense.tokenizer, dense.digest)
+        return TrainingJob("prune", pruned, dense.tokenizer, dense.digest)
 
     share = _share(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])

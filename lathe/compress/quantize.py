@@ -12,7 +12,6 @@ from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import Recipe
-from lathe.engines.paddle import start as start_paddle
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
@@ -23,8 +22,8 @@ from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult, read_result
-from lathe.train.stage import Work, run_training
+from lathe.train.result import TrainResult
+from lathe.train.run import TrainingJob, run_training
 
 log = logging.getLogger("lathe")
 
@@ -42,18 +41,14 @@ def quantize(
             `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
-    if recipe.Compress.engine == "paddle":
-        skips = ["--sensitivity", sensitivity] if sensitivity else []
-        start_paddle("quantize", recipe, model, "--data", data, *skips, "--output", output)
-        return read_result(output)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
         read_analysis(sensitivity)
-        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.card)
+        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.metadata_file)
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> Work:
+    def make() -> TrainingJob:
         start = load_checkpoint(model)
         config = start.model.config
         if config.quantization is not None:
@@ -72,7 +67,7 @@ def quantize(
         def before_save(whole: GPT) -> None:
             write_scales(whole, plan)
 
-        return Work(
+        return TrainingJob(
             "quantize",
             trainable,
             start.tokenizer,
@@ -86,7 +81,7 @@ def quantize(
 
 
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:
-    """Put the observers' quanta into the model's configuration."""
+    """Put the observers' scales into the model's configuration."""
     scales = {name: observer.scale for name, observer in fake_quant.observers(model)}
     ordered = {name: scales[name] for name in plan.activation_scales}
     model.config = model.config.with_quantization(replace(plan, activation_scales=ordered))

@@ -16,7 +16,7 @@ from lathe.model.gpt import GPT, Block
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptUnits:
     """Indexes of one layer's surviving heads and FFN channels, ascending."""
 
     heads: Tensor
@@ -36,21 +36,21 @@ class Cost:
         return cls(head=4.0 * C * D + 3 * D, channel=2.0 * C + 1)
 
 
-def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[Kept]:
+def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
     """Drop the lowest `round(n * ratio)` heads and channels of every layer, never all of them.
 
     Args:
         multiple: channels that stay are a multiple of it, rounded up; n where n is smaller.
     """
     return [
-        Kept(_largest(heads, ratio), _largest(channels, ratio, multiple))
+        KeptUnits(_largest(heads, ratio), _largest(channels, ratio, multiple))
         for heads, channels in zip(scores.heads, scores.channels, strict=True)
     ]
 
 
 def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
-) -> list[Kept]:
+) -> list[KeptUnits]:
     """Drop the units that matter least for their cost, whichever layer they are in, until as much
     cost is gone as `choose_uniform` removes, so that the two compare at one size. One head and
     `multiple` channels a layer stay.
@@ -75,7 +75,7 @@ def choose_global(
         _remove(heads, budgets[0])
         _remove(channels, budgets[1])
     return [
-        Kept(of_head.kept(), of_channel.kept())
+        KeptUnits(of_head.kept(), of_channel.kept())
         for of_head, of_channel in zip(heads, channels, strict=True)
     ]
 
@@ -108,7 +108,7 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
     return _like(model, config, state)
 
 
-def shrink(model: GPT, kept: Sequence[Kept]) -> GPT:
+def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
     others' outputs zeroed. Dropout and recompute carry over.
 

@@ -64,7 +64,7 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
     settings = [setting for group in found for setting in group.settings]
     for setting in settings:
         if setting.key == key:
-            return _card(setting, recipe, name)
+            return _metadata(setting, recipe, name)
     inside = [group for group in found if f"{group.key}.".startswith(f"{key}.")]
     if not inside:
         known = [group.key for group in found] + [setting.key for setting in settings]
@@ -72,7 +72,7 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
     blocks = []
     for group in inside:
         blocks.append(f"{group.key}\n{_indented(group.description)}")
-        blocks += [_card(setting, recipe, name) for setting in group.settings]
+        blocks += [_metadata(setting, recipe, name) for setting in group.settings]
     return "\n\n".join(blocks)
 
 
@@ -116,7 +116,7 @@ def _setting(key: str, field: dict[str, Any]) -> Setting:
     )
 
 
-def _card(setting: Setting, recipe: Recipe | None, name: str) -> str:
+def _metadata(setting: Setting, recipe: Recipe | None, name: str) -> str:
     lines = [setting.description, f"type: {setting.type}"]
     if setting.values != setting.type:
         lines.append(f"values: {setting.values}")

@@ -143,9 +143,9 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
 
 
 def _find_base(base: Any, path: Path, root: Path) -> Path:
-    file, cure = _shown(path), "give a path relative to the file that names it"
+    file, hint = _shown(path), "give a path relative to the file that names it"
     if not isinstance(base, str) or not base:
-        raise UserError(f"{file}: _base_ is no name of a file", cure)
+        raise UserError(f"{file}: _base_ is no name of a file", hint)
     found = _real(str(path.parent / base))
     if found.parent != SHIPPED and not found.is_relative_to(root):
         raise UserError(
@@ -157,7 +157,7 @@ def _find_base(base: Any, path: Path, root: Path) -> Path:
     if base in shipped_recipes():
         return SHIPPED / f"{base}.yaml"
     wrong = "is not a regular file" if found.exists() else "does not exist"
-    raise UserError(f"{file}: _base_ is {_shown(found)}, which {wrong}", cure)
+    raise UserError(f"{file}: _base_ is {_shown(found)}, which {wrong}", hint)
 
 
 def _read_override(override: str) -> _Layer:
@@ -202,8 +202,8 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], path: Path) ->
     origin = place(tuple(dotted.split(".")), origins, _shown(path))
     if errors[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
-        cure = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
-        return UserError(f"{origin}: unknown key {shorten(dotted)}", cure)
+        hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
+        return UserError(f"{origin}: unknown key {shorten(dotted)}", hint)
     same = [e for e in errors if _setting(e["loc"]) == dotted]
     reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
     is_group = errors[0]["type"] == "model_type" or isinstance(errors[0]["input"], dict)

@@ -13,7 +13,7 @@ from lathe.artifacts.kinds import DATA
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
-from lathe.storage import atomic_folder, claim_folder
+from lathe.storage import atomic_folder, claim_output_folder
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
 MOST_PARTS = 255  # a part's number is one byte
@@ -41,7 +41,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
             another tokenizer, or a weight that is not a positive number.
     """
     folders = [folder for folder, _ in parts]
-    claim_folder(output, DATA, *folders)
+    claim_output_folder(output, DATA, *folders)
     opened = _open_parts(parts)
     _require_different(folders)
     tokenizer = load_tokenizer(opened[0].folder)
@@ -58,14 +58,14 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
         for i, (part, (_, weight)) in enumerate(zip(opened, parts, strict=True), 1):
             name = f"{i}-{part.folder.resolve().name}"
             _link_files(part.folder, work / name)
-            card = json.dumps(part.card, sort_keys=True).encode()
+            metadata = json.dumps(part.metadata, sort_keys=True).encode()
             entries.append(
                 {
                     "folder": name,
                     "weight": weight,
-                    "documents": part.card["documents"],
-                    "tokens": part.card["tokens"],
-                    "card_sha256": hashlib.sha256(card).hexdigest(),
+                    "documents": part.metadata["documents"],
+                    "tokens": part.metadata["tokens"],
+                    "metadata_sha256": hashlib.sha256(metadata).hexdigest(),
                 }
             )
         save_tokenizer(tokenizer, work / "tokenizer.json")
@@ -79,7 +79,9 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
             "eos_id": opened[0].eos_id,
             "blend": entries,
         }
-        (work / DATA.card).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (work / DATA.metadata_file).write_text(
+            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+        )
     blended = TokenDataset.open(output)
     assert isinstance(blended, TokenBlend)
     return blended

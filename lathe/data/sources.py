@@ -59,7 +59,7 @@ def documents(source: str, text_key: str = "text") -> Iterator[str]:
 
 
 def named(source: str) -> str:
-    """The source for a message or a card: an address without its password or signature."""
+    """The source for a message or a metadata file: an address without its password or signature."""
     return shown(source) if is_remote(source) else source
 
 

@@ -15,7 +15,7 @@ EOS = "<|endoftext|>"
 FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
-CURE = "give an unbroken file"
+HINT = "give an unbroken file"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -106,7 +106,7 @@ def _parse(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     except OSError as error:
         raise explain_os_error(error, path) from error
     except Exception as error:  # `tokenizers` raises plain Exception
-        raise UserError(f"{path}: not a tokenizer: {error}", CURE) from error
+        raise UserError(f"{path}: not a tokenizer: {error}", HINT) from error
 
 
 @contextmanager
@@ -130,11 +130,11 @@ def _panics_muted() -> Iterator[None]:
 def _require_vocabulary(path: Path) -> None:
     """`tokenizers` takes an id that has too many bits for another one."""
     with open_file(path) as file:
-        vocabulary = parse_json(file.read(), f"{path}: not a tokenizer", CURE)
+        vocabulary = parse_json(file.read(), f"{path}: not a tokenizer", HINT)
     if not isinstance(vocabulary, dict) or not all(
         type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
     ):
-        raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", CURE)
+        raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", HINT)
 
 
 def _require_ids(tokenizer: Tokenizer, path: Path) -> None:

@@ -18,7 +18,7 @@ from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
 from lathe.evaluate.results import Evaluation, read_evaluation
-from lathe.storage import atomic_file, claim_file
+from lathe.storage import atomic_file, claim_output_file
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
@@ -92,7 +92,7 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
             another tokenizer or protocol.
     """
     if output is not None:
-        claim_file(output, VERDICT, baseline, candidate)
+        claim_output_file(output, VERDICT, baseline, candidate)
     before, after = read_evaluation(baseline), read_evaluation(candidate)
     _require_same_measurement(before, after)
     settings = recipe.Gate
@@ -220,17 +220,17 @@ def _formats(check: Check) -> dict[str, str]:
 
 
 def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
-    cure = "evaluate both models on the same data with the same recipe"
+    hint = "evaluate both models on the same data with the same recipe"
     names = f"{before.folder} and {after.folder}"
     for name in ("cloze", "text", "tokenizer"):
         a, b = (x.metrics["digests"].get(name) for x in (before, after))
         if a != b:
-            raise UserError(f"{names} differ in {name}: {_short(a)} against {_short(b)}", cure)
+            raise UserError(f"{names} differ in {name}: {_short(a)} against {_short(b)}", hint)
     a, b = before.metrics["protocol"], after.metrics["protocol"]
     if a != b:
-        raise UserError(f"{names} differ in protocol: {a} against {b}", cure)
+        raise UserError(f"{names} differ in protocol: {a} against {b}", hint)
     if len(before.correct) != len(after.correct) or before.tokens.tolist() != after.tokens.tolist():
-        raise UserError(f"{names} have other examples or blocks", cure)
+        raise UserError(f"{names} have other examples or blocks", hint)
 
 
 def _short(digest: str | None) -> str:

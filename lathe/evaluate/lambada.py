@@ -94,14 +94,14 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
 
 def _split(line: str, where: str) -> tuple[str, str]:
     """The passage before its last word, and the word with the white space before it."""
-    cure = 'a line is {"text": "at least two words"}'
+    hint = 'a line is {"text": "at least two words"}'
     try:
-        text = parse_json(line, f"{where}: broken line", cure)["text"].strip()
+        text = parse_json(line, f"{where}: broken line", hint)["text"].strip()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", cure) from None
+        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", hint) from None
     require_text(text, where)
     if " " not in text:
-        raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", cure)
+        raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", hint)
     context = text[: text.rindex(" ")].rstrip()
     return context, text[len(context) :]
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from lathe.artifacts.kinds import EVALUATION
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.data.tokens import read_data_card
+from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
 from lathe.evaluate.lambada import (
     ClozeResult,
@@ -44,7 +44,7 @@ CPU_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model behind its scorer.
 
     Attributes:
@@ -70,7 +70,7 @@ class Subject:
         """Tokens of a batch, `wanted` at most."""
         return min(wanted, CPU_BATCH_TOKENS) if self.on_cpu else wanted
 
-    def card(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What `metrics.json` says of the model."""
         return {
             "stage": self.stage,
@@ -98,14 +98,14 @@ class EvalResult:
 
 def measure(
     recipe: Recipe,
-    subject: Subject,
+    subject: EvaluatedModel,
     output: Path,
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
 ) -> EvalResult:
     """Measure `subject` and write the evaluation folder `output`; see
-    `lathe.evaluate.stage.evaluate`."""
+    `lathe.evaluate.evaluate.evaluate`."""
     settings = recipe.Offline_Eval
     if data is not None:
         _require_same_vocabulary(subject, data)
@@ -138,7 +138,7 @@ def measure(
             )
 
     metrics = {
-        "model": subject.card(),
+        "model": subject.metadata(),
         "cloze": _json_ready(asdict(cloze_result)) if cloze_result else None,
         "text": _json_ready(asdict(text_result)) if text_result else None,
         "protocol": {
@@ -195,8 +195,8 @@ def _held_out(path: Path) -> Path | None:
     return None
 
 
-def _require_same_vocabulary(subject: Subject, data: Path) -> None:
-    read_data_card(data)
+def _require_same_vocabulary(subject: EvaluatedModel, data: Path) -> None:
+    read_data_metadata(data)
     theirs, ours = load_tokenizer(data), subject.tokenizer
     if theirs.get_vocab() != ours.get_vocab():
         raise UserError(

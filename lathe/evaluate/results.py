@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.artifacts.kinds import EVALUATION, check_files, read_card
-from lathe.artifacts.metadata import EvaluationCard
+from lathe.artifacts.kinds import EVALUATION, check_files, read_metadata
+from lathe.artifacts.metadata import EvaluationMetadata
 from lathe.errors import UserError
 
-METRICS = EVALUATION.card
+METRICS = EVALUATION.metadata_file
 EXAMPLES = "examples.jsonl"
 BLOCKS = "blocks.jsonl"
 KEYS = ("model", "cloze", "text", "protocol", "sources", "digests", "seconds")
-CURE = "evaluate the model again"
+HINT = "evaluate the model again"
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     path = folder / METRICS
     if not path.is_file():
         raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
-    card = read_card(path, EvaluationCard, CURE)
-    check_files(folder, METRICS, card.files, CURE)
-    return {key: card.raw[key] for key in KEYS}
+    metadata = read_metadata(path, EvaluationMetadata, HINT)
+    check_files(folder, METRICS, metadata.files, HINT)
+    return {key: metadata.raw[key] for key in KEYS}
 
 
 def _read_columns(path: Path, n: int, *names: str) -> list[NDArray[np.float64]]:
@@ -74,11 +74,11 @@ def _read_columns(path: Path, n: int, *names: str) -> list[NDArray[np.float64]]:
         )
         columns = [np.array([float(row[name]) for row in rows]) for name in names]
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file", CURE) from None
+        raise UserError(f"{path}: no such file", HINT) from None
     except (OSError, RecursionError, KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: broken", CURE) from None
+        raise UserError(f"{path}: broken", HINT) from None
     if not all(np.isfinite(column).all() for column in columns):
-        raise UserError(f"{path}: holds NaN or infinity", CURE)
+        raise UserError(f"{path}: holds NaN or infinity", HINT)
     if len(rows) != n:
-        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", CURE)
+        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", HINT)
     return columns

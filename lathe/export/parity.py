@@ -26,7 +26,7 @@ def linear_errors(
 ) -> dict[str, float]:
     """How far each integer linear parts from torch's: 1 is as far as rounding can explain.
 
-    That is the last bits of a float32 sum, and one quantum for every input that lies on the edge
+    That is the last bits of a float32 sum, and one level for every input that lies on the edge
     between two of them.
 
     Args:
@@ -72,11 +72,11 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
     return float(((torch.from_numpy(found) - expected).abs() / allowed).max())
 
 
-def _on_the_edge(x: Tensor, quantum: float, weight: Tensor) -> Tensor:
+def _on_the_edge(x: Tensor, scale: float, weight: Tensor) -> Tensor:
     """(..., 1): the most that outputs move if every input on an edge rounds the other way."""
-    quanta = x / quantum
-    edges = ((quanta - quanta.floor() - 0.5).abs() < EDGE).to(x.dtype)
-    return (edges @ weight.abs().amax(0))[..., None] * quantum
+    levels = x / scale
+    edges = ((levels - levels.floor() - 0.5).abs() < EDGE).to(x.dtype)
+    return (edges @ weight.abs().amax(0))[..., None] * scale
 
 
 def _input_and_output(graph: onnx.ModelProto, linear: str) -> tuple[str, str]:

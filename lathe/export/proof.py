@@ -88,12 +88,12 @@ def prove(
     - Logits at every position of every prompt. float32: the largest error is at most `tolerance`.
       float32 and float16: the mean one is at most `NOISE_FACTOR` times what moving every linear's
       input by one unit in the last place of that type does to torch's own logits. int8: another
-      order of summation moves an activation that lies on the edge between two quanta by a whole
+      order of summation moves an activation that lies on the edge between two levels by a whole
       one, and the layers behind round otherwise from there on, so that torch in float64 parts from
       torch in float32 as far as either from the float model: the mean error is at most
       `QUANTIZATION_SHARE` of what quantization did.
     - int8: every linear, given the graph's own input, says what torch's says but for the last bits
-      of a sum, and one quantum where an input lies on an edge.
+      of a sum, and one level where an input lies on an edge.
     - A ragged batch gives each row what it gets alone.
     - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's; a
       row may part from it only at tokens whose logits differ in torch by less than the largest

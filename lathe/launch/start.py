@@ -9,14 +9,6 @@ from lathe.launch.node import run_node, this_node
 from lathe.launch.parent import end_with_parent
 from lathe.launch.shape import shape_of
 
-PADDLE_STARTS = ("prune", "quantize")
-"""Verbs whose processes the Paddle engine starts itself."""
-
-
-def is_paddles(verb: str, recipe: Recipe) -> bool:
-    """Whether the Paddle engine trains."""
-    return recipe.Compress.engine == "paddle" and verb in PADDLE_STARTS
-
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     """Run `lathe <command>` in the processes that the recipe asks for, and wait for them.
@@ -31,8 +23,6 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
         UserError: see `shape_of` and `require_processes`.
         WorkerFailed, Preempted: see `lathe.launch.local.launch`.
     """
-    if is_paddles(command[0], recipe):
-        return False
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()

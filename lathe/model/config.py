@@ -31,7 +31,7 @@ class QuantizationPlan:
         weight_quantize_type: one scale a tensor, or one an output channel.
         weight_bits: of the linears; the embedding's and the head's are 8.
         quantize_embedding: the tied embedding and head are int8, one scale a vocabulary row.
-        activation_scales: module path (`h.0.attn.c_attn`, `lm_head`) -> quantum s of its input,
+        activation_scales: module path (`h.0.attn.c_attn`, `lm_head`) -> scale s of its input,
             which is read as `clip(round(x / s), -128, 127)`. A linear not listed is float.
     """
 
@@ -134,21 +134,21 @@ class GPTConfig:
                     f"{source}: {key} is {values[key]!r}, Lathe computes {wanted[0]!r}",
                     "give a checkpoint of the plain GPT-2 architecture",
                 )
-        cure = "give the folder of a checkpoint"
+        hint = "give the folder of a checkpoint"
         C, L, H, inner = (values.get(key) for key in ("n_embd", "n_layer", "n_head", "n_inner"))
         own = values.get("lathe")
         if own is None:
-            whole = checked({"C": C, "L": L, "H": H}, _HFShape, source, cure)
+            whole = checked({"C": C, "L": L, "H": H}, _HFShape, source, hint)
             own = {
                 "head_dim": whole.C // whole.H,
                 "n_head": [whole.H] * whole.L,
                 "n_inner": [inner or 4 * whole.C] * whole.L,
             }
         elif not isinstance(own, dict):
-            raise UserError(f"{source}: lathe holds a {type(own).__name__}", cure)
+            raise UserError(f"{source}: lathe holds a {type(own).__name__}", hint)
         keys = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
         found = {key: values[key] for key in keys if key in values}
-        shape = checked({**own, **found}, _Shape, source, cure)
+        shape = checked({**own, **found}, _Shape, source, hint)
         plan = shape.quantization
         return cls(
             vocab_size=shape.vocab_size,

@@ -1,7 +1,7 @@
 """Simulated INT8 in float: the forward pass computes what the integer graph will, the backward
 pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
 
-Activations: one static quantum a tensor, tracked as the moving average of the absolute maximum.
+Activations: one static scale a tensor, tracked as the moving average of the absolute maximum.
 Weights: symmetric, one scale an output channel (or a tensor), taken from the weight itself.
 """
 
@@ -72,7 +72,7 @@ class QuantizedWeight:
 
 
 class Observer(nn.Module):
-    """Fake-quantizes an activation at a static quantum, and in training watches its range.
+    """Fake-quantizes an activation at a static scale, and in training watches its range.
 
     The forward pass only raises `seen` (so a recomputed forward changes nothing); `fold_observers`
     moves the average once a step. `alpha`, where there is one, is PACT's learned clipping bound
@@ -98,11 +98,11 @@ class Observer(nn.Module):
 
     @property
     def scale(self) -> float:
-        """The quantum that the exported graph uses."""
+        """The scale that the exported graph uses."""
         return float(self.bound) / LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, DTensor):  # tensor parallelism: every process its part, same quantum
+        if isinstance(x, DTensor):  # tensor parallelism: every process its part, same scale
             y = self._quantize(x.to_local())
             return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
         return self._quantize(x)
@@ -187,7 +187,7 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         batches: tokens (B, T) each.
 
     Returns:
-        Module path -> quantum.
+        Module path -> scale.
     """
     found = dict(observers(model))
     model.eval()

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe.artifacts.kinds import CHECKPOINT, read_card, read_json
-from lathe.artifacts.metadata import CheckpointCard
+from lathe.artifacts.kinds import CHECKPOINT, read_json, read_metadata
+from lathe.artifacts.metadata import CheckpointMetadata
 from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
@@ -26,7 +26,7 @@ from lathe.storage import sha256
 from lathe.storage.verified import require_intact
 
 WEIGHTS = "model.safetensors"
-MARKER = CHECKPOINT.card
+MARKER = CHECKPOINT.metadata_file
 PREFIX = "transformer."
 FLOATS = ("F32", "F16", "BF16", "F64")
 SMALLEST = 2  # bytes of one of them
@@ -62,7 +62,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     """`lathe.json`, after the digests in it were checked; empty for a plain HF folder.
 
     Raises:
-        UserError: the checkpoint was never finished, or altered since; a broken card.
+        UserError: the checkpoint was never finished, or altered since; a broken metadata.
     """
     marker = folder / MARKER
     if not marker.is_file():
@@ -72,10 +72,10 @@ def read_marker(folder: Path) -> dict[str, Any]:
                 "run the stage that writes it again; it goes on where it was",
             )
         return {}
-    cure = "copy the checkpoint again, or run the stage that wrote it again"
-    card = read_card(marker, CheckpointCard, cure)
-    require_intact(folder, card.files, MARKER, cure)
-    return card.raw
+    hint = "copy the checkpoint again, or run the stage that wrote it again"
+    metadata = read_metadata(marker, CheckpointMetadata, hint)
+    require_intact(folder, metadata.files, MARKER, hint)
+    return metadata.raw
 
 
 def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
@@ -107,16 +107,16 @@ def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
         pickled = [p.name for p in path.parent.glob("*.bin")]
         found = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
         raise UserError(f"{path}: no such file{found}", "save the model as safetensors")
-    cure = "copy the file again"
+    hint = "copy the file again"
     try:
         with safe_open(path, framework) as file:
             stored = [name for name in file.keys() if not name.endswith(HF_BUFFERS)]  # noqa: SIM118
             types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not safetensors: {error}", cure) from None
+        raise UserError(f"{path}: not safetensors: {error}", hint) from None
     names = [name.removeprefix(PREFIX) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{path}: holds {twice[0]} twice, with {PREFIX} and without", cure)
+        raise UserError(f"{path}: holds {twice[0]} twice, with {PREFIX} and without", hint)
     for name, dtype in types.items():
         if dtype not in FLOATS:
             raise UserError(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lathe.cli import Data, Model, Output, OutputBeside, Overrides, RecipeName
+from lathe.artifacts.remote import upload_outputs
+from lathe.backends.paddle_process import MARK_VARIABLE, leave_outcome
+from lathe.cli.options import Data, Model, Output, OutputBeside, Overrides, RecipeName
 from lathe.console import log_to_stderr
-from lathe.engines.paddle import MARK_VARIABLE, leave_outcome
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import end_with_parent
 from lathe.paddle.environment import prepare
-from lathe.remote import upload_outputs
 
 if TYPE_CHECKING:
     from lathe.config.settings import Recipe
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def _log_for_starter(mark: str) -> None:
-    """Lines on stdout that `lathe.engines.paddle` knows by their mark."""
+    """Lines on stdout that `lathe.backends.paddle_process` knows by their mark."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
     log.handlers, log.propagate = [handler], False

@@ -33,18 +33,18 @@ from lathe.train.batches import calibration_batches
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
-    """See `lathe.compress.sensitivity.stage.analyze`."""
+    """See `lathe.compress.sensitivity.analyze.analyze`."""
     paddle.set_device(choose_device(recipe.Global.device))
     checkpoint = load_checkpoint(model)
 
-    def open_subject(tokens: TokenDataset, journal: Journal) -> PaddleSubject:
-        return PaddleSubject(recipe, checkpoint, tokens, journal)
+    def open_model(tokens: TokenDataset, journal: Journal) -> PaddleModel:
+        return PaddleModel(recipe, checkpoint, tokens, journal)
 
-    return run_analysis(recipe, model, data, output, checkpoint, open_subject)
+    return run_analysis(recipe, model, data, output, checkpoint, open_model)
 
 
-class PaddleSubject:
-    """See `lathe.compress.sensitivity.rank.Subject`."""
+class PaddleModel:
+    """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
 
     engine = "paddle"
 
@@ -178,7 +178,7 @@ def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> T
 
 
 def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
-    """An activation as it is read at a static quantum."""
+    """An activation as it is read at a static scale."""
     return _quantize(x, paddle.to_tensor(scale, dtype=x.dtype), fake_quant.LEVELS)
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
-from lathe.engines.qkv import by_head, by_projection
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     PREFIX,

@@ -9,10 +9,10 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
+from lathe.backends.paddle_support import require_supported
 from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.engines.supported import require_supported
-from lathe.evaluate.measure import EvalResult, Subject, measure
+from lathe.evaluate.measure import EvalResult, EvaluatedModel, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS
 from lathe.paddle import fake_quant
@@ -33,7 +33,7 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
 ) -> EvalResult:
-    """See `lathe.evaluate.stage.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
+    """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
     quantization."""
     require_supported("evaluate", recipe)
     device = choose_device(recipe.Global.device)
@@ -43,7 +43,7 @@ def evaluate(
     if plan is not None:
         fake_quant.insert(net, plan)
         net.eval()
-    subject = Subject(
+    subject = EvaluatedModel(
         folder=checkpoint.folder,
         scorer=PaddleScorer(net),
         config=net.config,

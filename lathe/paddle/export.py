@@ -36,7 +36,7 @@ from lathe.storage import atomic_folder
 log = logging.getLogger("lathe")
 
 NAME = "model"
-CARD = PADDLE_EXPORT.card
+METADATA = PADDLE_EXPORT.metadata_file
 # Limits of the mean error of logits. In float, relative to their standard deviation: right graphs
 # are seen at 3e-7, one with erf GELU at 1.4e-4. In INT8, relative to what quantization did; see
 # `lathe.export.proof`.
@@ -101,19 +101,19 @@ def export(
         if served is not None:
             own = OnnxModel(served)
             differences["served"] = compare("the served graph", lambda row: own.logits(row)[0])
-        card = {
+        metadata = {
             "source": checkpoint_digest(model),
             "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},
             "quantized_matmuls": wanted,
             "differences": {name: asdict(found) for name, found in differences.items()},
         }
-        (work / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        (work / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     for name, found in differences.items():
         log.info(
             "%s: logits within %.2g of Paddle's (mean %.2g), argmax the same at %.1f %%",
             *(name, found.max_error, found.mean_error, 100 * found.argmax_agreement),
         )
-    return card
+    return metadata
 
 
 def _build(weights: Arrays, config: Any, source: Path) -> tuple[GPT, Any]:

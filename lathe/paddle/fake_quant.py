@@ -127,7 +127,7 @@ def set_range(quantizer: Any, absmax: float) -> None:
 
 
 def scales(model: GPT) -> dict[str, float]:
-    """Path -> quantum of its input, as the exported graph uses it; PACT's bound counts."""
+    """Path -> scale of its input, as the exported graph uses it; PACT's bound counts."""
     bounds = {
         name: float(layer._act_preprocess.alpha)
         for name, layer in quantized_linears(model)
@@ -151,7 +151,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
     and activations not, as `lathe.model.fake_quant.calibrate`.
 
     Returns:
-        Path -> quantum.
+        Path -> scale.
     """
     found = dict(activation_quantizers(model))
     seen = dict.fromkeys(found, 0.0)

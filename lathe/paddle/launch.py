@@ -16,8 +16,8 @@ from pathlib import Path
 
 import paddle
 
+from lathe.backends.paddle_process import LOGS_VARIABLE, OUTCOME, error_of
 from lathe.config.settings import DistributedSettings
-from lathe.engines.paddle import LOGS_VARIABLE, OUTCOME, error_of
 from lathe.errors import Preempted, StageError
 from lathe.launch.parent import end_with_parent
 

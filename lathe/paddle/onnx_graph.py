@@ -24,7 +24,7 @@ def convert(static: Path, head_scale: float | None, table: NDArray[np.float32] |
 
     Args:
         static: path of the `.pdmodel` without its suffix; the embedding and the head are float.
-        head_scale: quantum of what the head reads, where it is quantized.
+        head_scale: step of what the head reads, where it is quantized.
         table: the embedding (V, C) on its int8 grid, a scale a row, where it is quantized.
     """
     text = paddle2onnx.export(
@@ -112,11 +112,11 @@ class _Graph:
         """What the last MatMul reads goes through int8."""
         head = [node for node in self.nodes if node.op_type == "MatMul"][-1]
         x = head.input[0]
-        quantum, zero = self._scalar(scale), self._constant("head.zero", np.zeros((), np.int8))
+        step, zero = self._scalar(scale), self._constant("head.zero", np.zeros((), np.int8))
         at = self.nodes.index(head)
         self.nodes[at:at] = [
-            helper.make_node("QuantizeLinear", [x, quantum, zero], [f"{x}.int8"]),
-            helper.make_node("DequantizeLinear", [f"{x}.int8", quantum, zero], [f"{x}.read"]),
+            helper.make_node("QuantizeLinear", [x, step, zero], [f"{x}.int8"]),
+            helper.make_node("DequantizeLinear", [f"{x}.int8", step, zero], [f"{x}.read"]),
         ]
         head.input[0] = f"{x}.read"
 

@@ -4,18 +4,18 @@ import logging
 from pathlib import Path
 
 from lathe.artifacts.kinds import SENSITIVITY
+from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import Recipe
-from lathe.engines.supported import require_supported
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
-from lathe.paddle.stage import Work, new_model, run_training
+from lathe.paddle.run import TrainingJob, new_model, run_training
 from lathe.paddle.workers import Workers
 from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
@@ -34,10 +34,10 @@ def quantize(
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
         read_analysis(sensitivity)
-        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.card)
+        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.metadata_file)
     settings = recipe.Compress.Quantization
 
-    def make(workers: Workers) -> Work:
+    def make(workers: Workers) -> TrainingJob:
         start = load_checkpoint(model)
         config = start.model.config
         if config.quantization is not None:
@@ -62,7 +62,9 @@ def quantize(
             plan_now = fake_quant.with_scales(whole, plan)
             whole.config = whole.config.with_quantization(plan_now)
 
-        return Work("quantize", trainable, start.tokenizer, start.digest, after_step, before_save)
+        return TrainingJob(
+            "quantize", trainable, start.tokenizer, start.digest, after_step, before_save
+        )
 
     sources = [model, sensitivity] if sensitivity else [model]
     return run_training(recipe, data, output, inputs, make, sources)

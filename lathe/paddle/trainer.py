@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from lathe.artifacts.kinds import STATE
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -23,7 +24,7 @@ from lathe.paddle.sharding import GradientSums
 from lathe.paddle.workers import Workers, seed_everything
 from lathe.train.loop import Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
-from lathe.train.saved import STATE, read_card, restored, saved_steps
+from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.schedule import is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 
@@ -137,15 +138,15 @@ class Trainer(Loop):
         saved = saved_steps(self.output / STATE)
         if not saved:
             return
-        card = read_card(saved[-1])
-        if card["mp"] != self.workers.mp:
+        metadata = read_metadata(saved[-1])
+        if metadata["mp"] != self.workers.mp:
             raise UserError(
-                f"{saved[-1]}: saved with Distributed.mp_degree {card['mp']}, and it is "
+                f"{saved[-1]}: saved with Distributed.mp_degree {metadata['mp']}, and it is "
                 f"{self.workers.mp} now",
                 "set it back; dp_degree and sharding may change",
             )
-        self.at = restored(saved[-1], card["progress"], Progress)
-        self.loss_scale = restored(saved[-1], card["loss_scale"], LossScale)
+        self.at = restored(saved[-1], metadata["progress"], Progress)
+        self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
         state.read(saved[-1], self.model, self.optimizer, self.sums.owned, self.workers)
         if self.workers.is_first:
             log.info("resuming at step %d from %s", self.at.step, saved[-1])

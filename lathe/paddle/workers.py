@@ -12,8 +12,8 @@ import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
+from lathe.backends.paddle_support import require_no_gpu_needed
 from lathe.config.settings import DistributedSettings, Recipe
-from lathe.engines.supported import require_no_gpu_needed
 from lathe.errors import UserError
 
 log = logging.getLogger("lathe")

@@ -32,9 +32,9 @@ def picture(title: str, alt: str, paint: Callable[[Theme], str]) -> Picture:
 
 
 def render(template: str, title: str, **values: Any) -> str:
-    """The page that a template of this package makes."""
+    """Render a template, named by its path inside the package `lathe`."""
     environment = Environment(
-        loader=PackageLoader("lathe.report", "."),
+        loader=PackageLoader("lathe", ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -8,10 +8,10 @@ from pathlib import Path
 from lathe.artifacts.kinds import VERDICT
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
+from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import GateResult, gate
-from lathe.evaluate.stage import evaluate
 from lathe.production.release import releases_of
-from lathe.storage import atomic_file, claim_file
+from lathe.storage import atomic_file, claim_output_file
 
 log = logging.getLogger("lathe")
 
@@ -34,7 +34,7 @@ def challenge(
         UserError: the store does not answer, or the two cannot be measured alike.
         StageError: the bytes of the live release have changed in the store.
     """
-    claim_file(output, VERDICT, candidate, data, cloze)
+    claim_output_file(output, VERDICT, candidate, data, cloze)
     releases = releases_of(recipe)
     live = releases.pointer().live
     if live is None:
@@ -57,5 +57,5 @@ def challenge(
             )
             raise UserError(
                 f"the model in production cannot be measured beside the candidate: {error.what}",
-                f"{error.cure}; its tokenizer is {tokenizer}",
+                f"{error.hint}; its tokenizer is {tokenizer}",
             ) from error

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from lathe.artifacts.kinds import read_json
 from lathe.errors import StageError, UserError
 from lathe.evaluate.results import read_metrics
+from lathe.production.rehearsal import ask, greedy
 from lathe.serve.client import Client
-from lathe.serve.rehearsal import ask, greedy
 
 log = logging.getLogger("lathe")
 

@@ -49,9 +49,7 @@ class Production:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def deploy_to_production(
-    recipe: Recipe, deployed: Path, evaluation: Path | None = None
-) -> Production:
+def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = None) -> Production:
     """Publish what `lathe deploy` rehearsed, hold the published bytes to it, and make them live.
 
     Args:
@@ -90,7 +88,7 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
         if not previous:
             raise UserError(
                 f"{releases.root}: no release was live before the present one",
-                "name one that `lathe releases` lists with --to",
+                "name one that `lathe release list` lists with --to",
             )
         to = previous[0].release
     release = releases.find(to)

@@ -137,7 +137,9 @@ class Releases:
         if len(found) == 1:
             return found[0]
         what = f"means {len(found)} releases" if found else "means no release that is there"
-        raise UserError(f"{digest}: {what} in {self.root}", "take one that `lathe releases` lists")
+        raise UserError(
+            f"{digest}: {what} in {self.root}", "take one that `lathe release list` lists"
+        )
 
     def _golden(self, release: str) -> str:
         return f"{self.root}/{release}.golden.json"

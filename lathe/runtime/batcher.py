@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lathe.runtime.sequence_group import Group, Step
+from lathe.runtime.sequence_group import SequenceGroup, Step
 from lathe.runtime.session import KVCache, OnnxModel
 
 log = logging.getLogger("lathe")
 
-STRETCH = 128  # tokens of a prompt that are read between two steps
+PREFILL_CHUNK = 128  # tokens of a prompt that are read between two steps
 ENDED = Step([], [])
 
 
@@ -58,17 +58,17 @@ class Batcher:
         self._watcher = watcher or Watcher()
         self._cache = model.start(max_running)
         self._parts: dict[tuple[int, int], KVCache] = {}
-        self._waiting: deque[Group] = deque()
-        self._reading: Group | None = None
-        self._owners: list[Group] = []  # of the rows under way
+        self._waiting: deque[SequenceGroup] = deque()
+        self._reading: SequenceGroup | None = None
+        self._owners: list[SequenceGroup] = []  # of the rows under way
         self._tokens: list[int] = []  # the last one of each row
-        self._rows: dict[Group, list[int]] = {}  # of each of its branches, in their order
+        self._rows: dict[SequenceGroup, list[int]] = {}  # of each of its branches, in their order
         self._changed = threading.Condition()
         self._open = True
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def submit(self, group: Group) -> bool:
+    def submit(self, group: SequenceGroup) -> bool:
         """Take a request, or return False at once where every place to wait is taken."""
         with self._changed:
             taken = len(self._owners) + (self._reading.width if self._reading else 0)
@@ -123,7 +123,7 @@ class Batcher:
             self._reading = None
             return
         done = int(self._cache.lengths[row])
-        stretch = group.prompt[done : done + STRETCH]
+        stretch = group.prompt[done : done + PREFILL_CHUNK]
         try:
             logits = self.model.step(self._part(row, row + 1), stretch[None])
             if done + len(stretch) < len(group.prompt):
@@ -168,7 +168,7 @@ class Batcher:
                 step = ENDED
             self._go_on(group, step)
 
-    def _go_on(self, group: Group, step: Step) -> None:
+    def _go_on(self, group: SequenceGroup, step: Step) -> None:
         """Give the group's rows to its next branches, and free those that are too many."""
         rows = self._rows[group]
         kept, spare = rows[: len(step.tokens)], rows[len(step.tokens) :]

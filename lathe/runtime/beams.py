@@ -3,13 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.runtime.protocol import FinishReason, Piece
+from lathe.runtime.protocol import Chunk, FinishReason
 from lathe.runtime.sampling import log_softmax, penalize
-from lathe.runtime.sequence_group import Group, Request, Step
+from lathe.runtime.sequence_group import Request, SequenceGroup, Step
 from lathe.runtime.text import TextStream
 
 
-class Beams(Group):
+class Beams(SequenceGroup):
     """`params.num_beams` branches, of which the best `num_return_sequences` are delivered at the
     end, best first."""
 
@@ -75,4 +75,4 @@ class Beams(Group):
                 ids, reason = ids[:-1], "stop"
             stream = TextStream(self._vocabulary.token_bytes, self._params.stop)
             text = "".join(stream.add(token) for token in ids) + stream.rest()
-            self.deliver(Piece(text, ids, reason, index))
+            self.deliver(Chunk(text, ids, reason, index))

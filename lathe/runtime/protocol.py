@@ -18,8 +18,8 @@ TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, i
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a continuation, or all of it; `finish_reason` is empty until the last piece.
+class Chunk:
+    """A part of a continuation, or all of it; `finish_reason` is empty until the last chunk.
 
     stop: the model ended its text (EOS is in neither `text` nor `tokens`), or a stop string came,
     which `text` leaves out; length: `max_tokens` or the context was reached; timeout: its

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lathe.errors import UserError
 from lathe.runtime.params import Params
-from lathe.runtime.protocol import FinishReason, Piece
+from lathe.runtime.protocol import Chunk, FinishReason
 from lathe.runtime.sampling import log_softmax, next_token
 from lathe.runtime.text import TextStream, TokenBytes
 
@@ -32,11 +32,11 @@ class Receiver:
     """Who waits for the answer.
 
     Attributes:
-        deliver: takes every piece, and last one with a finish reason, or an error.
+        deliver: takes every chunk, and last one with a finish reason, or an error.
         cancelled: whether nobody waits any more; asked before every step.
     """
 
-    deliver: Callable[[Piece | Exception], None]
+    deliver: Callable[[Chunk | Exception], None]
     cancelled: Callable[[], bool]
 
 
@@ -60,7 +60,7 @@ class Step:
     parents: list[int]
 
 
-class Group(ABC):
+class SequenceGroup(ABC):
     """A prompt and the branches that follow it, `width` at most at a time.
 
     Attributes:
@@ -102,9 +102,9 @@ class Group(ABC):
         return False
 
     def cancel(self) -> None:
-        self.deliver(Piece("", [], "cancelled"))
+        self.deliver(Chunk("", [], "cancelled"))
 
-    def deliver(self, answer: Piece | Exception) -> None:
+    def deliver(self, answer: Chunk | Exception) -> None:
         """What the receiver does with it is not this text's failure, nor its neighbours'."""
         try:
             self._receiver.deliver(answer)
@@ -112,7 +112,7 @@ class Group(ABC):
             log.exception("an answer could not be delivered")
 
 
-class Samples(Group):
+class Samples(SequenceGroup):
     """Greedy search and sampling: `params.num_return_sequences` branches that go their own ways."""
 
     def __init__(self, request: Request) -> None:
@@ -126,11 +126,11 @@ class Samples(Group):
         self.begun = True
         step, alive = Step([], []), []
         for branch, parent in zip(self._branches, parents, strict=True):
-            piece = branch.choose(logits[parent])
-            self.deliver(piece)
-            if not piece.finish_reason:
+            chunk = branch.choose(logits[parent])
+            self.deliver(chunk)
+            if not chunk.finish_reason:
                 alive.append(branch)
-                step.tokens.append(piece.tokens[-1])
+                step.tokens.append(chunk.tokens[-1])
                 step.parents.append(parent)
         self._branches = alive
         return step
@@ -150,13 +150,13 @@ class _Branch:
         self._seen[list(request.prompt)] = True
         self._count = 0
 
-    def expired(self) -> Piece:
-        return Piece(self._text.rest(), [], "timeout", self._index)
+    def expired(self) -> Chunk:
+        return Chunk(self._text.rest(), [], "timeout", self._index)
 
-    def choose(self, logits: NDArray[np.float32]) -> Piece:
+    def choose(self, logits: NDArray[np.float32]) -> Chunk:
         token = next_token(logits, self._seen, self._count, self._params, self._eos_id, self._rng)
         if token == self._eos_id:
-            return Piece(self._text.rest(), [], "stop", self._index)
+            return Chunk(self._text.rest(), [], "stop", self._index)
         chances = [float(log_softmax(logits)[token])] if self._params.logprobs else []
         self._count, self._seen[token] = self._count + 1, True
         text = self._text.add(token)
@@ -165,4 +165,4 @@ class _Branch:
             reason = "stop"
         elif self._count == self._max_tokens:
             text, reason = text + self._text.rest(), "length"
-        return Piece(text, [token], reason, self._index, chances)
+        return Chunk(text, [token], reason, self._index, chances)

@@ -21,7 +21,7 @@ from lathe.errors import UserError
 os.environ.setdefault("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
 
 MODEL = "model.onnx"
-CARD = "export.json"
+METADATA = "export.json"
 NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -69,15 +69,15 @@ class OnnxModel:
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
         self.folder = Path(folder)
-        self.card: dict[str, Any] = _read_card(self.folder)
+        self.metadata: dict[str, Any] = _read_metadata(self.folder)
         self.session = open_session(self.folder / MODEL, threads)
         types = {node.name: node.type for node in self.session.get_inputs()}
         self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
-        self.n_head: list[int] = self.card["n_head"]
-        self.head_dim: int = self.card["head_dim"]
-        self.n_positions: int = self.card["n_positions"]
-        self.vocab_size: int = self.card["vocab_size"]
-        self.eos_id: int = self.card["eos_id"]
+        self.n_head: list[int] = self.metadata["n_head"]
+        self.head_dim: int = self.metadata["head_dim"]
+        self.n_positions: int = self.metadata["n_positions"]
+        self.vocab_size: int = self.metadata["vocab_size"]
+        self.eos_id: int = self.metadata["eos_id"]
 
     def start(self, batch: int, capacity: int | None = None) -> KVCache:
         """An empty cache for `batch` rows of at most `capacity` tokens (default n_positions)."""
@@ -278,14 +278,16 @@ def _check_lengths(lengths: NDArray[np.int64], batch: int, length: int) -> None:
         raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {batch, length}")
 
 
-def _read_card(folder: Path) -> dict[str, Any]:
-    path = folder / CARD
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / METADATA
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
+        metadata = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{folder}: no {CARD}", "give the output folder of the export") from None
+        raise UserError(
+            f"{folder}: no {METADATA}", "give the output folder of the export"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}", "export again") from None
-    if not isinstance(card, dict) or not card.keys() >= set(NEEDED):
-        raise UserError(f"{path}: not the card of an export", "export again")
-    return card
+    if not isinstance(metadata, dict) or not metadata.keys() >= set(NEEDED):
+        raise UserError(f"{path}: not the metadata of an export", "export again")
+    return metadata

@@ -16,7 +16,7 @@ from lathe.runtime.session import OnnxModel
 from lathe.runtime.text import TokenBytes
 
 
-class Engine:
+class TextGenerator:
     """One loaded model, which generates for many at once.
 
     Args:

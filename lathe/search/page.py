@@ -50,4 +50,4 @@ def pareto_page(result: SearchResult) -> str:
         axes.margins(0.15)
 
     drawn = picture(title, title, lambda theme: draw(3.2, theme, paint))
-    return render("pareto.html.j2", "What compression costs", result=result, picture_=drawn)
+    return render("search/page.html.j2", "What compression costs", result=result, picture_=drawn)

@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
 from lathe.runtime.params import Params
-from lathe.runtime.protocol import Piece
+from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
@@ -22,7 +22,7 @@ log = logging.getLogger("lathe")
 ASK_SECONDS, ASK_SHARE = 0.01, 4
 
 
-class Courier:
+class ResponseSender:
     """Takes responses to Triton, and asks it whether clients are gone, on a thread of its own: both
     wait for another process, for which the running batch need not."""
 
@@ -77,74 +77,74 @@ class Courier:
 
 
 class Answer:
-    """Sends the pieces of one request: as they come, or all at the end.
+    """Sends the chunks of one request: as they come, or all at the end.
 
     Attributes:
         abandoned: whether its client is gone.
     """
 
-    def __init__(self, sender: Any, courier: Courier) -> None:
-        self.sender, self.courier = sender, courier
+    def __init__(self, sender: Any, responses: ResponseSender) -> None:
+        self.sender, self.responses = sender, responses
         self.params = Params()
         self.abandoned = False
         self.receiver = Receiver(self.take, lambda: self.abandoned)
-        self.held: dict[int, list[Piece]] = {}  # by sequence
+        self.held: dict[int, list[Chunk]] = {}  # by sequence
         self.ended = 0
-        courier.accept(self)
+        responses.accept(self)
 
-    def take(self, answer: Piece | Exception) -> None:
-        """A piece, of which those with a finish reason are counted, or the error that ends it."""
+    def take(self, answer: Chunk | Exception) -> None:
+        """A chunk, of which those with a finish reason are counted, or the error that ends it."""
         if isinstance(answer, UserError):
             self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)
         elif isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)
             self.refuse(pb_utils.TritonError.INTERNAL, answer)
         elif answer.finish_reason == "cancelled" and self.abandoned:
-            self.courier.send(self, lambda: None, final=True)  # nobody to write to
+            self.responses.send(self, lambda: None, final=True)  # nobody to write to
         elif answer.finish_reason == "cancelled":
             self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:
             self._hold(answer)
 
     def refuse(self, code: Any, error: Exception) -> None:
-        self.courier.send(self, lambda: _refusal(code, error), final=True)
+        self.responses.send(self, lambda: _refusal(code, error), final=True)
 
-    def _hold(self, piece: Piece) -> None:
-        held = self.held.setdefault(piece.sequence, [])
-        held.append(piece)
-        self.ended += bool(piece.finish_reason)
+    def _hold(self, chunk: Chunk) -> None:
+        held = self.held.setdefault(chunk.sequence, [])
+        held.append(chunk)
+        self.ended += bool(chunk.finish_reason)
         final = self.ended == self.params.num_return_sequences
         if not self.params.stream and final:
-            whole = [_joined(pieces) for _, pieces in sorted(self.held.items())]
-            self.courier.send(self, lambda: _response(whole), final=True)
+            whole = [_joined(chunks) for _, chunks in sorted(self.held.items())]
+            self.responses.send(self, lambda: _response(whole), final=True)
         # Tokens that end in the middle of a character wait until the rest is there.
-        if self.params.stream and (piece.text or piece.finish_reason):
-            piece = _joined(held)
-            self.courier.send(self, lambda: _response([piece]), final)
+        if self.params.stream and (chunk.text or chunk.finish_reason):
+            chunk = _joined(held)
+            self.responses.send(self, lambda: _response([chunk]), final)
             held.clear()
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """One sequence's pieces as one."""
-    return Piece(
-        "".join(piece.text for piece in pieces),
-        [token for piece in pieces for token in piece.tokens],
-        pieces[-1].finish_reason,
-        pieces[-1].sequence,
-        [value for piece in pieces for value in piece.log_probabilities],
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """One sequence's chunks as one."""
+    return Chunk(
+        "".join(chunk.text for chunk in chunks),
+        [token for chunk in chunks for token in chunk.tokens],
+        chunks[-1].finish_reason,
+        chunks[-1].sequence,
+        [value for chunk in chunks for value in chunk.log_probabilities],
     )
 
 
-def _response(pieces: Sequence[Piece]) -> Any:
-    """A piece a sequence."""
+def _response(chunks: Sequence[Chunk]) -> Any:
+    """A chunk a sequence."""
     arrays = {
-        "text_output": np.array([piece.text.encode() for piece in pieces], np.object_),
-        "finish_reason": np.array([piece.finish_reason.encode() for piece in pieces], np.object_),
-        "sequence": np.array([piece.sequence for piece in pieces], np.int64),
-        "token_count": np.array([len(piece.tokens) for piece in pieces], np.int64),
-        "tokens": np.array([token for piece in pieces for token in piece.tokens], np.int64),
+        "text_output": np.array([chunk.text.encode() for chunk in chunks], np.object_),
+        "finish_reason": np.array([chunk.finish_reason.encode() for chunk in chunks], np.object_),
+        "sequence": np.array([chunk.sequence for chunk in chunks], np.int64),
+        "token_count": np.array([len(chunk.tokens) for chunk in chunks], np.int64),
+        "tokens": np.array([token for chunk in chunks for token in chunk.tokens], np.int64),
         "log_probabilities": np.array(
-            [value for piece in pieces for value in piece.log_probabilities], np.float32
+            [value for chunk in chunks for value in chunk.log_probabilities], np.float32
         ),
     }
     return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])

@@ -14,8 +14,8 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from lathe.errors import UserError
 from lathe.runtime.params import FIELDS, Params, parse
 from lathe.runtime.protocol import decode, model_settings
-from lathe.runtime.text_generator import Engine
-from lathe.serve.answer import Answer, Courier
+from lathe.runtime.text_generator import TextGenerator
+from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
 
 log = logging.getLogger("lathe")
@@ -32,16 +32,16 @@ class TritonPythonModel:
         self.max_queue: int = settings["max_queue"]
         limits = settings["threads"], settings["max_running"], self.max_queue
         metrics = Metrics(args["model_name"])
-        self.courier = Courier()
-        self.engine = Engine(folder, settings["max_tokens"], *limits, metrics)
+        self.responses = ResponseSender()
+        self.generator = TextGenerator(folder, settings["max_tokens"], *limits, metrics)
 
     def execute(self, requests: list[Any]) -> None:
         """Read each request and queue it; the answers come from the batch's thread."""
         for request in requests:
-            answer = Answer(request.get_response_sender(), self.courier)
+            answer = Answer(request.get_response_sender(), self.responses)
             try:
                 prompt, answer.params = _read(request, self.defaults)
-                if not self.engine.submit(prompt, answer.params, answer.receiver):
+                if not self.generator.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
                         f"the server is busy: {self.max_queue} requests wait already",
                         "try again in a moment, or raise Serving.max_queue",
@@ -55,8 +55,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End what runs: Triton is shutting down or unloads the model."""
-        self.engine.close()
-        self.courier.close()
+        self.generator.close()
+        self.responses.close()
 
 
 def _read(request: Any, defaults: Params) -> tuple[str, Params]:

@@ -11,12 +11,11 @@ from lathe.artifacts.kinds import LOAD
 from lathe.errors import UserError
 from lathe.inputs import read_text
 from lathe.serve.client import Client, connect
-from lathe.serve.deploy import OPENINGS
-from lathe.serve.load import Load, Objective, Summary, run_load, summarize
+from lathe.serve.load import OPENINGS, Load, Objective, Summary, run_load, summarize
 from lathe.serve.load_page import load_page
-from lathe.storage import atomic_folder, claim_folder
+from lathe.storage import atomic_folder, claim_output_folder
 
-FIGURES, PAGE = LOAD.card, "load.html"
+FIGURES, PAGE = LOAD.metadata_file, "load.html"
 
 
 def bench(
@@ -42,7 +41,7 @@ def bench(
     for option, value in {**seconds, "--rate": shape["rate"]}.items():
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{option} {value}: not a positive number", "give one, or leave it out")
-    claim_folder(output, LOAD, prompts)
+    claim_output_folder(output, LOAD, prompts)
     lines = list(OPENINGS) if prompts is None else _lines(prompts)
     generator = np.random.default_rng(shape["seed"])
     lengths = generator.integers(tokens[0], tokens[1] + 1, shape["requests"]).tolist()
@@ -64,8 +63,8 @@ def bench(
 
 
 def _lines(path: Path) -> list[str]:
-    cure = "give a text file, a prompt a line"
-    found = [line for line in read_text(path, cure).splitlines() if line.strip()]
+    hint = "give a text file, a prompt a line"
+    found = [line for line in read_text(path, hint).splitlines() if line.strip()]
     if not found:
-        raise UserError(f"{path}: no prompts", cure)
+        raise UserError(f"{path}: no prompts", hint)
     return found

@@ -27,7 +27,7 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
 )
 
 from lathe.errors import StageError, UserError
-from lathe.runtime.protocol import TEXTS, TOKENS, Piece, TokenScores, score_name
+from lathe.runtime.protocol import TEXTS, TOKENS, Chunk, TokenScores, score_name
 from lathe.serve import state as serve_state
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
@@ -74,7 +74,7 @@ class Client:
         """End the connection, and with it every stream that still runs."""
         self._channel.close()
 
-    def generate(self, prompt: str, **parameters: Parameter) -> Piece:
+    def generate(self, prompt: str, **parameters: Parameter) -> Chunk:
         """The whole continuation at once.
 
         Raises:
@@ -82,17 +82,17 @@ class Client:
         """
         return self.generate_all(prompt, **parameters)[0]
 
-    def generate_all(self, prompt: str, **parameters: Parameter) -> list[Piece]:
+    def generate_all(self, prompt: str, **parameters: Parameter) -> list[Chunk]:
         """The `num_return_sequences` continuations at once; raises as `generate` does."""
-        return list(self._pieces(prompt, parameters))
+        return list(self._chunks(prompt, parameters))
 
-    def stream(self, prompt: str, **parameters: Parameter) -> Generator[Piece]:
+    def stream(self, prompt: str, **parameters: Parameter) -> Generator[Chunk]:
         """Pieces of the continuation as they are made; closing the iterator cancels the rest.
 
         Raises:
-            UserError: as `generate`, at the first piece.
+            UserError: as `generate`, at the first chunk.
         """
-        return self._pieces(prompt, {**parameters, "stream": True})
+        return self._chunks(prompt, {**parameters, "stream": True})
 
     def score(
         self, tokens: NDArray[np.int64], index: NDArray[np.int64], targets: NDArray[np.int64]
@@ -164,7 +164,7 @@ class Client:
             raise unreachable(error, self.url) from None
         self._is_reached = True
 
-    def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Generator[Piece]:
+    def _chunks(self, prompt: str, parameters: dict[str, Parameter]) -> Generator[Chunk]:
         message = request(self.model_name, prompt, parameters)
         self._reach()
         call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_seconds)
@@ -172,7 +172,7 @@ class Client:
             for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                yield from pieces_of(InferResult(response.infer_response))
+                yield from chunks_of(InferResult(response.infer_response))
         except grpc.RpcError as error:
             raise lost(error, self.url, self.timeout_seconds) from None
         finally:
@@ -206,8 +206,8 @@ def generate(prompt: str, **parameters: Parameter) -> str:
 def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
     """Continue `prompt` on the running server, text as it comes; see `Client.stream`."""
     with connect() as client:
-        for piece in client.stream(prompt, **parameters):
-            yield piece.text
+        for chunk in client.stream(prompt, **parameters):
+            yield chunk.text
 
 
 def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
@@ -240,7 +240,7 @@ def _utf8(text: str, what: str = "prompt") -> bytes:
         ) from None
 
 
-def pieces_of(result: Any) -> list[Piece]:
+def chunks_of(result: Any) -> list[Chunk]:
     """One a sequence of the response."""
     ends = np.cumsum(result.as_numpy("token_count"))[:-1]
     chances = result.as_numpy("log_probabilities")
@@ -253,17 +253,17 @@ def pieces_of(result: Any) -> list[Piece]:
         strict=True,
     )
     return [
-        Piece(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
+        Chunk(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
         for text, tokens, reason, sequence, chance in parts
     ]
 
 
 def refusal(message: str) -> Exception:
-    """The server's own words, which carry their cure where the request is at fault."""
-    what, _, cure = message.partition("\n  cure: ")
+    """The server's own words, which carry their hint where the request is at fault."""
+    what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
         return UserError(message, "name the server's model: --model-name NAME")
-    return UserError(what, cure) if cure else StageError(message)
+    return UserError(what, hint) if hint else StageError(message)
 
 
 def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:

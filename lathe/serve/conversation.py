@@ -42,9 +42,9 @@ def ask(
     """
     start = prompt
     try:
-        with closing(client.stream(prompt, **parameters)) as pieces:
-            for piece in pieces:
-                print(start + piece.text, end="", flush=True)
+        with closing(client.stream(prompt, **parameters)) as chunks:
+            for chunk in chunks:
+                print(start + chunk.text, end="", flush=True)
                 start = ""
     except UserError as error:
         if not goes_on:

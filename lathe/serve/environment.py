@@ -103,12 +103,12 @@ def find_environment() -> ServeEnvironment:
     beside = ROOT / ".venv-serve" / "bin" / "python"
     default = beside if beside.is_file() else sys.executable
     python = Path(os.environ.get(PYTHON_VARIABLE) or default)
-    cure = (
+    hint = (
         "run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or name the "
         f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
     )
     if not python.is_file():
-        raise UserError(f"{python}: no such interpreter: Triton has its own environment", cure)
+        raise UserError(f"{python}: no such interpreter: Triton has its own environment", hint)
     run = subprocess.run(
         [python, "-c", _DESCRIBE],
         capture_output=True,
@@ -117,13 +117,13 @@ def find_environment() -> ServeEnvironment:
         check=False,
     )
     if run.returncode:
-        raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", cure)
+        raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", hint)
     found = json.loads(run.stdout)
     if not found["pytriton"]:
-        raise UserError(f"{python}: nvidia-pytriton is not installed", cure)
+        raise UserError(f"{python}: nvidia-pytriton is not installed", hint)
     tritonserver = Path(found["pytriton"]) / "tritonserver"
     if not (tritonserver / "python_backend_stubs" / found["version"]).is_dir():
-        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", cure)
+        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", hint)
     return ServeEnvironment(
         python,
         tritonserver,

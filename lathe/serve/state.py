@@ -143,19 +143,19 @@ def read(folder: Path) -> ServerState | None:
     path = folder / STATE_FILE
     try:
         if not S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path}: not a file", _CURE)
+            raise UserError(f"{path}: not a file", _HINT)
         return ServerState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", _CURE) from None
+        raise UserError(f"{path}: {error.strerror}", _HINT) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(
             f"{path}: not the state of a server: {where + ': ' if where else ''}{first['msg']}",
-            _CURE,
+            _HINT,
         ) from None
 
 
-_CURE = f"move it away, or name another folder in {STATE_VARIABLE}"
+_HINT = f"move it away, or name another folder in {STATE_VARIABLE}"

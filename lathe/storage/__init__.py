@@ -8,7 +8,7 @@ from lathe.storage.failures import explained
 from lathe.storage.files import atomic_file, digest, sha256
 from lathe.storage.http import fetch_http
 from lathe.storage.outputs import atomic_folder, locked
-from lathe.storage.ownership import claim_file, claim_folder, require_apart
+from lathe.storage.ownership import claim_output_file, claim_output_folder, require_apart
 from lathe.storage.s3 import (
     SCHEMES,
     exists,
@@ -23,8 +23,8 @@ from lathe.storage.upload import upload
 __all__ = [
     "atomic_file",
     "atomic_folder",
-    "claim_file",
-    "claim_folder",
+    "claim_output_file",
+    "claim_output_folder",
     "digest",
     "exists",
     "fetch",

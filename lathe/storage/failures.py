@@ -123,7 +123,7 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
             ) from error
         told = explain_os_error(error, disk)
         if isinstance(told, UserError):
-            raise UserError(f"{shown(uri)}: {told.what}", told.cure) from error
+            raise UserError(f"{shown(uri)}: {told.what}", told.hint) from error
         raise type(told)(f"{shown(uri)}: {told}") from error
     except (ValueError, ElementTree.ParseError) as error:
         # The minio client's, about a bucket's name, half a credential, an answer that is no XML.
@@ -150,7 +150,7 @@ def _explain(uri: str, error: Exception) -> UserError:
     if code in REFUSED:
         return UserError(
             f"{what}: access refused ({code})",
-            _credentials_cure() if is_s3 else "check that the address can be read unauthenticated",
+            _credentials_hint() if is_s3 else "check that the address can be read unauthenticated",
         )
     if code in CHANGED:
         return UserError(f"{what}: it changed while it was fetched", "run it again")
@@ -162,12 +162,12 @@ def _explain(uri: str, error: Exception) -> UserError:
         return UserError(f"{what}: {error}", "run it again; if it stays, check the store's disks")
     store = os.environ.get("AWS_ENDPOINT_URL") if is_s3 else None
     source = f" from {shown(store)}" if store else ""
-    cure = "check the network" + (" and AWS_ENDPOINT_URL" if store else " and the address")
+    hint = "check the network" + (" and AWS_ENDPOINT_URL" if store else " and the address")
     if timed_out(error):
         waited = (getattr(error, "__notes__", None) or ["the time allowed"])[-1]
         what = f"{what}: no answer{source} in {waited}"
-        return UserError(f"{what}: {_one_line(error)}", f"{cure}; {VARIABLE}=60 waits longer")
-    return UserError(f"{what}: no answer{source}: {_one_line(error)}", cure)
+        return UserError(f"{what}: {_one_line(error)}", f"{hint}; {VARIABLE}=60 waits longer")
+    return UserError(f"{what}: no answer{source}: {_one_line(error)}", hint)
 
 
 def _one_line(error: Exception) -> str:
@@ -175,7 +175,7 @@ def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def _credentials_cure() -> str:
+def _credentials_hint() -> str:
     if folder := os.environ.get("LATHE_S3_SECRET_DIR"):
         return f"check the files accesskey and secretkey in {folder} (LATHE_S3_SECRET_DIR)"
     return "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -1,8 +1,9 @@
 """Which files an output may replace: an earlier one of its own kind, provably, and nothing else.
 
-A folder that Lathe wrote has a card, a JSON file that lists every other file in it with its
-SHA-256. Such a folder with nothing else in it may be replaced, and so may an empty one. Everything
-else is the user's. Stages decide before their work, by `claim_folder` and `claim_file`.
+A folder that Lathe wrote has a metadata file, a JSON file that lists every other file in it with
+its SHA-256. Such a folder with nothing else in it may be replaced, and so may an empty one.
+Everything else is the user's. Stages decide before their work, by `claim_output_folder` and
+`claim_output_file`.
 """
 
 import json
@@ -16,7 +17,9 @@ from pathlib import Path, PurePosixPath
 from lathe.errors import UserError
 from lathe.storage.files import files_below, sha256
 
-REPLACED = ".lathe.replaced.json"  # the card of a folder whose files are being replaced one by one
+REPLACED = (
+    ".lathe.replaced.json"  # the metadata of a folder whose files are being replaced one by one
+)
 OWNER = ".lathe.owner"  # in a scratch folder: the output that it is for
 SHOWN = 3  # names of files in the way
 SYSTEM = {"lost+found"}  # in the root of a file system of its own
@@ -30,12 +33,12 @@ class Kind:
 
     Attributes:
         name: as messages call it.
-        card: its JSON file that lists the others under `files`.
-        keys: what every card of the kind has.
+        metadata_file: its JSON file, which lists the others under `files`.
+        keys: what every metadata file of the kind has.
     """
 
     name: str
-    card: str
+    metadata_file: str
     keys: tuple[str, ...]
 
 
@@ -47,7 +50,7 @@ class FileKind:
     is_one: Callable[[Path], bool]
 
 
-def claim_folder(output: Path, kind: Kind, *inputs: Source) -> None:
+def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
     """Decide, before any work, whether `output` may become a new folder of this kind.
 
     Args:
@@ -67,9 +70,9 @@ def claim_folder(output: Path, kind: Kind, *inputs: Source) -> None:
         raise in_the_way(output, foreign, f"an earlier {kind.name} of Lathe's")
 
 
-def claim_file(output: Path, kind: FileKind, *inputs: Source) -> None:
+def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
     """Decide, before any work, whether `output` may become a new file of this kind; raises as
-    `claim_folder` does."""
+    `claim_output_folder` does."""
     require_apart(output, *inputs)
     target = real_path(output)
     if target.exists() and not (target.is_file() and kind.is_one(target)):
@@ -103,7 +106,7 @@ def in_the_way(output: Path, names: list[str], wanted: str) -> UserError:
 
 
 def not_ours(folder: Path, kind: Kind) -> list[str]:
-    """What lies in a folder and is not listed, with its digest, by a card of this kind."""
+    """What lies in a folder and is not listed, with its digest, by a metadata file of this kind."""
     known, scratch = known_files(folder, kind), scratch_folders(folder, inside=True)
     parents = {str(parent) for name in known for parent in PurePosixPath(name).parents}
     files = [
@@ -120,18 +123,18 @@ def not_ours(folder: Path, kind: Kind) -> list[str]:
 
 
 def our_files(folder: Path, kind: Kind) -> set[str]:
-    """The names of a folder's files that its cards list and that are as they say."""
+    """The names of a folder's files that its metadata files list and that are as they say."""
     return set(known_files(folder, kind)) - set(not_ours(folder, kind))
 
 
 def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
-    """The SHA-256 that files of a folder may have by its cards, the cards themselves too; several
-    where a replacement was broken off."""
+    """The SHA-256 that files of a folder may have by its metadata files, themselves included;
+    several where a replacement was broken off."""
     known: dict[str, set[str]] = defaultdict(set)
-    for card in _cards(folder, kind):
-        if listed := listed_files(card, kind):
-            if card.parent == folder:
-                known[card.name].add(sha256(card))
+    for metadata in _metadata_files(folder, kind):
+        if listed := listed_files(metadata, kind):
+            if metadata.parent == folder:
+                known[metadata.name].add(sha256(metadata))
             for name, found in listed.items():
                 known[name].add(found)
     for path in bytecode(folder, list(known)):
@@ -145,18 +148,19 @@ def bytecode(folder: Path, names: Iterable[str]) -> Iterator[Path]:
         yield from (module.parent / "__pycache__").glob(f"{module.stem}.cpython-*.pyc")
 
 
-def listed_files(card: Path, kind: Kind) -> dict[str, str]:
-    """SHA-256 by name of the files that a card lists; empty where it is no card of the kind."""
+def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
+    """SHA-256 by name of the files that a metadata file lists; empty where it is no metadata file
+    of the kind."""
     try:
-        values = json.loads(card.read_bytes())
+        values = json.loads(metadata.read_bytes())
         files = {
             name: entry if isinstance(entry, str) else entry["sha256"]
             for name, entry in values["files"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
-    is_card = values.keys() >= set(kind.keys) and all(map(is_digest, files.values()))
-    return files if is_card and all(map(_is_below, files)) else {}
+    is_metadata = values.keys() >= set(kind.keys) and all(map(is_digest, files.values()))
+    return files if is_metadata and all(map(_is_below, files)) else {}
 
 
 def scratch_folders(target: Path, inside: bool) -> list[Path]:
@@ -196,11 +200,11 @@ def _is_below(name: str) -> bool:
     return not {"", ".", ".."} & set(name.split("/"))
 
 
-def _cards(folder: Path, kind: Kind) -> Iterator[Path]:
-    yield folder / kind.card
+def _metadata_files(folder: Path, kind: Kind) -> Iterator[Path]:
+    yield folder / kind.metadata_file
     yield folder / REPLACED
     for scratch in scratch_folders(folder, inside=True):
-        yield scratch / "new" / kind.card
+        yield scratch / "new" / kind.metadata_file
 
 
 def _empty_folders(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""Files that are still what their card says, each large one read once."""
+"""Files that are still what their metadata says, each large one read once."""
 
 import json
 import os
@@ -15,8 +15,8 @@ LARGE = 16 << 20  # bytes; to read less costs less than to remember
 WITH_BAR = 1 << 30
 
 
-def require_intact(folder: Path, files: Mapping[str, str], card: str, cure: str) -> None:
-    """Check the files of a folder against the SHA-256 that its card lists for each.
+def require_intact(folder: Path, files: Mapping[str, str], metadata: str, hint: str) -> None:
+    """Check the files of a folder against the SHA-256 that its metadata lists for each.
 
     Raises:
         UserError: one is missing, or its bytes are others; names it.
@@ -24,7 +24,9 @@ def require_intact(folder: Path, files: Mapping[str, str], card: str, cure: str)
     for name, expected in files.items():
         path = folder / name
         if not path.is_file() or not once(path, expected, partial(_has_digest, expected)):
-            raise UserError(f"{path}: missing, truncated or altered since {card} was written", cure)
+            raise UserError(
+                f"{path}: missing, truncated or altered since {metadata} was written", hint
+            )
 
 
 def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:

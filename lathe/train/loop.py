@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.artifacts.kinds import STATE
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import Preempted, UserError
@@ -21,7 +22,6 @@ from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group
 from lathe.train.loss_scale import LossScale
 from lathe.train.preemption import watch_for_preemption
-from lathe.train.saved import STATE
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
 

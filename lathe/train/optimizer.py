@@ -1,4 +1,4 @@
-"""AdamW with the seeds' groups."""
+"""AdamW with PaddleFleetX's parameter groups."""
 
 from collections.abc import Iterable
 

@@ -158,20 +158,20 @@ def _too_large(
         layouts = possible_layouts(config, recipe, batch, gpus, gpus_per_node)
         return any(estimate(config, recipe, other).total <= budget for other in layouts)
 
-    cures = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
+    hints = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
     gpus = 2 * layout.gpus
     while gpus <= MOST_GPUS and not fits(gpus, recipe):
         gpus *= 2
     if gpus <= MOST_GPUS:
-        cures.insert(0, f"--gpus {gpus}")
+        hints.insert(0, f"--gpus {gpus}")
     sharding = recipe.Distributed.sharding.model_copy(update={"sharding_offload": True})
     degrees = recipe.Distributed.model_copy(update={"sharding": sharding})
     if fits(layout.gpus, recipe.model_copy(update={"Distributed": degrees})):
-        cures.append("-o Distributed.sharding.sharding_offload=True, which is slow")
+        hints.append("-o Distributed.sharding.sharding_offload=True, which is slow")
     return UserError(
         f"no layout fits on {layout.gpus} GPUs with {_gb(budget)} GB of each: the smallest takes "
         f"{_gb(needed)} GB ({layout})",
-        ", or ".join(cures),
+        ", or ".join(hints),
     )
 
 

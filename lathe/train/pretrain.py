@@ -14,7 +14,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
 from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
-from lathe.train.stage import Work, run_training
+from lathe.train.run import TrainingJob, run_training
 
 VOCAB_MULTIPLE = 128
 
@@ -32,12 +32,12 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
 
     settings = recipe.Model
 
-    def make() -> Work:
+    def make() -> TrainingJob:
         if init is not None:
             start = load_checkpoint(init)
             model = new_model(start.model.config, settings)
             model.load_state_dict(start.model.state_dict())
-            return Work("pretrain", model, start.tokenizer, start.digest)
+            return TrainingJob("pretrain", model, start.tokenizer, start.digest)
         config = model_config(recipe, TokenDataset.open(data).vocab_size)
         with torch.device("meta"):
             model = new_model(config, settings)
@@ -48,7 +48,7 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
             seed=recipe.Global.seed,
             scale_residual=settings.scale_residual_init,
         )
-        return Work("pretrain", model, load_tokenizer(data), weights=start_of)
+        return TrainingJob("pretrain", model, load_tokenizer(data), weights=start_of)
 
     if init is None:
         require_capacity(model_config(recipe, TokenDataset.open(data).vocab_size), recipe)

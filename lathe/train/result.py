@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import CHECKPOINT, checked, read_json
+from lathe.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError, printable
@@ -18,7 +18,7 @@ from lathe.storage import atomic_file, digest, locked, require_apart
 from lathe.storage.outputs import remove_files
 from lathe.storage.ownership import Source, in_the_way, is_digest, listed_files
 from lathe.train.batch import resolve_batch
-from lathe.train.saved import STATE, committed_steps
+from lathe.train.saved import committed_steps
 
 CLAIM = "run.json"
 TRACES = ("train.jsonl", "tensorboard/events.out.*")

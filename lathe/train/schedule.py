@@ -1,4 +1,4 @@
-"""The seeds' cosine schedule with linear warm-up, and what is special about some parameters."""
+"""PaddleFleetX's cosine schedule with linear warm-up, and what is special about some parameters."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""What a run tells while it trains: `train.jsonl`, TensorBoard events, the seeds' log line, and the
-progress bar."""
+"""What a run reports while it trains: `train.jsonl`, TensorBoard events, PaddleFleetX's log line,
+and the progress bar."""
 
 import json
 import logging

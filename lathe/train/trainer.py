@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.artifacts.kinds import STATE
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.train import state
@@ -27,7 +28,7 @@ from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
-from lathe.train.saved import STATE, read_card, restored, saved_steps
+from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.workers import DIMS, Workers
 
 log = logging.getLogger("lathe")
@@ -153,15 +154,15 @@ class Trainer(Loop):
 
     def resume(self) -> None:
         saved = saved_steps(self.output / STATE)
-        card = read_card(saved[-1]) if saved else None
-        if card:
-            self.at = restored(saved[-1], card["progress"], Progress)
-            self.loss_scale = restored(saved[-1], card["loss_scale"], LossScale)
+        metadata = read_metadata(saved[-1]) if saved else None
+        if metadata:
+            self.at = restored(saved[-1], metadata["progress"], Progress)
+            self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
             state.load_tensors(saved[-1], self._tensors())
             set_step(self.optimizer, self.at.updates)
             if self.workers.is_first:
                 log.info("resuming at step %d from %s", self.at.step, saved[-1])
-        if card and card["layout"] == list(self.workers.mesh.shape):
+        if metadata and metadata["layout"] == list(self.workers.mesh.shape):
             generators = state.rng_tensors(self.workers)
             state.load_tensors(saved[-1], generators)
             state.set_rng(generators, self.workers)

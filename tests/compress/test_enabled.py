@@ -19,7 +19,7 @@ def test_a_recipe_that_disables_a_stage_stops_it(
     assert callable(stage)
     with pytest.raises(UserError, match=rf"Compress\.{group}\.enable is False") as caught:
         stage(recipe, tmp_path / "model", tmp_path / "data", tmp_path / "output")
-    assert f"-o Compress.{group}.enable=True" in caught.value.cure
+    assert f"-o Compress.{group}.enable=True" in caught.value.hint
     assert not any(tmp_path.iterdir())
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lathe.config.recipe import load_recipe
 from lathe.errors import StageError, UserError
-from lathe.search.search import _ratios, compress, parse_goal, require_met
+from lathe.search.compress import _ratios, compress, parse_goal, require_met
 from lathe.search.trial import Goal, Trial
 from tests.small_run import SMALL
 

@@ -66,6 +66,6 @@ def test_prepare_takes_and_records_it(s3: str, tmp_path: Path, small_data: Path)
     made = prepare(
         load_recipe("tiny", SMALL), tmp_path / "data", f"newest:{s3}/corpora/", tokenizer
     )
-    card = json.loads((made.folder / "data.json").read_text())
-    assert card["source"] == f"{s3}/corpora/2026-11.txt"
-    assert card["made_from"] == json.loads((small_data / "data.json").read_text())["made_from"]
+    metadata = json.loads((made.folder / "data.json").read_text())
+    assert metadata["source"] == f"{s3}/corpora/2026-11.txt"
+    assert metadata["made_from"] == json.loads((small_data / "data.json").read_text())["made_from"]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from lathe.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.stage import evaluate
+from lathe.evaluate.evaluate import evaluate
 from lathe.model.gpt import GPT
 from lathe.production.challenge import challenge
 from lathe.production.golden import Golden

@@ -188,7 +188,7 @@ def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
         broken = tmp_path / str(i)
         broken.mkdir()
         (broken / "metrics.json").write_text(content)
-        with pytest.raises(UserError, match=r"metrics\.json: .*\n  cure: evaluate the model again"):
+        with pytest.raises(UserError, match=r"metrics\.json: .*\n  hint: evaluate the model again"):
             gate(RECIPE, good, broken)
 
 

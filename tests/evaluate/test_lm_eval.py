@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from benchmarks.evaluate import by_lathe, by_lm_eval
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.stage import evaluate
+from lathe.evaluate.evaluate import evaluate
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

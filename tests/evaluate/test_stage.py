@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.gate import gate
-from lathe.evaluate.stage import EvalResult, evaluate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT

@@ -66,16 +66,16 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
     plan, float_weights = model.config.quantization, weights(model)
     assert plan is not None
     for name, (source, result) in linears.items():
-        quantum = np.float32(plan.activation_scales[name])
-        x = np.clip(np.rint(seen[source] / quantum) + 128, 0, 255).astype(np.int64) - 128
+        input_scale = np.float32(plan.activation_scales[name])
+        x = np.clip(np.rint(seen[source] / input_scale) + 128, 0, 255).astype(np.int64) - 128
         weight = float_weights["wte.weight"].T if name == "lm_head" else None
         weight = float_weights[f"{name}.weight"] if weight is None else weight
         scale = np.abs(weight).max(axis=0) / np.float32(127)
         q = np.rint(weight / scale).astype(np.int64)
         bias = 0.0 if name == "lm_head" else float_weights[f"{name}.bias"]
-        expected = (x @ q) * (np.float64(quantum) * scale) + bias
+        expected = (x @ q) * (np.float64(input_scale) * scale) + bias
         assert len(np.unique(x)) > 20, name
-        # Nothing but the last rounding to float32: a quantum off would be 1e-3 and more.
+        # Nothing but the last rounding to float32: a input_scale off would be 1e-3 and more.
         np.testing.assert_allclose(seen[result], expected, rtol=2e-6, atol=2e-6, err_msg=name)
 
 

@@ -13,7 +13,7 @@ from tests.small_export import make_model, save
 CONVERT = """
 import re, sys
 from pathlib import Path
-from lathe.export.stage import write
+from lathe.export.export import write
 from lathe.model.checkpoint import load_checkpoint
 from lathe.config.settings import ExportSettings
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, GenerationSettings, Recipe
 from lathe.errors import UserError
+from lathe.export.export import export
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
-from lathe.export.stage import export
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
@@ -54,12 +54,12 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
     assert result.integer_kernels == (13 if flavour == "int8" else 0)
     names = {"model.onnx", "config.json", "tokenizer.json", "export.json"}
     assert {path.name for path in result.folder.iterdir()} == names
-    card = json.loads((result.folder / "export.json").read_text())
-    assert card["source"] == checkpoint_digest(folder)
-    assert card["sha256"] == sha256(result.folder / "model.onnx")
-    assert card["bytes"] == result.n_bytes == (result.folder / "model.onnx").stat().st_size
-    assert card["n_head"] == [2, 1, 3] and card["eos_id"] == 256
-    proof = card["proof"]
+    metadata = json.loads((result.folder / "export.json").read_text())
+    assert metadata["source"] == checkpoint_digest(folder)
+    assert metadata["sha256"] == sha256(result.folder / "model.onnx")
+    assert metadata["bytes"] == result.n_bytes == (result.folder / "model.onnx").stat().st_size
+    assert metadata["n_head"] == [2, 1, 3] and metadata["eos_id"] == 256
+    proof = metadata["proof"]
     assert (proof["prompts"], proof["new_tokens"]) == (6, 12)
     assert proof["linear_error"] <= 1 and proof["argmax_agreement"] > 0.95
     assert proof["mean_error"] < MEAN_ERROR[flavour] * proof["logits_std"]

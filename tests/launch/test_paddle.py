@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 
 from components.stage import options
 from components.training import train
+from lathe.backends.paddle_process import PYTHON_VARIABLE
 from lathe.cluster import trainjob
 from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
-from lathe.engines.paddle import PYTHON_VARIABLE
 from lathe.errors import UserError
 from lathe.storage import exists, fetch, upload, write_text
 from tests.fake_kubernetes import FakeKubernetes
@@ -88,7 +88,7 @@ def test_a_step_without_paddle_starts_no_nodes(
     trainer = play(step, succeed)
     with pytest.raises(UserError, match="/nowhere/python: no such interpreter") as said:
         run(s3, "prune")
-    assert "ENGINE=paddle" in said.value.cure and not trainer.created
+    assert "ENGINE=paddle" in said.value.hint and not trainer.created
 
 
 @pytest.mark.slow

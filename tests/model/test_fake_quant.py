@@ -22,7 +22,7 @@ def full_plan(model: GPT, scale: float = 0.0) -> QuantizationPlan:
 
 
 def test_activation_equals_torch_fake_quantize() -> None:
-    # quanta that are powers of two: torch multiplies by 1/s where ONNX divides by s
+    # scales that are powers of two: torch multiplies by 1/s where ONNX divides by s
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * 3
     theirs = x.clone().requires_grad_()
     ours = x.clone().requires_grad_()

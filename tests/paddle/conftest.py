@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe.engines.paddle import find_python
+from lathe.backends.paddle_process import find_python
 from lathe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

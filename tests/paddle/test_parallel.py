@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe.backends.paddle_support import require_supported
 from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
-from lathe.engines.supported import require_supported
 from tests import small_run
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lathe.backends.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
+from lathe.backends.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.config.recipe import load_recipe
-from lathe.engines.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
-from lathe.engines.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
@@ -238,7 +238,7 @@ def test_what_a_file_says_about_its_arrays_is_held_against_them(
     path.write_bytes(content)
     with pytest.raises(UserError, match=message) as raised:
         read_pdparams(path)
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:

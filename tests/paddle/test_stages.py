@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from lathe.backends import paddle_process as start
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.stage import analyze
+from lathe.compress.sensitivity.analyze import analyze
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
-from lathe.engines import paddle as start
 from lathe.errors import UserError
-from lathe.evaluate.stage import evaluate
-from lathe.export.stage import export
+from lathe.evaluate.evaluate import evaluate
+from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
 from tests import small_run
@@ -210,7 +210,7 @@ def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> N
 def test_the_linear_with_outliers_ranks_first(
     pruned: Path, small_data: Path, tmp_path: Path, mode: str
 ) -> None:
-    """One weight is a thousand times the others, so that its tensor's quantum swallows the rest."""
+    """One weight is a thousand times the others, so that its tensor's scale swallows the rest."""
     checkpoint = load_checkpoint(pruned)
     worst = "h.1.attn.c_proj"
     with torch.no_grad():
@@ -246,11 +246,11 @@ def test_export(which: str, request: pytest.FixtureRequest, small_data: Path) ->
     export(recipe("tiny"), model, small_data, output)
     files = output / "paddle"
     assert {f.name for f in files.iterdir()} >= {"model.pdmodel", "model.pdiparams", "model.onnx"}
-    card = json.loads((output / "export.json").read_text())["paddle"]
-    assert set(card["differences"]) == {"paddle.inference", "paddle2onnx", "served"}
+    metadata = json.loads((output / "export.json").read_text())["paddle"]
+    assert set(metadata["differences"]) == {"paddle.inference", "paddle2onnx", "served"}
     plan = load_checkpoint(model).model.config.quantization
     quantized = len(plan.activation_scales) if plan else 0
-    assert card["quantized_matmuls"] == quantized
+    assert metadata["quantized_matmuls"] == quantized
     graph = onnx.load(files / "model.onnx").graph
     ops = [node.op_type for node in graph.node]
     assert ops.count("QuantizeLinear") == quantized  # one an activation; weights are integers

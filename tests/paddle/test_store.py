@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lathe.backends.paddle_process import find_python
 from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
-from lathe.engines.paddle import find_python
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch, upload

@@ -55,7 +55,7 @@ def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "short.txt")
     out, err = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert err.startswith("error: prepare: ") and "short.txt" in err and "cure: " in err
+    assert err.startswith("error: prepare: ") and "short.txt" in err and "hint: " in err
     assert "Traceback" not in out + err
     assert "pretrain" not in out
 
@@ -152,7 +152,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=60)
     assert second.returncode == 2
-    assert f"run/one: a run is going on there, process {run.pid}" in err and "cure: " in err
+    assert f"run/one: a run is going on there, process {run.pid}" in err and "hint: " in err
 
     run.kill()
     assert ended_within(5, tmp_path)

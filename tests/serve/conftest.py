@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
-from lathe.export.stage import export
+from lathe.export.export import export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.results import read_evaluation
-from lathe.evaluate.stage import evaluate
 from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
@@ -67,9 +67,9 @@ def test_another_model_than_the_served_one_is_refused(
         (other / path.name).write_bytes(path.read_bytes())
     with (other / "model.onnx").open("ab") as file:
         file.write(b"\x72\x00")  # an empty doc string: the same model, another file
-    card = json.loads((other / "export.json").read_text())
-    card["sha256"] = card["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
-    (other / "export.json").write_text(json.dumps(card))
+    metadata = json.loads((other / "export.json").read_text())
+    metadata["sha256"] = metadata["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
+    (other / "export.json").write_text(json.dumps(metadata))
     with pytest.raises(UserError, match="serves a gpt of SHA-256"):
         evaluate(RECIPE, other, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
     unknown = RECIPE.model_copy(

@@ -149,7 +149,7 @@ def test_the_command_says_what_is_wrong_and_has_no_traceback(tmp_path: Path) -> 
     path = write(tmp_path, [])
     run = lathe_stop()
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"error: {path}: not the state of a server: .*\n  cure: .*\n", run.stderr)
+    assert re.fullmatch(rf"error: {path}: not the state of a server: .*\n  hint: .*\n", run.stderr)
     path.unlink()
     run = lathe_stop()
     assert (run.returncode, run.stdout, run.stderr) == (0, "no server is running\n", "")

@@ -1,4 +1,4 @@
-"""What a user reads when a transfer fails: one error, with its cure."""
+"""What a user reads when a transfer fails: one error, with its hint."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def test_no_bucket(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "f"):
         with pytest.raises(UserError, match="NoSuchBucket") as raised:
             upload(path, "s3://nobucket/f")
-        assert "make the bucket" in raised.value.cure
+        assert "make the bucket" in raised.value.hint
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
@@ -43,7 +43,7 @@ def test_wrong_credentials(
     monkeypatch.setenv(name, "wrong")
     with pytest.raises(UserError, match="access refused") as raised:
         fetch(f"{s3}/{key}", tmp_path)
-    assert name in raised.value.cure and "\n" not in raised.value.what
+    assert name in raised.value.hint and "\n" not in raised.value.what
 
 
 def test_without_a_server_or_with_a_bad_address(
@@ -117,7 +117,7 @@ def test_a_store_that_is_read_only(
                 write_text("s3://bucket/key", "x")
             else:
                 upload(tmp_path if "folder" in verb else tmp_path / "f", "s3://bucket/key")
-    assert "AWS_ACCESS_KEY_ID" in raised.value.cure
+    assert "AWS_ACCESS_KEY_ID" in raised.value.hint
 
 
 def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "secretkey").write_text("wrong")
     with pytest.raises(UserError, match="access refused") as raised:
         read_text(f"{s3}/a.txt")
-    assert str(tmp_path) in raised.value.cure
+    assert str(tmp_path) in raised.value.hint
 
 
 def test_a_torn_prefix(s3: str, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_torn_prefix(s3: str, tmp_path: Path) -> None:
         spoil()
         with pytest.raises(UserError, match=message) as raised:
             fetch(f"{s3}/p/", tmp_path / "out")
-        assert raised.value.cure
+        assert raised.value.hint
         assert set(os.listdir(tmp_path / "out")) <= {".lathe.partial"}
     upload(source, f"{s3}/p")
     assert (fetch(f"{s3}/p/", tmp_path / "out") / "b").read_text() == "bb"
@@ -190,7 +190,7 @@ def test_a_disk_too_small(s3: str, tmp_path: Path) -> None:
             patch.setattr("lathe.storage.download._require_space", lambda *_: None)
             with pytest.raises(UserError, match=r"small: the disk is full") as raised:
                 fetch(f"{s3}/f", small)
-        assert "free some space" in raised.value.cure
+        assert "free some space" in raised.value.hint
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -202,7 +202,7 @@ def test_a_limit_on_file_sizes(s3: str, tmp_path: Path) -> None:
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert ended.returncode == 2
     first, second = ended.stderr.splitlines()
-    assert "the disk is full" in first and "cure: free some space" in second
+    assert "the disk is full" in first and "hint: free some space" in second
 
 
 def test_a_damaged_download(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match=r"no layout fits on 16 GPUs with 72\.0 GB") as error:
         make_plan(load_recipe("gpt-175b-mp8-pp16"), 16, 80e9)
-    gpus = int(error.value.cure.split()[1].rstrip(","))
+    gpus = int(error.value.hint.split()[1].rstrip(","))
     assert make_plan(load_recipe("gpt-175b-mp8-pp16"), gpus, 80e9).fitting
 
 

@@ -166,12 +166,12 @@ def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path) -> None
     assert_same_bits(broken, whole)
 
 
-def test_a_save_that_fails_names_the_folder_and_the_cure(small_data: Path, tmp_path: Path) -> None:
+def test_a_save_that_fails_names_the_folder_and_the_hint(small_data: Path, tmp_path: Path) -> None:
     """Files may not grow beyond 100 kB, as on a full disk; the whole state is larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(StageError, match=r"step_00000004.*cannot be written(.|\n)*cure"):
+        with pytest.raises(StageError, match=r"step_00000004.*cannot be written(.|\n)*hint"):
             pretrain(load_recipe("tiny", SMALL), small_data, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -16,7 +16,7 @@ log = logging.getLogger("lathe")
 
 T = TypeVar("T")
 
-CURE = "move the file away, or give another --output"
+HINT = "move the file away, or give another --output"
 
 
 class Journal:
@@ -40,7 +40,7 @@ class Journal:
             with atomic_file(path) as work:
                 work.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
             return
-        with open_file(path, CURE) as file:
+        with open_file(path, HINT) as file:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]  # a kill may have cut the last line
         first, *lines = whole.splitlines() or [b""]
@@ -54,7 +54,7 @@ class Journal:
         for number, line in enumerate(lines, 2):
             name, finding = _finding(line, f"{path}:{number}")
             if name in self.found:
-                raise UserError(f"{path}:{number}: a second finding {name!r}", CURE)
+                raise UserError(f"{path}:{number}: a second finding {name!r}", HINT)
             self.found[name] = finding
         if len(whole) < len(text):
             os.truncate(path, len(whole))
@@ -75,7 +75,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         if not isinstance(self.found[name], kind):
-            raise UserError(f"{self.path}: the finding {name!r} is no {kind.__name__}", CURE)
+            raise UserError(f"{self.path}: the finding {name!r} is no {kind.__name__}", HINT)
         return self.found[name]  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -85,20 +85,20 @@ class Journal:
 
 def _identity(line: bytes, path: Path) -> dict[str, object]:
     what = f"{path}: not the journal of an analysis"
-    first = parse_json(line, what, CURE)
+    first = parse_json(line, what, HINT)
     if not isinstance(first, dict) or not isinstance(first.get("identity"), dict):
-        raise UserError(what, CURE)
+        raise UserError(what, HINT)
     return dict(first["identity"])
 
 
 def _finding(line: bytes, where: str) -> tuple[str, object]:
-    entry = parse_json(line, where, CURE)
+    entry = parse_json(line, where, HINT)
     try:
         name, finding = entry["name"], entry["finding"]
     except (TypeError, KeyError, IndexError):
-        raise UserError(f"{where}: no finding with its name", CURE) from None
+        raise UserError(f"{where}: no finding with its name", HINT) from None
     if not isinstance(name, str) or not _is_numbers(finding):
-        raise UserError(f"{where}: not a finding: a name, and finite numbers", CURE)
+        raise UserError(f"{where}: not a finding: a name, and finite numbers", HINT)
     return name, finding
 
 

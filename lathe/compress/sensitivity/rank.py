@@ -14,6 +14,7 @@ from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
 from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
     PAGE,
     RESULT,
@@ -29,8 +30,7 @@ from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
 from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
-from lathe.report.sensitivity import sensitivity_page
-from lathe.storage import atomic_folder, claim_folder, digest
+from lathe.storage import atomic_folder, claim_output_folder, digest
 from lathe.train.batches import EvalBatches, open_data
 
 log = logging.getLogger("lathe")
@@ -38,7 +38,7 @@ log = logging.getLogger("lathe")
 WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
 
 
-class Subject(Protocol):
+class AnalyzedModel(Protocol):
     """A model that the analysis quantizes in part.
 
     Attributes:
@@ -80,7 +80,7 @@ def run_analysis(
     data: Path,
     output: Path,
     checkpoint: Loaded,
-    open_subject: Callable[[TokenDataset, Journal], Subject],
+    open_model: Callable[[TokenDataset, Journal], AnalyzedModel],
 ) -> SensitivityResult:
     """Rank the linears, choose skips, write `output`.
 
@@ -89,13 +89,13 @@ def run_analysis(
 
     Args:
         checkpoint: what is loaded from `model`.
-        open_subject: what needs calibrating recalls it from the journal.
+        open_model: what needs calibrating recalls it from the journal.
 
     Raises:
         UserError: `Sensitivity.mode` is not for this checkpoint, or an unfinished analysis of
             something else is in the way.
     """
-    claim_folder(output, SENSITIVITY, model, data)
+    claim_output_folder(output, SENSITIVITY, model, data)
     config = checkpoint.model.config
     _require_mode(recipe.Sensitivity, config.quantization is not None, model)
     tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
@@ -107,7 +107,7 @@ def run_analysis(
             "data": tokens.digest,
         },
     )
-    subject = open_subject(tokens, journal)
+    subject = open_model(tokens, journal)
     result = rank(recipe.Sensitivity, checkpoint.digest, subject, journal)
     values = asdict(result)
     with atomic_folder(output, SENSITIVITY) as work:
@@ -123,7 +123,7 @@ def run_analysis(
 
 
 def rank(
-    settings: SensitivitySettings, model: str, subject: Subject, journal: Journal
+    settings: SensitivitySettings, model: str, subject: AnalyzedModel, journal: Journal
 ) -> SensitivityResult:
     names = subject.names
     estimates = journal.recall("estimates", subject.estimates, dict)
@@ -164,7 +164,7 @@ def rank(
 
 
 def _one_at_a_time(
-    settings: SensitivitySettings, subject: Subject, journal: Journal
+    settings: SensitivitySettings, subject: AnalyzedModel, journal: Journal
 ) -> tuple[float, dict[str, float], dict[str, float | None]]:
     """The metric of the model in float (mode ptq) or in INT8 (qat), how much worse INT8 in one
     linear makes it, from float or to all of INT8, and the standard error of that."""

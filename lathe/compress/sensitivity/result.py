@@ -13,7 +13,7 @@ from lathe.artifacts.metadata import Files
 from lathe.config.settings import SensitivitySettings
 from lathe.errors import UserError
 
-RESULT = SENSITIVITY.card
+RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"
 RULE = (
     "what single linears cost is taken to add up; the worst stay float, one by one, until what is "
@@ -113,11 +113,11 @@ def read_analysis(folder: Path) -> SensitivityResult:
     """
     if not (folder / RESULT).is_file():
         raise UserError(f"{folder}: no {RESULT}", "give the folder that `lathe analyze` wrote")
-    cure = "analyze the model again"
-    values = read_json(folder / RESULT, cure)
-    listed = checked(values.pop("files", {}), Files, f"{folder / RESULT}: files", cure)
-    result = checked(values, SensitivityResult, str(folder / RESULT), cure)
+    hint = "analyze the model again"
+    values = read_json(folder / RESULT, hint)
+    listed = checked(values.pop("files", {}), Files, f"{folder / RESULT}: files", hint)
+    result = checked(values, SensitivityResult, str(folder / RESULT), hint)
     if not result.linears:
-        raise UserError(f"{folder / RESULT}: linears is empty", cure)
-    check_files(folder, RESULT, listed, cure)
+        raise UserError(f"{folder / RESULT}: linears is empty", hint)
+    check_files(folder, RESULT, listed, hint)
     return result

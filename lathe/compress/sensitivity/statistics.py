@@ -13,7 +13,7 @@ from lathe.model.gpt import GPT
 
 
 def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
-    """An activation as it is read at a static quantum."""
+    """An activation as it is read at a static scale."""
     return torch.fake_quantize_per_tensor_affine(
         x, scale, 0, -fake_quant.LEVELS - 1, fake_quant.LEVELS
     )

@@ -1,0 +1,58 @@
+"""Options and arguments that several verbs share, and what they are made of."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lathe.artifacts.remote import input_path, output_path
+from lathe.errors import UserError
+
+if TYPE_CHECKING:
+    from lathe.config.settings import Recipe
+
+RUN = Path("run")
+
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A YAML file, or the name of a recipe that ships.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override", "-o", metavar="KEY=VALUE", help="Replace a setting; may be repeated."
+    ),
+]
+
+
+def input_option(help: str) -> Any:
+    return typer.Option(help=help, parser=input_path, metavar="PATH")
+
+
+def input_argument(help: str) -> Any:
+    return typer.Argument(help=help, parser=input_path)
+
+
+def output_option(help: str) -> Any:
+    return typer.Option(help=help, parser=output_path, metavar="PATH")
+
+
+Data = Annotated[Path, input_option("Folder that `lathe prepare` wrote.")]
+Model = Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")]
+Output = Annotated[Path, output_option("Folder to write.")]
+OutputBeside = Annotated[Path | None, output_option("Folder to write.")]
+
+
+def load(name: str, overrides: list[str] | None) -> "Recipe":
+    from lathe.config.recipe import load_recipe
+
+    return load_recipe(name, overrides or [])
+
+
+def as_options(overrides: list[str] | None) -> list[str]:
+    return [part for value in overrides or [] for part in ("-o", value)]
+
+
+def beside(model: Path, suffix: str) -> Path:
+    if not model.name:
+        raise UserError(f"{model}: has no name to put {suffix} behind", "give --output")
+    return model.with_name(f"{model.name}-{suffix}")
