@@ -97,6 +97,17 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
     return StageError(f"{what}\n  hint: {hint}")
 
 
+CLUSTER_PACKAGES = ("kubeflow_trainer_api", "kubernetes")
+
+
+def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
+    """What to install, where it is a package of the extra `cluster`; None for any other."""
+    package = (error.name or "").partition(".")[0]
+    if package not in CLUSTER_PACKAGES:
+        return None
+    return UserError(f"{package} is not installed", "pip install 'lathe[cluster]'")
+
+
 def _here() -> str | None:
     try:
         return os.getcwd()

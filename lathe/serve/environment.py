@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +94,19 @@ def unlink_backends(folder: Path) -> None:
 
 
 def find_environment() -> ServeEnvironment:
-    """Find the environment of `LATHE_SERVE_PYTHON`, or `.venv-serve` beside the package.
+    """Find the environment of `LATHE_SERVE_PYTHON`, or `.venv-serve` beside the package, or else use
+    this process's own, to which `pip install 'lathe[serve]'` adds Triton.
 
     Raises:
         UserError: it is absent or has no tritonserver for its Python version.
     """
-    python = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / ".venv-serve" / "bin" / "python")
-    hint = f"run `make serve-env`, or name its interpreter in {PYTHON_VARIABLE}"
+    beside = ROOT / ".venv-serve" / "bin" / "python"
+    default = beside if beside.is_file() else sys.executable
+    python = Path(os.environ.get(PYTHON_VARIABLE) or default)
+    hint = (
+        "run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or name the "
+        f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
+    )
     if not python.is_file():
         raise UserError(f"{python}: no such interpreter: Triton has its own environment", hint)
     run = subprocess.run(
