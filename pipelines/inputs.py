@@ -8,8 +8,6 @@ from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
 
-from tokenizers import Tokenizer, models
-
 from lathe import backends
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
@@ -17,10 +15,10 @@ from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import StageError, UserError
-from lathe.evaluate.lambada import read_cloze
-from lathe.model import folder as checkpoint
-from lathe.model.config import read_config
+from lathe.evaluate.lambada import check_cloze
+from lathe.model.folder import require_checkpoint
 from lathe.production.release import releases_of
+from lathe.search.goal import parse_goal
 from lathe.serve.environment import find_environment
 from lathe.storage import exists, is_remote
 from lathe.storage.s3 import SCHEMES
@@ -84,7 +82,7 @@ class Inputs(Problems):
         Args:
             recipe: of the text and the tokenizer; None where it is wrong.
         """
-        checks: dict[str, Callable[[Path], object]] = {"model": check_model, "cloze": check_cloze}
+        checks = {"model": require_checkpoint, "cloze": check_cloze}
         for key, function in checks.items():
             if value := arguments.get(key):
                 self.check(f"{key} {value}", check_place, key, value, function)
@@ -100,7 +98,7 @@ class Inputs(Problems):
     def goal(self, name: str, arguments: dict[str, Any]) -> None:
         """The target and budget of `compress`."""
         if name == "compress":
-            self.check("target", check_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
+            self.check("target", parse_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
 
     def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
         """The address of the releases."""
@@ -143,27 +141,6 @@ def check_address(key: str, uri: str) -> None:
     """Check that the store has something at the address; HTTP is checked when it is fetched."""
     if urlsplit(uri).scheme in SCHEMES and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: there is nothing", "check the address")
-
-
-def check_model(path: Path) -> None:
-    """A whole checkpoint, or HF GPT-2, folder."""
-    config = read_config(checkpoint.resolve(path))
-    checkpoint.read_marker(path)
-    checkpoint.read_tokenizer(path, config)
-    if not (path / checkpoint.WEIGHTS).is_file():
-        raise UserError(f"{path}: no {checkpoint.WEIGHTS}", "save the model as safetensors")
-
-
-def check_goal(target: str, budget: str) -> None:
-    """The words of `compress`."""
-    from lathe.search.compress import parse_goal  # seconds of imports
-
-    parse_goal(target, budget)
-
-
-def check_cloze(path: Path) -> None:
-    """Every line; a tokenizer without words reads them all."""
-    read_cloze(path, Tokenizer(models.BPE()))
 
 
 def check_corpus(source: str, text_key: str) -> None:

@@ -35,8 +35,7 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
     def make() -> TrainingJob:
         if init is not None:
             start = load_checkpoint(init)
-            model = new_model(start.model.config, settings)
-            model.load_state_dict(start.model.state_dict())
+            model = with_dropout(start.model, settings)
             return TrainingJob("pretrain", model, start.tokenizer, start.digest)
         config = model_config(recipe, TokenDataset.open(data).vocab_size)
         with torch.device("meta"):
@@ -74,3 +73,11 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
 def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
     """A model of this shape with the recipe's dropout, in training mode."""
     return GPT(config, settings.hidden_dropout_prob, settings.attention_probs_dropout_prob)
+
+
+def with_dropout(model: GPT, settings: ModelSettings) -> GPT:
+    """The same model with the recipe's dropout, for training; the tensors are shared."""
+    with torch.device("meta"):
+        trainable = new_model(model.config, settings)
+    trainable.load_state_dict(model.state_dict(), assign=True)
+    return trainable

@@ -94,8 +94,10 @@ def run_training(
             work = make()
             config = work.model.config
             tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-            weights = work.weights or _own_weights(work.model)
-            stages = build_stages(work.model, weights, recipe, workers)
+            # Not kept in a variable: the whole weights are freed when the stages have their parts.
+            stages = build_stages(
+                work.model, work.weights or _own_weights(work.model), recipe, workers
+            )
 
             def observe(stage: Stage) -> None:
                 if work.after_step is not None:
