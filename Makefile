@@ -145,19 +145,21 @@ kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
 endef
 
 .PHONY: lock
-lock: dev-env ## Make the lock files agree with their .in files (delete one first to renew it)
-	$(call compile,images/train/requirements) || \
-	  $(call compile,images/train/requirements,,--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
-	$(call compile,images/train/cuda)
-	$(call compile,images/serve/requirements)
-	$(call compile,images/serve/cuda,3.12)
-	$(call compile,images/paddle/requirements)
-	$(call compile,images/paddle/cuda)
-	$(call compile,requirements-dev,,--no-emit-package torch)
+lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first to renew it)
+	$(call compile,images/train/requirements,$(TRAIN) --group train) || \
+	  $(call compile,images/train/requirements,$(TRAIN) --group train --index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda --no-emit-package onnxruntime)
+	$(call compile,images/serve/requirements,--group serve)
+	$(call compile,images/serve/cuda,--group serve-cuda,3.12)
+	$(call compile,images/paddle/requirements,--group paddle)
+	$(call compile,images/paddle/cuda,--group paddle-cuda)
+	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch)
 
+# Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
+TRAIN := pyproject.toml --extra cluster
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
-  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(2),3.11) \
-  --python-platform x86_64-manylinux_2_35 $(3) $(1).in -o $(1).lock
+  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(3),3.11) \
+  --python-platform x86_64-manylinux_2_35 $(2) -o $(1).lock
 
 .PHONY: images
 images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)

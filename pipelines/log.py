@@ -1,4 +1,4 @@
-"""Read a local run's output as stages: what began, what Lathe said, how it ended."""
+"""Turn a local run's output into stages: their start, Lathe's own messages, and their end."""
 
 import re
 import time
@@ -56,7 +56,7 @@ class StageLog:
             self._tail.append(line)
 
     def error(self) -> str:
-        """The user's error as the stage put it, else the stage's last lines."""
+        """The stage's own error message, or else its last lines."""
         where = f"{self.failed}: " if self.failed else ""
         if self._errors:
             return where + "\n".join(self._errors)

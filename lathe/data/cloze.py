@@ -1,8 +1,9 @@
 """A held-out cloze set from any prose, by LAMBADA's rule.
 
 Source: Paperno et al., "The LAMBADA dataset" (2016), section 3.1: a passage is a target sentence
-after the shortest run of whole sentences with at least 50 words. There, people kept the passages
-whose last word needs the wider context; here the word must occur earlier in the passage.
+after the shortest run of whole sentences with at least 50 words. In the
+paper, people selected the passages whose last word needs the wider context; here the word must
+occur earlier in the passage.
 """
 
 import hashlib

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
 from lathe.evaluate.score import Scorer, batches_by_tokens, mean_stderr
@@ -90,6 +90,11 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
         for texts in (contexts, labels)
     ]
     return [ClozeExample(c, w) for c, w in zip(*encoded, strict=True)]
+
+
+def check_cloze(path: Path) -> None:
+    """Read every line, with a tokenizer that needs no words; raises as `read_cloze` does."""
+    read_cloze(path, Tokenizer(models.BPE()))
 
 
 def _split(line: str, where: str) -> tuple[str, str]:

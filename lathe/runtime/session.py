@@ -16,14 +16,11 @@ from numpy.typing import NDArray
 
 from lathe.errors import UserError
 
-# Read by onnxruntime when it loads a graph. Its tiled attention (1.31) takes twice as long as the
-# plain one on the prompts that a GPT of this size can have.
-os.environ.setdefault("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
-
 MODEL = "model.onnx"
 METADATA = "export.json"
 NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
 CPUINFO = Path("/proc/cpuinfo")
+PLAIN_ATTENTION = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
 
 @dataclass
@@ -220,6 +217,9 @@ def open_session(
     Raises:
         UserError: the file is missing or damaged.
     """
+    # Read by onnxruntime when it makes a session. Its tiled attention (1.31) takes twice as long as
+    # the plain one on the prompts that a GPT of this size can have.
+    os.environ.setdefault(PLAIN_ATTENTION, "1")
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3

@@ -108,7 +108,7 @@ def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == Preempted.status == 75
-    assert "the same command goes on" in errors.decode()
+    assert "run the same command to resume" in errors.decode()
     (state,) = saved_steps(ended / "state")
     assert int(state.name.removeprefix("step_")) == len(records(ended, "loss"))
     run("pretrain", small_data, ended, overrides=rare)
