@@ -43,11 +43,11 @@ def parse(words: list[str]) -> tuple[Any, dict[str, Any]]:
     return command, values
 
 
-@named(LATHE)
+@named([call for call in LATHE if call[1][0] != "--help"])
 def test_lathe_knows_the_command(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command, values = parse([word for word in words if word != "--help"])
+    command, values = parse(words)
     is_name = " ".join(words) in VERBS  # of a verb that the text speaks of, without its options
     missing = {p.name for p in command.params if p.required and not values.get(p.name)}
     assert is_name or not missing
