@@ -21,7 +21,7 @@ from lathe.train.batch import resolve_batch
 from lathe.train.saved import STATE, committed_steps
 
 CLAIM = "run.json"
-TRACES = ("train.jsonl", "tensorboard/events.out.*")
+TRACES = ("train.jsonl", "steps.log", "tensorboard/events.out.*")
 Identity = dict[str, str | int]
 
 # Settings that a run may change between being killed and going on. The layout of processes is
