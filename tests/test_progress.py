@@ -16,16 +16,18 @@ def test_a_time_has_two_digits(seconds: float, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bar", "line"),
+    ("of", "line"),
     [
-        (Bar("tokenize", 400), "tokenize 100/400, 9 a second, 30 s left"),
-        (Bar("step", 400, first=50), "step 150/400, 9 a second, 25 s left"),  # 50 were not ours
-        (Bar("read python", None), "read python: 100 so far, 9 a second"),
+        (("tokenize", 400, 0), "tokenize 100/400, 9 a second, 30 s left"),
+        (("step", 400, 50), "step 150/400, 9 a second, 25 s left"),  # 50 were not ours
+        (("read python", None, 0), "read python: 100 so far, 9 a second"),
     ],
 )
 def test_a_bar_tells_its_position_now_and_then(
-    bar: Bar, line: str, caplog: pytest.LogCaptureFixture
+    of: tuple[str, int | None, int], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    what, total, first = of
+    bar = Bar(what, total, first=first)
     logging.getLogger("lathe").propagate = True
     with caplog.at_level("INFO", "lathe"):
         bar.advance(50, "9 a second")
