@@ -305,6 +305,7 @@ def _measure_up(recipe: Recipe, model: Path, folder: Path, data: Path, cloze: Pa
 def _verdict(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
     """The gate's, with the budget as its only margin."""
     margins = {
+        "cloze_measure": "accuracy",
         "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,
         "max_perplexity_increase": goal.allowed if goal.budget == "perplexity" else 1e9,
     }
