@@ -131,9 +131,8 @@ manifests: env ## Write the cluster's manifests, and the pipelines as objects, t
 	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
 
 .PHONY: reference
-reference: env ## Write the reference of all settings to docs/reference/
-	mkdir -p docs/reference
-	$(BIN)/python -m lathe.config.explain > docs/reference/settings.md
+reference: env ## Write docs/reference/ and the tables of the components' READMEs
+	$(BIN)/python docs/reference/generate.py
 
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", (ROOT / "docs/safety.md").read_text())
 
 
