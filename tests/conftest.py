@@ -11,9 +11,9 @@ from lathe.data.prepare import prepare
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.recipe import load_recipe
-from tests import small_run
-from tests.s3 import s3, s3_server  # noqa: F401
-from tests.small_release import deployed, no_cluster, other_deployed  # noqa: F401
+from tests.support import small_run
+from tests.support.s3 import s3, s3_server  # noqa: F401
+from tests.support.small_release import deployed, no_cluster, other_deployed  # noqa: F401
 
 # What the golden files name, whatever was pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}

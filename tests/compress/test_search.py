@@ -11,7 +11,7 @@ from lathe.compress.search import _ratios, compress, parse_goal, require_met
 from lathe.compress.trial import Goal, Trial
 from lathe.errors import StageError, UserError
 from lathe.recipe import load_recipe
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from lathe.launch import trainjob
 from lathe.launch.reasons import NodeFailed
 from lathe.launch.shape import Shape, WorkerFailed
 from lathe.settings import LaunchSettings
-from tests.fake_kubernetes import USER, FakeKubernetes
-from tests.fake_trainer import Pod, Trainer, processes
-from tests.launch.launchers import (
+from tests.support.fake_kubernetes import USER, FakeKubernetes
+from tests.support.fake_trainer import Pod, Trainer, processes
+from tests.support.launchers import (
     QUICK,
     asked,
     eventually,

@@ -26,7 +26,7 @@ from lathe.serve.group import Receiver
 from lathe.serve.params import Params
 from lathe.serve.piece import Piece
 from lathe.settings import GenerationSettings
-from tests.small_export import PRUNED, make_model, write_unproven
+from tests.support.small_export import PRUNED, make_model, write_unproven
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
 

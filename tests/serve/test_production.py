@@ -18,7 +18,7 @@ from lathe.serve.production import deploy_to_production, roll_back
 from lathe.serve.release import Releases, name_of, releases_of
 from lathe.settings import ProductionSettings, Recipe
 from lathe.storage import digest, list_uris, read_text, write_text
-from tests.small_release import RECIPE
+from tests.support.small_release import RECIPE
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 

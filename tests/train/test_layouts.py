@@ -11,7 +11,7 @@ from lathe.errors import UserError
 from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from lathe.train.workers import mesh_shape
-from tests.small_run import SMALL, records, run_layouts
+from tests.support.small_run import SMALL, records, run_layouts
 
 BASE = (
     *SMALL,
