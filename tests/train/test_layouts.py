@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from lathe.errors import UserError
@@ -50,7 +49,6 @@ EIGHT = {"mp2-pp2-sharding2": (MP, PP, SP, *sharding(3), "Model.use_recompute=Tr
 
 @pytest.fixture(scope="module")
 def alone(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(2)  # as the tests that compare bits with it
     output = tmp_path_factory.mktemp("alone") / "run"
     pretrain(load_recipe("tiny", BASE), small_data, output)
     return output
