@@ -13,7 +13,7 @@ from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
-from tests.small_export import UNIFORM, make_model, write_unproven
+from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
 @pytest.fixture
