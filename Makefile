@@ -35,6 +35,8 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+comma := ,
+
 # Make takes the `A.B=c` of `-o A.B=c` for a variable and `-o` for a goal: give them back.
 quote    = '$(subst ','\'',$(1))'
 dotted   = $(foreach v,$(.VARIABLES),$(if $(findstring .,$(v)),$(if $(filter command line,$(origin $(v))),$(v))))
@@ -191,7 +193,12 @@ paddle-env: .venv-paddle/.paddle ## Make .venv-paddle, in which the PaddleSlim e
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
+# What a newcomer waits for, said before it begins; sizes are those of the CPU locks.
+announce = @echo 'installing $(1): $(2); a few minutes'
+TORCH_SIZE = $(if $(filter cuda,$(FLAVOUR)),several GB,about 0.5 GB to download and 1.9 GB on disk)
+
 .venv/.train: images/train/$(LOCK) pyproject.toml
+	$(call announce,.venv,PyTorch$(comma) onnxruntime$(comma) KFP ($(TORCH_SIZE)))
 	$(call venv,.venv)
 	$(call install,.venv,$<) || $(call install,.venv,$<) --extra-index-url $(TORCH_INDEX)
 	$(BIN)/python -m pip install -q --no-deps -e .
@@ -202,6 +209,7 @@ dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 	touch $@
 
 .venv-serve/.serve: images/serve/requirements.lock pyproject.toml
+	$(call announce,.venv-serve,Triton (about 0.15 GB to download and 0.5 GB on disk))
 	$(call venv,.venv-serve)
 	$(call install,.venv-serve,$<)
 	.venv-serve/bin/python -m pip install -q --no-deps -e .
@@ -214,6 +222,7 @@ install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 # paddlepaddle 2.6.2 and what it needs have wheels for Python 3.11 at the latest.
 .venv-paddle/.paddle: PYTHON := python3.11
 .venv-paddle/.paddle: images/paddle/requirements.lock pyproject.toml
+	$(call announce,.venv-paddle,PaddlePaddle (about 0.4 GB to download and 1.3 GB on disk))
 	$(call venv,.venv-paddle)
 	$(call install,.venv-paddle,$<)
 	.venv-paddle/bin/python -m pip install -q --no-deps -e .

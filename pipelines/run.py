@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.storage import is_remote
 from pipelines.arguments import takes_arguments
+from pipelines.forecast import Forecast
 from pipelines.inputs import (
     CACHE,
     LOCK,
@@ -38,6 +39,7 @@ from pipelines.inputs import (
     check_name,
 )
 from pipelines.log import StageLog
+from pipelines.screen import Screen
 from pipelines.summary import show
 from pipelines.told import fail, told
 
@@ -72,17 +74,21 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     cache = folder / CACHE / fingerprint(arguments, recipes)
     command = [sys.executable, "-u", "-m", "pipelines.local"]
     command += [name, str(folder), str(cache), json.dumps(arguments)]
-    log = StageLog()
+    forecast = Forecast() if name == "full" and not any(arguments.values()) else None
+    log, screen = StageLog(forecast), Screen()
+    if forecast:
+        screen.show(forecast.start())
     with (
         _locked(folder) as lock,
         (folder / RUN_LOG).open("a", encoding="utf-8") as full,
         _worker(command, lock) as worker,
+        closing(screen),
     ):
         assert worker.stdout is not None
         for line in worker.stdout:
             full.write(line)
             for shown in log.feed(line):
-                print(shown, flush=True)
+                screen.show(shown)
             if log.failed:  # KFP would continue with stages that do not depend on this one
                 break
         else:

@@ -63,6 +63,8 @@ def evaluate(
         evaluation=result.folder,
         parameters=result.n_params,
         cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
+        last_token_accuracy=with_error(result.last_token_accuracy, result.last_token_stderr),
+        cloze_word_perplexity=with_error(result.word_perplexity, result.word_perplexity_stderr),
         cloze_examples=result.n_examples or None,
         perplexity=with_error(result.perplexity, result.perplexity_stderr),
         adjusted_perplexity=result.adjusted_perplexity,

@@ -7,17 +7,19 @@ blocks of text, so that their differences are compared and what is hard for both
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.table import Table
 
 from lathe.artifacts.kinds import VERDICT
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
-from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
-from lathe.evaluate.results import Evaluation, read_evaluation
+from lathe.evaluate.paired import Interval, accuracy_difference, loss_difference, mcnemar
+from lathe.evaluate.results import Evaluation, read_evaluation, read_log_likelihoods
 from lathe.storage import atomic_file, claim_output_file
 
 Verdict = Literal["pass", "inconclusive", "fail"]
@@ -31,7 +33,7 @@ class Check:
     """One measure of both models.
 
     Attributes:
-        n: examples, or blocks of the text.
+        n: examples, words or blocks of the text.
         change: accuracy: candidate less baseline; perplexity: relative to the baseline.
         low, high: its confidence interval.
         limit: the change that is still allowed, negative for accuracy.
@@ -77,8 +79,9 @@ class GateResult:
 def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = None) -> GateResult:
     """Compare two evaluation folders unit by unit with the margins of `recipe.Gate`.
 
-    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity rise by
-    `max_perplexity_increase` (relative to the baseline). A check is passed when the bad end of
+    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity, and that of the cloze
+    set's words where `cloze_measure` says so instead, rise by `max_perplexity_increase` (relative
+    to the baseline). A check is passed when the bad end of
     the difference's `confidence` interval is within the margin, failed when its good end is
     beyond it, and inconclusive between: then `on_inconclusive` decides. Every check has to pass,
     so that the level needs no correction for their number (an intersection-union test).
@@ -98,7 +101,9 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
     settings = recipe.Gate
     checks = []
     if before.metrics["cloze"]:
-        checks.append(_check_accuracy(before, after, settings))
+        by_words = settings.cloze_measure == "word_perplexity"
+        check = _check_word_perplexity if by_words else _check_accuracy
+        checks.append(check(before, after, settings))
     if before.metrics["text"]:
         checks.append(_check_perplexity(before, after, settings))
     checks.sort(key=lambda check: -SEVERITY.index(check.verdict))
@@ -168,21 +173,57 @@ def _check_perplexity(before: Evaluation, after: Evaluation, settings: GateSetti
     if len(before.tokens) < 2:
         raise UserError(f"{before.folder}: one block of text", "evaluate on a longer text")
     difference = loss_difference(before.losses, after.losses, before.tokens, settings.confidence)
+    return _compare_perplexities(
+        "perplexity",
+        (before.metrics["text"]["perplexity"], after.metrics["text"]["perplexity"]),
+        difference,
+        settings,
+        n=len(before.tokens),
+        method="linearized ratio over blocks, Student's t",
+    )
+
+
+def _check_word_perplexity(before: Evaluation, after: Evaluation, settings: GateSettings) -> Check:
+    first, second = (-read_log_likelihoods(x) for x in (before, after))
+    n = len(first)
+    if n < 2:
+        raise UserError(f"{before.folder}: one cloze example", "evaluate on more of them")
+    difference = loss_difference(first, second, np.ones(n), settings.confidence)
+    return _compare_perplexities(
+        "cloze word perplexity",
+        (math.exp(min(x.mean(), LARGEST_EXPONENT)) for x in (first, second)),
+        difference,
+        settings,
+        n=n,
+        method="paired Student's t",
+    )
+
+
+def _compare_perplexities(
+    measure: str,
+    perplexities: Iterable[float],
+    difference: Interval,
+    settings: GateSettings,
+    n: int,
+    method: str,
+) -> Check:
+    """`difference` is that of the mean losses, in nats."""
     change, low, high = (
         math.expm1(min(x, LARGEST_EXPONENT))
         for x in (difference.estimate, difference.low, difference.high)
     )
+    baseline, candidate = perplexities
     return Check(
-        measure="perplexity",
+        measure=measure,
         verdict=judge(low, high, settings.max_perplexity_increase),
-        baseline=before.metrics["text"]["perplexity"],
-        candidate=after.metrics["text"]["perplexity"],
+        baseline=baseline,
+        candidate=candidate,
         change=change,
         low=low,
         high=high,
         limit=settings.max_perplexity_increase,
-        n=len(before.tokens),
-        method="linearized ratio over blocks, Student's t",
+        n=n,
+        method=method,
     )
 
 
@@ -197,7 +238,7 @@ def _sentence(check: Check, confidence: float) -> str:
 
 def _units(check: Check) -> str:
     if check.p_value is None:
-        return f"{check.n:,} blocks"
+        return f"{check.n:,} {'words' if check.measure.startswith('cloze') else 'blocks'}"
     text = (
         f"{check.n:,} examples, {check.lost} lost, {check.gained} gained, "
         f"McNemar p = {check.p_value:.2g}"
@@ -209,7 +250,7 @@ def _units(check: Check) -> str:
 
 def _formats(check: Check) -> dict[str, str]:
     """How the figures of a check are shown: accuracies change by points."""
-    if check.measure == "perplexity":
+    if check.measure.endswith("perplexity"):
         value, change = "{:.2f}", "{:+.3g}%"
     else:
         value, change = "{:.2%}", "{:+.2f} points"

@@ -83,7 +83,12 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The figures of `metrics.json`; None where a measure was not taken."""
+    """The figures of `metrics.json`; None where a measure was not taken.
+
+    Attributes:
+        last_token_accuracy: of the cloze set's words, by their last token alone.
+        word_perplexity: of those words.
+    """
 
     folder: Path
     n_params: int
@@ -91,6 +96,10 @@ class EvalResult:
     n_examples: int
     cloze_accuracy: float | None
     cloze_stderr: float | None
+    last_token_accuracy: float | None
+    last_token_stderr: float | None
+    word_perplexity: float | None
+    word_perplexity_stderr: float | None
     perplexity: float | None
     perplexity_stderr: float | None
     adjusted_perplexity: float | None
@@ -245,6 +254,10 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
         n_examples=cloze.get("examples", 0),
         cloze_accuracy=cloze.get("accuracy"),
         cloze_stderr=cloze.get("accuracy_stderr"),
+        last_token_accuracy=cloze.get("last_token_accuracy"),
+        last_token_stderr=cloze.get("last_token_accuracy_stderr"),
+        word_perplexity=cloze.get("target_perplexity"),
+        word_perplexity_stderr=cloze.get("target_perplexity_stderr"),
         perplexity=text.get("perplexity"),
         perplexity_stderr=text.get("perplexity_stderr"),
         adjusted_perplexity=text.get("adjusted_perplexity"),
@@ -255,8 +268,11 @@ def _sentence(result: EvalResult) -> str:
     parts = []
     if result.cloze_accuracy is not None:
         error = f" ± {result.cloze_stderr:.2%}" if result.cloze_stderr is not None else ""
+        last = result.last_token_accuracy
+        last_token = f", {last:.2%} of the last tokens" if last is not None else ""
         parts.append(
-            f"cloze accuracy {result.cloze_accuracy:.2%}{error} ({result.n_examples} examples)"
+            f"cloze accuracy {result.cloze_accuracy:.2%}{error}{last_token} "
+            f"({result.n_examples} examples)"
         )
     if result.perplexity is not None:
         error = f" ± {result.perplexity_stderr:.2f}" if result.perplexity_stderr else ""

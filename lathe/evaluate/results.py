@@ -50,6 +50,17 @@ def read_evaluation(folder: Path) -> Evaluation:
     return Evaluation(folder, metrics, correct.astype(bool), losses, tokens)
 
 
+def read_log_likelihoods(evaluation: Evaluation) -> NDArray[np.float64]:
+    """(examples,) nats of the cloze set's last words.
+
+    Raises:
+        UserError: the folder does not have them.
+    """
+    path, n = evaluation.folder / EXAMPLES, len(evaluation.correct)
+    (log_likelihoods,) = _read_columns(path, n, "log_likelihood")
+    return log_likelihoods
+
+
 def read_metrics(folder: Path) -> dict[str, Any]:
     """`metrics.json` of an evaluation folder.
 

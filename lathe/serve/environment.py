@@ -94,8 +94,8 @@ def unlink_backends(folder: Path) -> None:
 
 
 def find_environment() -> ServeEnvironment:
-    """Find the environment of `LATHE_SERVE_PYTHON`, or `.venv-serve` beside the package, or else use
-    this process's own, to which `pip install 'lathe[serve]'` adds Triton.
+    """Find the environment of `LATHE_SERVE_PYTHON`, or `.venv-serve` beside the package; without
+    either, use this process's own, to which `pip install 'lathe[serve]'` adds Triton.
 
     Raises:
         UserError: it is absent or has no tritonserver for its Python version.

@@ -25,18 +25,17 @@ DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Dense FLOP/s of matrix products in `dtype`: from the data sheet of a known GPU; for others,
-    CPUs and MIG slices, measured with one large product in about 0.2 s.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of matrix products of a GPU in `dtype`: from its data sheet, or for unknown GPUs
+    and MIG slices measured with one large product in about 0.2 s; None for a CPU, whose peak other
+    processes share.
 
     float32 counts as TF32 where torch would use it (`torch.set_float32_matmul_precision`).
-    A measured peak is no upper bound: on a busy machine MFU may exceed 1.
     """
-    if device.type == "cuda":
-        known = data_sheet_flops(torch.cuda.get_device_name(device), dtype)
-        if known:
-            return known
-    return _measured_flops(device, dtype)
+    if device.type != "cuda":
+        return None
+    known = data_sheet_flops(torch.cuda.get_device_name(device), dtype)
+    return known or measured_flops(device, dtype)
 
 
 def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
@@ -51,7 +50,8 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 
 @cache
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product: no upper bound where other processes share the device."""
     size, seconds = 256, 0.0
     while seconds < 0.01 and size < 16384:  # large enough to make launch overhead negligible
         size *= 2

@@ -64,14 +64,15 @@ class Gradients:
 class Loop(ABC):
     """Trains to `Engine.max_steps`, with saved states and logs under `output`.
 
-    A backend implements the abstract methods and `mfu_of_speed`, the MFU of one token per second.
+    A backend implements the abstract methods and `mfu_of_speed`, the MFU of one token per second,
+    if the peak of its devices is known.
 
     Raises:
         UserError: incompatible batch sizes, too little data, or a loss that is not finite.
         Preempted: SIGTERM was received and the state is saved.
     """
 
-    mfu_of_speed: float
+    mfu_of_speed: float | None = None
 
     def __init__(self, recipe: Recipe, data: TokenDataset, output: Path, workers: Group) -> None:
         self.recipe, self.engine, self.output, self.group = recipe, recipe.Engine, output, workers
@@ -120,13 +121,12 @@ class Loop(ABC):
         with ExitStack() as open_ones:
             open_ones.enter_context(closing(self.batches))
             asked_to_end = open_ones.enter_context(watch_for_preemption())
-            progress = open_ones.enter_context(bar("train", steps, logs=False))
+            progress = open_ones.enter_context(bar("step", steps, logs=False, first=self.at.step))
             trace = self._open_trace()
             if trace:
                 open_ones.enter_context(closing(trace))
             if self.at.step == 0:
                 self.at.first_eval_loss = self._evaluate(trace)
-            progress.advance(self.at.step)
             while self.at.step < steps:
                 record, preempted = self._step(asked_to_end())
                 if trace:
@@ -173,7 +173,7 @@ class Loop(ABC):
             tokens_per_second=speed,
             step_seconds=seconds,
             reader_seconds=reading,
-            mfu=speed * self.mfu_of_speed,
+            mfu=None if self.mfu_of_speed is None else speed * self.mfu_of_speed,
             loss_scale=self.loss_scale.value,
             skipped_steps=self.loss_scale.skipped_steps,
         )

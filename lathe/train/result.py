@@ -21,7 +21,7 @@ from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
 
 CLAIM = "run.json"
-TRACES = ("train.jsonl", "tensorboard/events.out.*")
+TRACES = ("train.jsonl", "steps.log", "tensorboard/events.out.*")
 Identity = dict[str, str | int]
 
 # Settings that may differ when a killed run is resumed. The parallel layout is among them: what a

@@ -12,7 +12,7 @@ from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
 from lathe.errors import UserError
 from lathe.storage import remove, upload, write_text
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 
 def test_what_is_no_choice_stays(tmp_path: Path) -> None:

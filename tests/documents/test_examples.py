@@ -14,7 +14,7 @@ from lathe.config.recipe import load_recipe
 from lathe.production.deploy import serve
 from lathe.serve.state import stop
 from tests.documents.pages import ROOT
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))

@@ -12,8 +12,8 @@ from lathe.cluster import deployment as deployments
 from lathe.cluster import rollout
 from lathe.cluster.deployment import CAUSE, LOCK, RELEASE, Deployment
 from lathe.errors import StageError, UserError
-from tests.fake_deployments import NAME, Deployments, Served, deployment, until
-from tests.fake_kubernetes import FakeKubernetes
+from tests.support.fake_deployments import NAME, Deployments, Served, deployment, until
+from tests.support.fake_kubernetes import FakeKubernetes
 
 GOOD, BETTER, CRASHES, HANGS = (f"s3://b/gpt/{n}/" for n in ("good", "better", "crashes", "hangs"))
 

@@ -17,7 +17,7 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import Preempted, StageError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
-from tests.small_run import SMALL, kill_after_saves, records, run, start, workers_of
+from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
 
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
 TWO = (*DROPOUT, "Global.local_batch_size=4", "Engine.save_load.save_steps=3")

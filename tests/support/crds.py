@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-CRDS = Path(__file__).resolve().parents[2] / "shared" / "crds"
+CRDS = Path(__file__).resolve().parents[3] / "shared" / "crds"
 
 
 @functools.cache

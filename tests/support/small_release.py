@@ -14,7 +14,7 @@ from lathe.model.gpt import GPT
 from lathe.production.deploy import deploy
 from lathe.serve.environment import find_environment
 from lathe.serve.server import ANY_PORTS
-from tests.small_export import write_held_out
+from tests.support.small_export import write_held_out
 
 SHAPE = GPTConfig(384, 1024, 64, 16, (4, 4), (96, 96))
 RECIPE = Recipe(

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.fake_store import Event, Key, Object, Refused, Store, selected
+from tests.support.fake_store import Event, Key, Object, Refused, Store, selected
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"

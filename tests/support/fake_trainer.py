@@ -23,9 +23,9 @@ from typing import Any
 import yaml
 
 from lathe.backends.paddle_process import find_python
-from tests.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
+from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 
-RUNTIMES = Path(__file__).parents[1] / "manifests" / "base" / "runtimes"
+RUNTIMES = Path(__file__).parents[2] / "manifests" / "base" / "runtimes"
 TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"

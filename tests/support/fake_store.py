@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from tests.crds import CRDS, validator
+from tests.support.crds import CRDS, validator
 
 FOREGROUND = "foregroundDeletion"
 SYSTEM = {"uid", "creationTimestamp", "deletionTimestamp", "generation", "resourceVersion"}

@@ -1,4 +1,4 @@
-"""A launcher as a process: `python -m tests.launch.launch_trainjob JSON`.
+"""A launcher as a process: `python -m tests.support.launch_trainjob JSON`.
 
 The JSON has `command`, and may have `shape` (nodes, processes), `settings` and `patience`.
 """

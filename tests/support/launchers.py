@@ -13,12 +13,24 @@ from lathe.cluster import trainjob
 from lathe.cluster.follow import Patience
 from lathe.config.settings import LaunchSettings
 from lathe.launch.shape import Shape
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import Pod, Script, Trainer
-from tests.launch.conftest import launcher_pod
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import Pod, Script, Trainer
 
 COMMAND = ["pretrain", "--data", "s3://bucket/data", "--output", "s3://bucket/dense"]
+RUN_ID = "5f0c31b2-run"
 QUICK = Patience(look=1, scheduling=2.0, starting=1.0)
+
+
+def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:
+    """Make a step's pod; the environment that Kubeflow Pipelines gives it."""
+    containers = [{"name": "wait", "image": "argo"}, {"name": "main", "image": "lathe-train:1"}]
+    pod = {
+        "metadata": {"name": name, "labels": {"pipeline/runid": RUN_ID}},
+        "spec": {"containers": containers},
+        "status": {"phase": "Running"},
+    }
+    uid = server.create("pods", pod)["metadata"]["uid"]
+    return {"KFP_POD_NAME": name, "KFP_POD_UID": uid}
 
 
 def eventually(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
@@ -68,7 +80,7 @@ def launcher(
     if pod != "step-1":
         environment |= launcher_pod(server, pod)
     work = {"command": COMMAND, "patience": {"look": 1}, **work}
-    command = [sys.executable, "-m", "tests.launch.launch_trainjob", json.dumps(work)]
+    command = [sys.executable, "-m", "tests.support.launch_trainjob", json.dumps(work)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, **pipes)
     try:

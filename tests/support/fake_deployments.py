@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tests.fake_kubernetes import FakeKubernetes, Object
+from tests.support.fake_kubernetes import FakeKubernetes, Object
 
 NAME = "lathe-serve"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/component": "serve"}

@@ -1,4 +1,4 @@
-"""A small model's settings, and commands that train it in processes of their own."""
+"""A small model's settings, and stages that train it, here or in processes of their own."""
 
 import json
 import os
@@ -6,8 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
+from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 
 SMALL = (
@@ -27,6 +32,10 @@ SMALL = (
     "Optimizer.lr.min_lr=2e-4",
 )
 
+Work = tuple[str, str, tuple[str, ...], tuple[Path, ...]]
+"""Stage, recipe, overrides, and paths of which the last is the output."""
+
+STAGES = {"pretrain": pretrain, "prune": prune, "quantize": quantize}
 
 SCRIPT = """
 import os, sys
@@ -47,16 +56,6 @@ except StageError as error:
     os._exit(error.status)
 """
 
-LAYOUTS = """
-import json, sys
-from pathlib import Path
-from lathe.config.recipe import load_recipe
-from lathe.train.pretrain import pretrain
-data, runs = json.loads(sys.argv[1])
-for output, recipe, overrides in runs:
-    pretrain(load_recipe(recipe, overrides), Path(data), Path(output))
-"""
-
 
 def start(
     stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1
@@ -73,26 +72,30 @@ def start(
     )
 
 
+def run(stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1) -> None:
+    """As `start`, to its end: alone in this process, which has imported torch, else in `workers`
+    processes."""
+    if workers == 1:
+        STAGES[stage](load_recipe("tiny", [*SMALL, *overrides]), *paths)
+    else:
+        run_group(workers, [(stage, "tiny", (*SMALL, *overrides), paths)])
+
+
 def run_layouts(data: Path, runs: dict[Path, tuple[str, ...]], workers: int) -> None:
     """Pretrain with every output's recipe and overrides, in one group of `workers` processes."""
-    script = next(iter(runs)).parent / "layouts.py"
-    script.write_text(LAYOUTS)
-    plan = [[str(output), recipe, overrides] for output, (recipe, *overrides) in runs.items()]
-    arguments = json.dumps([str(data), plan])
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    run_group(workers, [("pretrain", r, tuple(o), (data, path)) for path, (r, *o) in runs.items()])
+
+
+def run_group(workers: int, work: Sequence[Work]) -> None:
+    """One piece of work after another in the same `workers` processes."""
+    command = [sys.executable, "-m", "tests.support.group", str(workers)]
     done = subprocess.run(
-        [sys.executable, *launcher, str(script), arguments],
+        [*command, json.dumps([[s, r, o, [str(p) for p in paths]] for s, r, o, paths in work])],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
         stderr=subprocess.PIPE,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr.decode()[-8000:]
-
-
-def run(stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1) -> None:
-    process = start(stage, *paths, overrides=overrides, workers=workers)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors.decode()
 
 
 def kill_after_saves(

@@ -11,7 +11,7 @@ from pathlib import Path
 from lathe.config.settings import ServingSettings
 from lathe.serve.server import ANY_PORTS, TritonServer, start
 from lathe.storage import fetch
-from tests.fake_deployments import Deployments
+from tests.support.fake_deployments import Deployments
 
 SERVING = ServingSettings(**ANY_PORTS)
 
