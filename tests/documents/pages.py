@@ -44,12 +44,13 @@ def lines(block: str) -> list[str]:
 
 
 def commands(program: str) -> list[tuple[str, list[str]]]:
-    """(page, words after the program's name) of every call in shell blocks and in backquotes.
+    """(page, words after the program's name) of every call in shell blocks and in backquotes, once
+    though several pages have it.
 
     In backquotes a call has an argument, which tells it from the mere name of the program. The
     changelog is left out, since it names what is gone.
     """
-    found: dict[tuple[str, tuple[str, ...]], None] = {}
+    found: dict[tuple[str, ...], str] = {}
     for page, text in TEXTS.items():
         if page == "CHANGELOG.md":
             continue
@@ -57,8 +58,8 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
         quoted = [code for code in inline(text) if re.match(rf"{re.escape(program)} \S", code)]
         for line in shell + quoted:
             for words in _calls(line, program):
-                found[page, tuple(words)] = None
-    return [(page, list(words)) for page, words in found]
+                found.setdefault(tuple(words), page)
+    return [(page, list(words)) for words, page in found.items()]
 
 
 def _calls(line: str, program: str) -> Iterator[list[str]]:
