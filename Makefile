@@ -89,15 +89,10 @@ stop: env ## Stop the server
 client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
-# Two files at a time; but those that watch a server or a cluster answer in time, alone.
+# Two files at a time, in the order that tests/conftest.py gives them.
 PYTEST := $(BIN)/python -m pytest
-TIMED  := tests/launch tests/serve
-
-define tests
-$(if $(TESTS),$(PYTEST) -m $(1) $(TESTS),\
-  $(PYTEST) -m $(1) -n 2 --dist loadfile $(addprefix --ignore=,$(TIMED)) tests)
-$(if $(TESTS),,$(PYTEST) -m $(1) $(TIMED))
-endef
+TWO    := -n 2 --dist loadfile --no-loadscope-reorder
+tests   = $(PYTEST) -m $(1) $(if $(TESTS),$(TESTS),$(TWO) tests)
 
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)

@@ -22,7 +22,22 @@ os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERV
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+# With `-n 2 --dist loadfile --no-loadscope-reorder` the long files come first, so that no worker is
+# left alone with one, and those last that watch a server or a cluster answer in time.
+LONG = ("pipelines/test_run.py", "hostile/", "paddle/", "train/", "compress/")
+TIMED = ("launch/", "serve/")
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        if path.startswith(TIMED):
+            return len(LONG) + 1
+        return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
+
+    items.sort(key=place)
 
 
 @pytest.fixture

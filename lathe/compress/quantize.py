@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
-from lathe.compress.sensitivity.result import read_analysis
+from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model import fake_quant
@@ -18,7 +17,6 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import QuantizationPlan
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
@@ -37,14 +35,14 @@ def quantize(
         sensitivity: a folder of `analyze`; its skips stay float, as do `skip_tensor_map`'s.
 
     Raises:
-        UserError: `model` is already quantized, a skip names no linear of it, or
-            `Compress.Quantization.enable` is False; see also `run_training`.
+        UserError: `model` is already quantized, the analysis is of another one, a skip names no
+            linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        read_analysis(sensitivity)
-        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.metadata_file)
+        require_analysis_of(model, sensitivity)
+        inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)
 

@@ -3,11 +3,10 @@
 import logging
 from pathlib import Path
 
-from lathe.artifacts.kinds import SENSITIVITY
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
-from lathe.compress.sensitivity.result import read_analysis
+from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
@@ -17,7 +16,6 @@ from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
 from lathe.paddle.run import TrainingJob, new_model, run_training
 from lathe.paddle.workers import Workers
-from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.result import TrainResult
 
@@ -33,8 +31,8 @@ def quantize(
     require_supported("quantize", recipe)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        read_analysis(sensitivity)
-        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.metadata_file)
+        require_analysis_of(model, sensitivity)
+        inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
 
     def make(workers: Workers) -> TrainingJob:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from lathe.artifacts.kinds import read_json
 from lathe.compress.sensitivity.page import Achieved
+from lathe.compress.sensitivity.result import analysis_digest
 from lathe.model.folder import checkpoint_digest
 from lathe.report.summary import Candidate, Row
-from lathe.storage import sha256
 
 
 def find_achieved(
@@ -15,7 +15,7 @@ def find_achieved(
 ) -> Achieved | None:
     """What came of the analysis in the folder `sensitivity`; None where the model that was
     quantized by it, or its parent, is not among the candidates or was not evaluated on a text."""
-    digest = sha256(sensitivity / "sensitivity.json")
+    digest = analysis_digest(sensitivity)
     by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
     for candidate, row in zip(candidates, rows, strict=True):
         run = candidate.model / "run.json"

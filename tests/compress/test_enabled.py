@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.compress.prune import prune
-from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
+from tests.support.stages import prune, quantize
 
 
 @pytest.mark.parametrize("engine", ["torch", "paddle"])

@@ -10,8 +10,10 @@ from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
+from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches, open_data
 from lathe.train.loss import next_token_loss
+from tests.report.conftest import sensitivity_analysis, write_json
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
@@ -82,6 +84,20 @@ def test_a_skip_of_no_block_is_refused(small_dense: Path, small_data: Path, tmp_
     recipe = load_recipe("tiny", (*SMALL, "Compress.Quantization.skip_tensor_map.block_9=[out]"))
     with pytest.raises(UserError, match="block_9"):
         quantize(recipe, small_dense, small_data, tmp_path / "q")
+
+
+def test_an_analysis_of_another_model_is_refused(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    analysis = sensitivity_analysis(model="5" * 64)
+    write_json(tmp_path / "sensitivity" / "sensitivity.json", analysis)
+    own = checkpoint_digest(small_dense)[:12]
+    with pytest.raises(UserError, match=f"sensitivity: .* 555555555555, and .*dense is {own}"):
+        quantize(
+            load_recipe("tiny", QUANTIZE),
+            *(small_dense, small_data, tmp_path / "q", tmp_path / "sensitivity"),
+        )
+    assert not (tmp_path / "q").exists()
 
 
 LAYOUTS = {

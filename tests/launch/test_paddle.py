@@ -13,7 +13,6 @@ from components.stage import options
 from components.training import train
 from lathe.backends.paddle_process import PYTHON_VARIABLE
 from lathe.cluster import trainjob
-from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.storage import exists, fetch, upload, write_text
@@ -23,6 +22,7 @@ from tests.support.fake_trainer import Pod, processes
 from tests.support.launchers import QUICK, eventually, play, succeed
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
+from tests.support.stages import prune
 
 __all__ = ["paddle_python"]
 

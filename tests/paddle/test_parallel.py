@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL
 from tests.support import small_run
+from tests.support.stages import prune
 
 PREAMBLE = """
 from lathe.paddle.environment import prepare

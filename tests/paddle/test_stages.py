@@ -1,5 +1,5 @@
-"""The stages of the Paddle engine, started as a user starts them: by the torch engine's functions
-with `Compress.engine=paddle`, in processes of their own."""
+"""The stages of the Paddle engine, started as a user starts them: by `Compress.engine=paddle`, in
+processes of their own."""
 
 import json
 import signal
@@ -14,19 +14,16 @@ import torch
 from safetensors.numpy import load_file
 
 from lathe.backends import paddle_process as start
-from lathe.compress.prune import prune
-from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.analyze import analyze
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
-from lathe.evaluate.evaluate import evaluate
-from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
 from tests.paddle.conftest import run_paddle
+from tests.report.conftest import sensitivity_analysis, write_json
 from tests.support import small_run
 from tests.support.fake_deployments import until
+from tests.support.stages import analyze, evaluate, export, prune, quantize
 
 SMALL = (
     *(s for s in small_run.SMALL if "local_batch_size" not in s and "max_steps" not in s),
@@ -272,6 +269,16 @@ def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned
         with pytest.raises(UserError, match=message):
             prune(recipe(name, *overrides), model, small_data, output)
     assert not (output / "lathe.json").exists()
+
+
+def test_it_refuses_an_analysis_of_another_model(
+    pruned: Path, small_data: Path, tmp_path: Path
+) -> None:
+    analysis = sensitivity_analysis(model="5" * 64)
+    write_json(tmp_path / "sensitivity" / "sensitivity.json", analysis)
+    inputs = pruned, small_data, tmp_path / "int8", tmp_path / "sensitivity"
+    with pytest.raises(UserError, match=r"555555555555, and .*pruned is"):
+        quantize(recipe("tiny-qat"), *inputs)
 
 
 def test_no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

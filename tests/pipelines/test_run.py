@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.storage import fetch, list_uris, upload
 from pipelines.log import StageLog
 from pipelines.run import fingerprint
+from tests.pipelines.conftest import write_corpus, write_recipe
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen:
@@ -27,27 +29,61 @@ def start(folder: Path, *arguments: object) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corpus):
+@dataclass(frozen=True)
+class Finished:
+    """A run's folder, its arguments and what it printed."""
+
+    folder: Path
+    arguments: tuple[object, ...]
+    out: str
+
+    def again(self) -> str:
+        """What the same command prints."""
+        run = start(self.folder, *self.arguments)
+        out, err = run.communicate(timeout=200)
+        assert run.returncode == 0, out + err
+        assert "Traceback" not in out + err
+        return out
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("finished")
+    recipe, corpus = write_recipe(folder), write_corpus(folder)
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
-    first = start(tmp_path, *arguments)
-    out, err = first.communicate(timeout=60)
-    assert first.returncode == 0, out + err
-    assert re.findall(r"^\S.*", out, re.M)[:4] == [
+    run = start(folder, *arguments)
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 0, out + err
+    return Finished(folder, arguments, out)
+
+
+def test_pretrain_runs_and_a_second_run_reuses_its_stages(finished):
+    assert re.findall(r"^\S.*", finished.out, re.M)[:4] == [
         "resolve",
         "prepare",
         "pretrain",
         "evaluate-dense",
     ]
-    assert "step 3/3, loss" in out and "KFP" not in out and "executor_input" not in out
-    (model,) = tmp_path.glob("run/one/*/pretrain/model")
-    assert (model / "model.safetensors").is_file()
-    assert str(model) in out
+    assert "step 3/3, loss" in finished.out
+    assert "KFP" not in finished.out and "executor_input" not in finished.out
+    (weights,) = finished.folder.glob("run/one/*/pretrain/model/model.safetensors")
+    model = str(weights.parent)
+    assert model in finished.out
 
-    again = start(tmp_path, *arguments)
-    out, err = again.communicate(timeout=60)
-    assert again.returncode == 0, out + err
+    out = finished.again()
     assert out.count("reused") == 3
-    assert str(model) in out
+    assert model in out
+
+
+def test_a_model_that_the_user_deleted_is_trained_again(finished):
+    (weights,) = finished.folder.glob("run/one/*/pretrain/model/model.safetensors")
+    weights.unlink()
+    for path in finished.folder.glob("run/one/cache/*/*.json"):
+        if "evaluation" in path.read_text():
+            path.write_bytes(b"\xff")
+    out = finished.again()
+    assert f"pretrain is done again: {weights} is missing" in out
+    assert out.count("reused") == 1 and "step 3/3, loss" in out
 
 
 def test_a_stages_user_error_is_one_message(tmp_path, recipe):

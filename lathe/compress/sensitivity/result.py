@@ -12,6 +12,8 @@ from lathe.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
 from lathe.artifacts.metadata import Files
 from lathe.config.settings import SensitivitySettings
 from lathe.errors import UserError
+from lathe.model.folder import checkpoint_digest
+from lathe.storage import sha256
 
 RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"
@@ -121,3 +123,25 @@ def read_analysis(folder: Path) -> SensitivityResult:
         raise UserError(f"{folder / RESULT}: linears is empty", hint)
     check_files(folder, RESULT, listed, hint)
     return result
+
+
+def analysis_digest(folder: Path) -> str:
+    """Identity of an analysis, whose files were checked; raises as `read_analysis` does."""
+    read_analysis(folder)
+    return sha256(folder / RESULT)
+
+
+def require_analysis_of(model: Path, folder: Path) -> None:
+    """Check that an analysis is of the checkpoint that is to be quantized by it. Mode qat analyzes
+    a quantized checkpoint made from that one, whose digest is another.
+
+    Raises:
+        UserError: it is of another checkpoint; see also `read_analysis`.
+    """
+    analysis, digest = read_analysis(folder), checkpoint_digest(model)
+    if analysis.mode != "qat" and analysis.model != digest:
+        raise UserError(
+            f"{folder}: an analysis of the checkpoint {analysis.model[:12]}, and {model} is "
+            f"{digest[:12]}",
+            "analyze the model that is to be quantized, or give the analysis of it",
+        )
