@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
-from lathe.evaluate.gate import SEVERITY, gate, judge, verdict_table
+from lathe.evaluate.gate import SEVERITY, gate, verdict_table
+from lathe.evaluate.measures import judge
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
 STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))

@@ -34,6 +34,8 @@ class GateSettings(Settings):
     """Largest drop of the cloze accuracy, absolute: 0.02 allows 50 % to become 48 %."""
     max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
     """Largest increase of the perplexity, relative to the baseline's: 0.1 allows 10 %."""
+    max_task_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest drop of an accuracy on a file of `lathe evaluate --task`, absolute."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence level of the interval around each difference."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
