@@ -1,4 +1,4 @@
-"""A pipeline's arguments: as command-line options, and what can be wrong with them."""
+"""A pipeline's arguments as command-line options, and their validation."""
 
 import functools
 import inspect
@@ -32,8 +32,8 @@ Overrides = Annotated[
 def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     """Make `function(pipeline, arguments, **own)` a command with an option for every argument.
 
-    `arguments` has those that were given or that follow from the engine, the others being the
-    pipeline's defaults, and always `overrides`.
+    `arguments` has those that were given or follow from the engine, and always `overrides`; the
+    others keep the pipeline's defaults.
     """
 
     @functools.wraps(function)
@@ -63,7 +63,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
-    """No such pipeline, an argument that it does not have, or one that it needs."""
+    """Yield errors: an unknown pipeline, an argument it does not have, or a missing one."""
     if name not in PIPELINES:
         yield UserError(f"no pipeline {name}", f"take one of: {', '.join(PIPELINES)}")
         return
@@ -80,7 +80,7 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
 
 
 def argument(name: str, key: str) -> Any:
-    """The default of a pipeline's argument; None where it has none, or no such argument."""
+    """The default of a pipeline's argument; None if it has none or there is no such argument."""
     inputs = PIPELINES[name].component_spec.inputs
     return inputs[key].default if key in inputs else None
 

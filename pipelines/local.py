@@ -20,7 +20,7 @@ from pipelines.compile import PIPELINES
 
 
 def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
-    """Run pipeline `name`; outputs go to `root`, finished tasks are remembered in `cache`.
+    """Run pipeline `name`; outputs go to `root`, finished tasks are cached in `cache`.
 
     Raises:
         RuntimeError: a task failed.
@@ -32,7 +32,9 @@ def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():
-            task.ClearField("retry_policy")  # a laptop has no flaky nodes: show the error at once
+            task.ClearField(
+                "retry_policy"
+            )  # retries are for flaky nodes: show the error immediately
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=root,

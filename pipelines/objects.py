@@ -1,7 +1,7 @@
 """Write the pipelines as Kubernetes objects: `python -m pipelines.objects FILE VERSION`.
 
-Where Pipelines keeps its definitions in the Kubernetes API, these do for a repository that a GitOps
-controller applies what `make submit` does by hand.
+Where Kubeflow Pipelines stores its definitions in the Kubernetes API, a GitOps controller can apply
+these objects from a repository instead of `make submit`.
 """
 
 import sys
@@ -24,8 +24,8 @@ def write(path: Path, version: str) -> None:
     YAML file.
 
     Args:
-        version: lower-case letters, digits, dots and dashes. What a version says never changes,
-            so name it after the commit.
+        version: lower-case letters, digits, dots and dashes. A version is immutable, so name it
+            after the commit.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as work, work.open("w", encoding="utf-8") as file:

@@ -174,6 +174,10 @@ class ClozeFigures(Figures):
     examples: Positive
     accuracy: Share
     accuracy_stderr: Error | None = None
+    last_token_accuracy: Share | None = None
+    last_token_accuracy_stderr: Error | None = None
+    target_perplexity: Error | None = None
+    target_perplexity_stderr: Error | None = None
 
 
 class TextFigures(Figures):

@@ -10,7 +10,13 @@ import sys
 
 from lathe.cli.app import add_verbs, app
 from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
-from lathe.errors import StageError, UserError, explain_os_error, printable
+from lathe.errors import (
+    StageError,
+    UserError,
+    explain_missing_package,
+    explain_os_error,
+    printable,
+)
 
 __all__ = ["app", "main"]
 
@@ -31,6 +37,12 @@ def main() -> None:
         print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
         print("  hint: rename the file or folder", file=sys.stderr)
         sys.exit(UserError.status)
+    except ModuleNotFoundError as error:
+        missing = explain_missing_package(error)
+        if missing is None:
+            raise
+        print(f"{missing.kind}: {missing}", file=sys.stderr)
+        sys.exit(missing.status)
     except (UserError, StageError, OSError) as error:
         told = explain_os_error(error) if isinstance(error, OSError) else error
         print(f"{told.kind}: {told}", file=sys.stderr)

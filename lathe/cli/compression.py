@@ -22,7 +22,7 @@ from lathe.cli.workers import train
 from lathe.console import show
 
 if TYPE_CHECKING:
-    pass
+    from lathe.config.settings import Recipe
 
 
 @app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")
@@ -127,12 +127,18 @@ def compress(
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(load(name, override) for name in names)
     from lathe.backends import start_workers
-    from lathe.search.compress import PAGE, compress, parse_goal, require_met
+    from lathe.search.compress import compress
+    from lathe.search.goal import parse_goal
+    from lathe.search.result import PAGE, require_met
 
-    def run(verb: str, stage: Callable[[], object], arguments: Sequence[object]) -> None:
-        of_verb = 1 if verb == "prune" else 2
-        options = ["--recipe", names[of_verb], *as_options(override)]
-        start_workers([verb, *options, *map(str, arguments)], settings[of_verb])
+    def run(
+        verb: str, own: "Recipe", stage: Callable[[], object], arguments: Sequence[object]
+    ) -> None:
+        name, chosen = qat_recipe, list[str]()
+        if verb == "prune":
+            name, chosen = prune_recipe, [f"Compress.Prune.ratio={own.Compress.Prune.ratio}"]
+        options = ["--recipe", name, *as_options([*(override or []), *chosen])]
+        start_workers([verb, *options, *map(str, arguments)], own)
         stage()
 
     goal = parse_goal(target, budget)

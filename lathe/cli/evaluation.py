@@ -69,15 +69,15 @@ def evaluate(
         evaluation=result.folder,
         parameters=result.n_params,
         cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
+        last_token_accuracy=with_error(result.last_token_accuracy, result.last_token_stderr),
+        cloze_word_perplexity=with_error(result.word_perplexity, result.word_perplexity_stderr),
         cloze_examples=result.n_examples or None,
         perplexity=with_error(result.perplexity, result.perplexity_stderr),
         adjusted_perplexity=result.adjusted_perplexity,
         **{
-            result_of.label(measure): with_error(
-                result_of.figures[measure.key], result_of.figures.get(f"{measure.key}_stderr")
-            )
-            for result_of in result.tasks.values()
-            for measure in result_of.task.measures
+            found.label(measure): with_error(value, stderr)
+            for found in result.tasks.values()
+            for measure, value, stderr in found.scores()
         },
     )
 

@@ -3,11 +3,12 @@
 A head is scored by its q, k and v rows or by its attention output, a channel by its row of the
 first FFN weight or by its activation. Scores of weights and activations rank the units of one
 layer and kind; those of `taylor` are in one unit, nats squared, and rank all units of a model.
+
+A new criterion is an entry of `CRITERIA` and a word of `PruneSettings.criterion`.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,6 @@ from torch import Tensor, nn
 from lathe.model.gpt import GPT, Block
 from lathe.progress import track
 from lathe.train.loss import next_token_loss
-
-WeightCriterion = Literal["l1_norm", "l2_norm", "fpgm"]
-DataCriterion = Literal["activation", "taylor"]
 
 
 @dataclass(frozen=True)
@@ -28,50 +26,49 @@ class Importance:
     channels: list[Tensor]
 
 
-def importance(
-    model: GPT, criterion: WeightCriterion | DataCriterion, batches: Iterable[Tensor]
-) -> Importance:
-    """Score every head and channel.
+Score = Callable[[GPT, Iterable[Tensor]], Importance]
+"""Scores a model in eval mode, by tokens (B, T + 1) to calibrate on where it looks at data."""
 
-    - `l1_norm`, `l2_norm`: mean |w|, root mean w^2 (Li et al. 2017, arXiv:1608.08710).
-    - `fpgm`: mean distance to the other units of the layer, so that what the others can replace
-      goes first (He et al. 2019, arXiv:1811.00250).
-    - `activation`: mean over tokens of a channel's |activation|, of a head's output's L2 norm
-      (Minitron, Muralidharan et al. 2024, arXiv:2407.14679).
-    - `taylor`: the squared first-order change of the loss when the unit's output is zeroed, mean
-      over sequences (Molchanov et al. 2019, arXiv:1906.10771, with a gate at every unit).
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to score units.
+
+    Attributes:
+        comparable: the scores of all units of a model are in one unit, so that heads, channels and
+            layers can be ranked together; otherwise they rank the units of one layer and kind.
+    """
+
+    score: Score
+    comparable: bool = False
+
+
+def importance(model: GPT, criterion: str, batches: Iterable[Tensor]) -> Importance:
+    """Score every head and channel by one of `CRITERIA`.
 
     Args:
-        batches: tokens (B, T + 1) to calibrate on; read by the last two alone.
+        batches: tokens (B, T + 1) to calibrate on; read by criteria that look at data.
     """
-    if criterion in get_args(WeightCriterion):
-        return _of_weights(model, _WEIGHTS[criterion])
     training = model.training
     model.eval()
     try:
-        return (
-            _of_activations(model, batches)
-            if criterion == "activation"
-            else (_of_gates(model, batches))
-        )
+        return CRITERIA[criterion].score(model, batches)
     finally:
         model.train(training)
 
 
-def _of_weights(model: GPT, score: Callable[[Tensor], Tensor]) -> Importance:
-    heads, channels = [], []
-    for block in model.h:
-        assert isinstance(block, Block)
-        heads.append(score(block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)))
-        channels.append(score(block.mlp.c_fc.weight.detach()))
-    return Importance(heads, channels)
+def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
+    """Scores of the rows (units, weights) of a layer's first linears; no data is read."""
 
+    def of_model(model: GPT, _: Iterable[Tensor]) -> Importance:
+        heads, channels = [], []
+        for block in model.h:
+            assert isinstance(block, Block)
+            heads.append(score(block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)))
+            channels.append(score(block.mlp.c_fc.weight.detach()))
+        return Importance(heads, channels)
 
-_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "l1_norm": lambda rows: rows.abs().mean(1),
-    "l2_norm": lambda rows: rows.square().mean(1).sqrt(),
-    "fpgm": lambda rows: torch.cdist(rows, rows).mean(1),
-}
+    return of_model
 
 
 @torch.no_grad()
@@ -140,3 +137,22 @@ def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
         for hook in hooks:
             hook.remove()
     return Importance([s / sequences for s in heads], [s / sequences for s in channels])
+
+
+CRITERIA = {
+    "l1_norm": Criterion(_of_weights(lambda rows: rows.abs().mean(1))),
+    "l2_norm": Criterion(_of_weights(lambda rows: rows.square().mean(1).sqrt())),
+    "fpgm": Criterion(_of_weights(lambda rows: torch.cdist(rows, rows).mean(1))),
+    "activation": Criterion(_of_activations),
+    "taylor": Criterion(_of_gates, comparable=True),
+}
+"""The criteria by the names that `Compress.Prune.criterion` takes.
+
+- `l1_norm`, `l2_norm`: mean |w|, root mean w^2 (Li et al. 2017, arXiv:1608.08710).
+- `fpgm`: mean distance to the other units of the layer, so that what the others can replace goes
+  first (He et al. 2019, arXiv:1811.00250).
+- `activation`: mean over tokens of a channel's |activation|, of a head's output's L2 norm
+  (Minitron, Muralidharan et al. 2024, arXiv:2407.14679).
+- `taylor`: the squared first-order change of the loss when the unit's output is zeroed, mean over
+  sequences (Molchanov et al. 2019, arXiv:1906.10771, with a gate at every unit).
+"""

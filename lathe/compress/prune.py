@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lathe.compress.criteria import importance
+from lathe.compress.criteria import CRITERIA, importance
 from lathe.compress.enabled import require_enabled
 from lathe.compress.widths import (
     Cost,
@@ -22,13 +22,13 @@ from lathe.compress.widths import (
 from lathe.config.settings import PruneSettings, Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import GPTConfig
+from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
-from lathe.train.pretrain import new_model
+from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult, remove_run
 from lathe.train.run import TrainingJob, run_training
 
@@ -73,17 +73,16 @@ def _one_round(
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
     def make() -> TrainingJob:
-        dense, left = load_checkpoint(model), load_checkpoint(start)
-        if dense.model.config.quantization is not None:
+        dense, left = read_config(model), load_checkpoint(start)
+        if dense.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
-        trainable = new_model(left.model.config, recipe.Model)
-        trainable.load_state_dict(left.model.state_dict())
+        trainable = with_dropout(left.model, recipe.Model)
         config = trainable.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         batches = first_batches(recipe, tokens, settings.calibration_batches)
         calibration = [torch.from_numpy(batch) for batch in batches]
-        pruned = cut(trainable, settings, dense.model.config, index, calibration)
-        before, after = dense.model.config.n_params(), pruned.config.n_params()
+        pruned = cut(trainable, settings, dense, index, calibration)
+        before, after = dense.n_params(), pruned.config.n_params()
         log.info(
             "pruned: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
             list(pruned.config.n_head),
@@ -92,7 +91,7 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", pruned, dense.tokenizer, dense.digest)
+        return TrainingJob("prune", pruned, left.tokenizer, inputs["model"])
 
     share = _share(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])
@@ -121,8 +120,8 @@ def cut(
     scores = importance(model, settings.criterion, calibration)
     if settings.scope == "uniform":
         return shrink(model, choose_uniform(scores, ratio, settings.channel_multiple))
-    cost, is_taylor = Cost.parameters(model.config), settings.criterion == "taylor"
-    kept = choose_global(scores, cost, ratio, settings.channel_multiple, is_taylor)
+    cost, comparable = Cost.parameters(model.config), CRITERIA[settings.criterion].comparable
+    kept = choose_global(scores, cost, ratio, settings.channel_multiple, comparable)
     return shrink(model, kept)
 
 

@@ -21,7 +21,7 @@ from lathe.model.gpt import GPT
 from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
-from lathe.train.pretrain import new_model
+from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 
@@ -53,8 +53,7 @@ def quantize(
         config = start.model.config
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
-        trainable = new_model(config, recipe.Model)
-        trainable.load_state_dict(start.model.state_dict())
+        trainable = with_dropout(start.model, recipe.Model)
         plan = make_plan(config, settings, skip_names(config, settings, sensitivity))
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)

@@ -110,7 +110,8 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
 
 def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
-    others' outputs zeroed. Dropout and recompute carry over.
+    others' outputs zeroed. Dropout and recompute carry over, and what is not cut, such as the
+    embeddings, is shared with `model`.
 
     Raises:
         ValueError: `model` is fake-quantized: prune first, then quantize.
@@ -157,25 +158,33 @@ class _Group:
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
-    """Take steps, the cheapest score first, until a cost as near to `budget` as can be is gone; a
-    group's own steps stay in their order, since their mean scores ascend."""
+    """Take steps, the lowest score a cost first, until as near to `budget` as can be is gone.
+
+    It is Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum Problems",
+    1957). A group's own steps come in their order, since their mean scores ascend.
+
+    Args:
+        budget: in the unit of `_Group.cost`, such as parameters.
+    """
     queue = sorted(
         (score, end, index) for index, group in enumerate(groups) for score, end in group.steps()
     )
     for _, end, index in queue:
         group = groups[index]
         cost = (end - group.gone) * group.cost
-        if cost / 2 <= budget:
+        if cost / 2 <= budget:  # at least half of it is wanted: gone is nearer than kept
             budget -= cost
             group.gone = end
 
 
 def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
+    """A GPT of these tensors, which it shares, with the dropout and recompute of `model`."""
     first = model.h[0]
     assert isinstance(first, Block)
-    small = GPT(config, first.drop.p, first.attn.dropout)
+    with torch.device("meta"):
+        small = GPT(config, first.drop.p, first.attn.dropout)
     small.set_recompute(model.recompute)
-    small.load_state_dict(state)
+    small.load_state_dict(state, assign=True)
     return small
 
 

@@ -44,61 +44,73 @@ def resolve_references(
     Raises:
         UserError: a reference to no key, to itself, or to more than a recipe can hold.
     """
-    spent = 0
+    out: dict[str, Any] = _References(values, origins, source).resolved(values, (), ())
+    return out
 
-    def resolved(value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
-        nonlocal spent
-        spent += 1
-        if spent > MOST_VALUES:
-            raise _mistake(chain, f"become more than {MOST_VALUES} values")
+
+class _References:
+    """Looks up the references of one recipe, within limits on how much they become.
+
+    In its methods `path` is where a value stands, and `chain` are the places of the references
+    that led to it.
+    """
+
+    def __init__(self, values: dict[str, Any], origins: Mapping[str, str], source: str) -> None:
+        self.values, self.origins, self.source = values, origins, source
+        self.spent = 0  # values made
+
+    def resolved(self, value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
+        self.spent += 1
+        if self.spent > MOST_VALUES:
+            raise self._mistake(chain, f"become more than {MOST_VALUES} values")
         if isinstance(value, dict):
-            return {key: resolved(inner, (*path, key), chain) for key, inner in value.items()}
+            return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
         if isinstance(value, list):
             items = enumerate(value)
-            return [resolved(inner, (*path, str(index)), chain) for index, inner in items]
-        if not _has_reference(value):
-            return value
+            return [self.resolved(inner, (*path, str(index)), chain) for index, inner in items]
+        return self._text(value, path, chain) if _has_reference(value) else value
+
+    def _text(self, value: str, path: Path, chain: tuple[Path, ...]) -> Any:
+        """What a text with references becomes; the value itself where it is nothing else."""
         chain = (*chain, path)
         if path in chain[:-1]:
-            raise _mistake(chain, "go in a circle")
+            raise self._mistake(chain, "go in a circle")
         if len(chain) > MOST_STEPS:
-            raise _mistake(chain, f"lead to others over more than {MOST_STEPS} steps")
+            raise self._mistake(chain, f"lead to others over more than {MOST_STEPS} steps")
 
         def look_up(key: Any, _: object) -> Any:
             outer = path[: max(0, len(path) - key.relative_dots)] if key.relative_dots else ()
-            return value_at((*outer, *key.parts), chain)
+            return self._value_at((*outer, *key.parts), chain)
 
-        where = f"{place(chain[0], origins, source)}: {_dotted(chain[0])}"
+        where = f"{place(chain[0], self.origins, self.source)}: {_dotted(chain[0])}"
         try:
             text = GrammarVisitor(look_up, None, None).visit(_parsed(value, where))
         except OmegaConfBaseException:
-            raise _mistake(chain, "name a key by something that is no name") from None
+            raise self._mistake(chain, "name a key by something that is no name") from None
         if isinstance(text, str) and len(text) > MOST_CHARACTERS:
-            raise _mistake(chain, f"become more than {MOST_CHARACTERS} characters")
+            raise self._mistake(chain, f"become more than {MOST_CHARACTERS} characters")
         return text
 
-    def value_at(path: Path, chain: tuple[Path, ...]) -> Any:
-        found: Any = values
+    def _value_at(self, path: Path, chain: tuple[Path, ...]) -> Any:
+        found: Any = self.values
         for step, part in enumerate(path):
             if _has_reference(found):
-                found = resolved(found, path[:step], chain)
+                found = self.resolved(found, path[:step], chain)
             try:
                 found = found[int(part)] if isinstance(found, list) else found[part]
             except (KeyError, IndexError, ValueError, TypeError):
-                raise _mistake(
+                raise self._mistake(
                     chain, f"name {shorten(_dotted(path))}, which is not there"
                 ) from None
-        return resolved(found, path, chain)
+        return self.resolved(found, path, chain)
 
-    def _mistake(chain: tuple[Path, ...], what: str) -> UserError:
+    def _mistake(self, chain: tuple[Path, ...], what: str) -> UserError:
         first = chain[0] if chain else ()
         return UserError(
-            f"{place(first, origins, source)}: {_dotted(first)}: its references ${{...}} {what}",
+            f"{place(first, self.origins, self.source)}: {_dotted(first)}: its references ${{...}} "
+            f"{what}",
             "mend the ${...}: it names another key of the recipe",
         )
-
-    out: dict[str, Any] = resolved(values, (), ())
-    return out
 
 
 def place(path: Path, origins: Mapping[str, str], source: str) -> str:

@@ -46,9 +46,10 @@ class GateResult:
 def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = None) -> GateResult:
     """Compare two evaluation folders unit by unit with the margins of `recipe.Gate`.
 
-    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity rise by
-    `max_perplexity_increase` (relative to the baseline), an accuracy of another task fall by
-    `max_task_accuracy_drop`. A check is passed when the bad end of
+    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity, and that of the cloze
+    set's words where `cloze_measure` says so instead, rise by `max_perplexity_increase` (relative
+    to the baseline), the accuracies of other tasks fall by `max_task_accuracy_drop`. A check is
+    passed when the bad end of
     the difference's `confidence` interval is within the margin, failed when its good end is
     beyond it, and inconclusive between: then `on_inconclusive` decides. Every check has to pass,
     so that the level needs no correction for their number (an intersection-union test).
@@ -105,14 +106,11 @@ def verdict_table(result: GateResult) -> Table:
 def _checks(before: Evaluation, after: Evaluation, settings: GateSettings) -> Iterator[Check]:
     for name, result in before.measured.items():
         for measure in result.task.measures:
-            if measure.margin is not None:
-                yield measure.compare(
-                    result.label(measure) if result.is_named else measure.title.lower(),
-                    before.units[name],
-                    after.units[name],
-                    measure.margin(settings),
-                    settings.confidence,
-                )
+            margin = measure.margin(settings)
+            if margin is not None:
+                title = result.label(measure) if result.is_named else measure.title.lower()
+                units = before.units[name], after.units[name]
+                yield measure.compare(title, *units, margin, settings.confidence)
 
 
 def _sentence(check: Check, confidence: float) -> str:
@@ -126,7 +124,7 @@ def _sentence(check: Check, confidence: float) -> str:
 
 def _units(check: Check) -> str:
     if check.p_value is None:
-        return f"{check.n:,} blocks"
+        return f"{check.n:,} {check.unit}"
     text = (
         f"{check.n:,} examples, {check.lost} lost, {check.gained} gained, "
         f"McNemar p = {check.p_value:.2g}"
@@ -161,12 +159,8 @@ def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
     ours, theirs = before.metrics["protocol"], after.metrics["protocol"]
     if ours != theirs:
         raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint)
-    for name, result in before.measured.items():
-        fixed = {column for measure in result.task.measures for column in measure.fixed}
-        for column, values in before.units[name].columns.items():
-            others = after.units[name].columns[column]
-            if len(values) != len(others) or (column in fixed and (values != others).any()):
-                raise UserError(f"{names} have other examples or blocks", hint)
+    if any(len(before.units[name].rows) != len(after.units[name].rows) for name in before.units):
+        raise UserError(f"{names} have other examples or blocks", hint)
 
 
 def _digests(evaluation: Evaluation) -> dict[str, str | None]:

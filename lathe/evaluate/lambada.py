@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
 from lathe.evaluate.score import Request, Scorer, answer, mean_stderr
@@ -86,6 +86,11 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
         for texts in (contexts, labels)
     ]
     return [ClozeExample(c, w) for c, w in zip(*encoded, strict=True)]
+
+
+def check_cloze(path: Path) -> None:
+    """Read every line, with a tokenizer that needs no words; raises as `read_cloze` does."""
+    read_cloze(path, Tokenizer(models.BPE()))
 
 
 def _split(line: str, where: str) -> tuple[str, str]:

@@ -75,6 +75,8 @@ class EvalResult:
     """The figures of `metrics.json`; None where a measure was not taken.
 
     Attributes:
+        last_token_accuracy: of the cloze set's words, by their last token alone.
+        word_perplexity: of those words.
         tasks: figures of the other tasks, by name.
     """
 
@@ -84,6 +86,10 @@ class EvalResult:
     n_examples: int
     cloze_accuracy: float | None
     cloze_stderr: float | None
+    last_token_accuracy: float | None
+    last_token_stderr: float | None
+    word_perplexity: float | None
+    word_perplexity_stderr: float | None
     perplexity: float | None
     perplexity_stderr: float | None
     adjusted_perplexity: float | None
@@ -304,6 +310,10 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
         n_examples=cloze.get("examples", 0),
         cloze_accuracy=cloze.get("accuracy"),
         cloze_stderr=cloze.get("accuracy_stderr"),
+        last_token_accuracy=cloze.get("last_token_accuracy"),
+        last_token_stderr=cloze.get("last_token_accuracy_stderr"),
+        word_perplexity=cloze.get("target_perplexity"),
+        word_perplexity_stderr=cloze.get("target_perplexity_stderr"),
         perplexity=text.get("perplexity"),
         perplexity_stderr=text.get("perplexity_stderr"),
         adjusted_perplexity=text.get("adjusted_perplexity"),
@@ -314,11 +324,9 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
 def _sentence(results: Sequence[Measured]) -> str:
     parts = []
     for found in results:
-        for measure in found.task.measures:
-            text = f"{found.label(measure)} {measure.show(found.figures[measure.key])}"
-            if stderr := found.figures.get(f"{measure.key}_stderr"):
-                text += f" ± {measure.show(stderr)}"
-            parts.append(text)
+        for measure, value, stderr in found.scores():
+            error = f" ± {measure.show(stderr)}" if stderr else ""
+            parts.append(f"{found.label(measure)} {measure.show(value)}{error}")
         parts[-1] += f" ({found.figures[found.task.unit]:,} {found.task.unit})"
     return ", ".join(parts)
 

@@ -5,7 +5,7 @@ Shapes: n units (examples, or blocks of a text) that both models were measured o
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -26,14 +26,29 @@ class Units:
     """What one model scored on a task.
 
     Attributes:
-        folder: the evaluation.
+        path: the JSONL file.
         figures: the task's in `metrics.json`.
-        columns: by name (n,), a number a unit.
+        rows: its lines, one a unit.
     """
 
-    folder: Path
+    path: Path
     figures: Mapping[str, Any]
-    columns: Mapping[str, NDArray[np.float64]]
+    rows: Sequence[Mapping[str, Any]]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """(n,) a number a unit.
+
+        Raises:
+            UserError: one is missing, no number, or not finite.
+        """
+        hint = "evaluate the model again"
+        try:
+            column = np.array([float(row[name]) for row in self.rows])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{self.path}: broken", hint) from None
+        if not np.isfinite(column).all():
+            raise UserError(f"{self.path}: holds NaN or infinity", hint)
+        return column
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Check:
     """One measure of both models.
 
     Attributes:
-        n: examples, or blocks of the text.
+        n: examples, words or blocks of the text; `unit` says which.
         change: accuracy: candidate less baseline; perplexity: relative to the baseline.
         low, high: its confidence interval.
         limit: the change that is still allowed, negative for accuracy.
@@ -60,6 +75,7 @@ class Check:
     limit: float
     n: int
     method: str
+    unit: str
     lost: int | None = None
     gained: int | None = None
     p_value: float | None = None
@@ -72,27 +88,20 @@ class Measure(ABC):
     Attributes:
         key: its name among the task's figures; the error is `KEY_stderr`.
         title: as tables and pictures call it.
-        axis: what the axis of a picture says.
+        axis: what the axis of a picture says; None: it has no picture.
         margin: how much worse the gate lets it become; None: the gate does not look at it.
         factor: figure times this is what the axis shows.
-        has_ratio: whether it says something how many times another model's it is.
-        fixed: columns that are the same for every model measured on the same file.
+        has_ratio: whether it means something how many times another model's it is.
     """
 
     key: str
     title: str
-    axis: str
-    margin: Callable[[GateSettings], float] | None = None
+    axis: str | None = None
+    margin: Callable[[GateSettings], float | None] = lambda gate: None
 
     higher_is_better: ClassVar[bool]
     factor: ClassVar[float]
     has_ratio: ClassVar[bool]
-    fixed: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    @abstractmethod
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the units that it is computed from."""
 
     @abstractmethod
     def show(self, value: float) -> str:
@@ -102,7 +111,11 @@ class Measure(ABC):
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
-        """The check `name` of a candidate, `after`, against its baseline."""
+        """The check `name` of a candidate, `after`, against its baseline.
+
+        Raises:
+            UserError: too few units for an interval, or units without what is compared.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,17 +132,13 @@ class Accuracy(Measure):
     factor: ClassVar[float] = 100.0
     has_ratio: ClassVar[bool] = False
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column,)
-
     def show(self, value: float) -> str:
         return f"{100 * value:.1f} %"
 
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
-        theirs, ours = (units.columns[self.column].astype(bool) for units in (before, after))
+        theirs, ours = (units.column(self.column).astype(bool) for units in (before, after))
         lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
         difference = accuracy_difference(lost, gained, len(theirs), confidence)
         return Check(
@@ -143,6 +152,7 @@ class Accuracy(Measure):
             limit=-margin,
             n=len(theirs),
             method="Tango's score interval",
+            unit="examples",
             lost=lost,
             gained=gained,
             p_value=mcnemar(lost, gained),
@@ -151,28 +161,41 @@ class Accuracy(Measure):
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(Measure):
-    """exp of the mean loss a token, over blocks: columns `loss` (summed nats) and `tokens`."""
+    """exp of the mean loss, over blocks of a text or over words.
+
+    Attributes:
+        loss: gives (n,) the nats of every unit.
+        tokens: gives (n,) how many tokens, or words, a unit has; the same for every model.
+        method: of the interval; see `lathe.evaluate.paired.loss_difference`.
+        unit: what the units are.
+        form: of a figure in a table.
+    """
+
+    loss: Callable[[Units], NDArray[np.float64]]
+    tokens: Callable[[Units], NDArray[np.float64]]
+    method: str
+    unit: str
+    form: str = ".2f"
 
     higher_is_better: ClassVar[bool] = False
     factor: ClassVar[float] = 1.0
     has_ratio: ClassVar[bool] = True
-    fixed: ClassVar[tuple[str, ...]] = ("tokens",)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ("loss", "tokens")
 
     def show(self, value: float) -> str:
-        return f"{value:.2f}"
+        return format(value, self.form)
 
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
-        tokens = before.columns["tokens"]
+        tokens = self.tokens(before)
         if len(tokens) < 2:
-            raise UserError(f"{before.folder}: one block of text", "evaluate on a longer text")
-        theirs, ours = before.columns["loss"], after.columns["loss"]
-        difference = loss_difference(theirs, ours, tokens, confidence)
+            raise UserError(f"{before.path}: one of {self.unit}", "evaluate on more of them")
+        if (tokens != self.tokens(after)).any():
+            raise UserError(
+                f"{before.path} and {after.path} have other {self.unit}",
+                "evaluate both models on the same data with the same recipe",
+            )
+        difference = loss_difference(self.loss(before), self.loss(after), tokens, confidence)
         change, low, high = (
             math.expm1(min(x, LARGEST_EXPONENT))
             for x in (difference.estimate, difference.low, difference.high)
@@ -180,15 +203,20 @@ class Perplexity(Measure):
         return Check(
             measure=name,
             verdict=judge(low, high, margin),
-            baseline=before.figures[self.key],
-            candidate=after.figures[self.key],
+            baseline=self._value(before),
+            candidate=self._value(after),
             change=change,
             low=low,
             high=high,
             limit=margin,
             n=len(tokens),
-            method="linearized ratio over blocks, Student's t",
+            method=self.method,
+            unit=self.unit,
         )
+
+    def _value(self, units: Units) -> float:
+        loss = float(self.loss(units).sum() / self.tokens(units).sum())
+        return math.exp(min(loss, LARGEST_EXPONENT))
 
 
 def judge(best: float, worst: float, allowed: float) -> Verdict:

@@ -1,13 +1,10 @@
 """An evaluation folder: the figures of `lathe evaluate`, and the units that they are means of."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lathe.artifacts.kinds import EVALUATION, check_files, read_metadata
 from lathe.artifacts.metadata import EvaluationMetadata
@@ -41,6 +38,13 @@ class Measured:
     def is_named(self) -> bool:
         """Whether the file named it, not the task."""
         return self.task not in SLOTS
+
+    def scores(self) -> Iterator[tuple[Measure, float, float | None]]:
+        """Every figure that models are compared by, with its standard error."""
+        for measure in self.task.measures:
+            value = self.figures.get(measure.key)
+            if value is not None:
+                yield measure, value, self.figures.get(f"{measure.key}_stderr")
 
     def label(self, measure: Measure) -> str:
         """What tables and pictures call a figure."""
@@ -78,10 +82,9 @@ def read_evaluation(folder: Path) -> Evaluation:
     found = {result.name: result for result in measured(metrics, folder)}
     units = {}
     for name, result in found.items():
-        names = dict.fromkeys(c for measure in result.task.measures for c in measure.columns)
-        n = result.figures[result.task.unit]
-        columns = _read_columns(folder / units_file(name), n, *names)
-        units[name] = Units(folder, result.figures, dict(zip(names, columns, strict=True)))
+        path = folder / units_file(name)
+        rows = _read_rows(path, result.figures[result.task.unit])
+        units[name] = Units(path, result.figures, rows)
     return Evaluation(folder, metrics, found, units)
 
 
@@ -124,21 +127,14 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
     return found
 
 
-def _read_columns(path: Path, n: int, *names: str) -> list[NDArray[np.float64]]:
-    """One array of `n` numbers a name."""
+def _read_rows(path: Path, n: int) -> list[dict[str, Any]]:
+    """The `n` lines of a JSONL file."""
     try:
-        rows = (
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if n
-            else []
-        )
-        columns = [np.array([float(row[name]) for row in rows]) for name in names]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         raise UserError(f"{path}: no such file", HINT) from None
-    except (OSError, RecursionError, KeyError, TypeError, ValueError):
+    except (OSError, RecursionError, ValueError):
         raise UserError(f"{path}: broken", HINT) from None
-    if not all(np.isfinite(column).all() for column in columns):
-        raise UserError(f"{path}: holds NaN or infinity", HINT)
     if len(rows) != n:
         raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", HINT)
-    return columns
+    return rows

@@ -19,6 +19,7 @@ from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.runtime.session import METADATA, MODEL
 from lathe.storage import atomic_folder, claim_output_folder, sha256
@@ -77,16 +78,7 @@ def export(
     checkpoint = load_checkpoint(model)
     settings = recipe.Export
     config = checkpoint.model.config
-    if config.head_dim % HEAD_SIZE_MULTIPLE:
-        raise UserError(
-            f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
-            "choose num_attention_heads so that hidden_size / num_attention_heads is one",
-        )
-    if config.quantization and settings.dtype == "float16":
-        raise UserError(
-            f"{model}: an INT8 checkpoint, and Export.dtype float16",
-            "export it as it is, or the checkpoint from before its quantization in float16",
-        )
+    _require_exportable(model, config, settings)
     new_tokens = min(settings.new_tokens, config.n_positions // 2)
     prompts = held_out_prompts(
         checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
@@ -121,6 +113,20 @@ def export(
         proof.prompts,
     )
     return result
+
+
+def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
+    """Raise UserError for a head size or a type that the graph does not have."""
+    if config.head_dim % HEAD_SIZE_MULTIPLE:
+        raise UserError(
+            f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
+            "choose num_attention_heads so that hidden_size / num_attention_heads is one",
+        )
+    if config.quantization and settings.dtype == "float16":
+        raise UserError(
+            f"{model}: an INT8 checkpoint, and Export.dtype float16",
+            "export it as it is, or the checkpoint from before its quantization in float16",
+        )
 
 
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Proof that an exported graph is the checkpoint it came from."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from lathe.errors import StageError
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.progress import bar
+from lathe.progress import Bar, bar
 from lathe.runtime.session import MODEL, OnnxModel, open_session, pad
 
 log = logging.getLogger("lathe")
@@ -104,53 +105,24 @@ def prove(
     """
     kernels = count_kernels(model, folder / MODEL)
     onnx_model = OnnxModel(folder, threads=torch.get_num_threads())
-    n_checks = 3 * len(prompts)
-    with bar("prove the export", n_checks) as progress:
-        is_exact = model.config.quantization is None and onnx_model.dtype == np.float32
-        max_error, mean_error, mean_limit, std, agreement = _compare_logits(
-            model, onnx_model, prompts, progress
-        )
-        errors = linear_errors(model, onnx_model, folder / MODEL, prompts)
-        for name, linear_error in errors.items():
-            if not linear_error <= 1:
-                raise ProofError(
-                    f"{name}: the integer linear parts from torch's on the same input, "
-                    f"{linear_error:.3g} times as far as rounding explains"
-                )
-        if not mean_error <= mean_limit or (is_exact and not max_error <= tolerance):
-            raise ProofError(
-                f"logits differ from torch's by {mean_error:.3g} in the mean (limit "
-                f"{mean_limit:.3g}) and by {max_error:.3g} at most (limit "
-                f"{f'{tolerance:.3g}' if is_exact else 'none'})"
-            )
-        batch_error = _compare_batch(onnx_model, prompts)
-        batch_limit = tolerance if is_exact else max(max_error, tolerance)
-        if not batch_error <= batch_limit:
-            raise ProofError(
-                f"a row's logits change by {batch_error:.3g} with its batch (limit "
-                f"{batch_limit:.3g})"
-            )
-        settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new_tokens)
-        expected = generate(model, prompts, settings)
-        progress.advance(len(prompts))
-        batched = onnx_model.greedy(prompts, new_tokens, stop_at_eos=False)
-        ties = _compare_greedy(model, prompts, expected, batched, max_error)
-        for i, prompt in enumerate(prompts):
-            alone = onnx_model.greedy([prompt], new_tokens, stop_at_eos=False)
-            if alone[0] != batched[i]:
-                more = _compare_greedy(model, [prompt], [expected[i]], alone, max_error, first=i)
-                ties += [tie for tie in more if tie not in ties]
-            progress.advance()
+    is_exact = model.config.quantization is None and onnx_model.dtype == np.float32
+    with bar("prove the export", 3 * len(prompts)) as progress:
+        logits = _compare_logits(model, onnx_model, prompts, progress)
+        linear_error = _require_linears(model, onnx_model, folder / MODEL, prompts)
+        _require_logits(logits, tolerance if is_exact else math.inf)
+        batch_limit = tolerance if is_exact else max(logits.max_error, tolerance)
+        batch_error = _require_batch(onnx_model, prompts, batch_limit)
+        ties = _require_greedy(model, onnx_model, prompts, new_tokens, logits.max_error, progress)
     return Proof(
         integer_kernels=kernels,
         prompts=len(prompts),
         new_tokens=new_tokens,
-        max_error=max_error,
-        mean_error=mean_error,
-        mean_limit=mean_limit,
-        argmax_agreement=agreement,
-        linear_error=max(errors.values(), default=0.0),
-        logits_std=std,
+        max_error=logits.max_error,
+        mean_error=logits.mean_error,
+        mean_limit=logits.mean_limit,
+        argmax_agreement=logits.argmax_agreement,
+        linear_error=linear_error,
+        logits_std=logits.std,
         batch_error=batch_error,
         ties=ties,
     )
@@ -188,11 +160,20 @@ def count_kernels(model: GPT, path: Path) -> int:
     return integer
 
 
+@dataclass(frozen=True)
+class _Logits:
+    """How far the graph's logits are from torch's; see `Proof`. `std` is that of torch's logits."""
+
+    max_error: float
+    mean_error: float
+    mean_limit: float
+    std: float
+    argmax_agreement: float
+
+
 def _compare_logits(
-    model: GPT, onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], progress: Any
-) -> tuple[float, float, float, float, float]:
-    """Largest and mean error, the limit of the mean, the standard deviation of logits, and the
-    share of positions with the same argmax."""
+    model: GPT, onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], progress: Bar
+) -> _Logits:
     largest, error, change, variance, n, same = 0.0, 0.0, 0.0, 0.0, 0, 0
     is_int8 = model.config.quantization is not None
     float_model = _without_quantization(model)
@@ -212,7 +193,31 @@ def _compare_logits(
         progress.advance()
     limit = (QUANTIZATION_SHARE if is_int8 else NOISE_FACTOR[onnx_model.dtype]) * change / n
     agreement = same / sum(map(len, prompts))
-    return largest, error / n, limit, float(np.sqrt(variance / n)), agreement
+    return _Logits(largest, error / n, limit, float(np.sqrt(variance / n)), agreement)
+
+
+def _require_logits(logits: _Logits, max_limit: float) -> None:
+    """Raise ProofError unless the mean error is within its limit and the largest within this."""
+    if not logits.mean_error <= logits.mean_limit or not logits.max_error <= max_limit:
+        raise ProofError(
+            f"logits differ from torch's by {logits.mean_error:.3g} in the mean (limit "
+            f"{logits.mean_limit:.3g}) and by {logits.max_error:.3g} at most (limit "
+            f"{f'{max_limit:.3g}' if max_limit < math.inf else 'none'})"
+        )
+
+
+def _require_linears(
+    model: GPT, onnx_model: OnnxModel, path: Path, prompts: Sequence[Sequence[int]]
+) -> float:
+    """The error of the worst integer linear, which is at most 1; 0 where there is none."""
+    errors = linear_errors(model, onnx_model, path, prompts)
+    for name, error in errors.items():
+        if not error <= 1:
+            raise ProofError(
+                f"{name}: the integer linear parts from torch's on the same input, "
+                f"{error:.3g} times as far as rounding explains"
+            )
+    return max(errors.values(), default=0.0)
 
 
 def _without_quantization(model: GPT) -> GPT:
@@ -248,12 +253,39 @@ def _rounded_otherwise(model: GPT, dtype: type[np.floating[Any]], seed: int) -> 
             hook.remove()
 
 
-def _compare_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]) -> float:
+def _require_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], limit: float) -> float:
+    """The largest difference between a ragged batch and each row alone, which is within `limit`."""
     tokens, lengths = pad(prompts)
     cache = onnx_model.start(len(prompts), int(lengths.max()))
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
     alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
-    return float(np.abs(together - np.stack(alone)).max())
+    error = float(np.abs(together - np.stack(alone)).max())
+    if not error <= limit:
+        raise ProofError(f"a row's logits change by {error:.3g} with its batch (limit {limit:.3g})")
+    return error
+
+
+def _require_greedy(
+    model: GPT,
+    onnx_model: OnnxModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    max_error: float,
+    progress: Bar,
+) -> list[Tie]:
+    """The ties of greedy decoding in a batch and of each prompt alone."""
+    settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new_tokens)
+    expected = generate(model, prompts, settings)
+    progress.advance(len(prompts))
+    batched = onnx_model.greedy(prompts, new_tokens, stop_at_eos=False)
+    ties = _compare_greedy(model, prompts, expected, batched, max_error)
+    for i, prompt in enumerate(prompts):
+        alone = onnx_model.greedy([prompt], new_tokens, stop_at_eos=False)
+        if alone[0] != batched[i]:
+            more = _compare_greedy(model, [prompt], [expected[i]], alone, max_error, first=i)
+            ties += [tie for tie in more if tie not in ties]
+        progress.advance()
+    return ties
 
 
 def _compare_greedy(

@@ -21,7 +21,7 @@ from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
-from lathe.model.config import LINEARS, GPTConfig
+from lathe.model.config import LINEARS, GPTConfig, read_config
 from lathe.storage import sha256
 from lathe.storage.verified import require_intact
 
@@ -76,6 +76,20 @@ def read_marker(folder: Path) -> dict[str, Any]:
     metadata = read_metadata(marker, CheckpointMetadata, hint)
     require_intact(folder, metadata.files, MARKER, hint)
     return metadata.raw
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Check that a folder is a whole checkpoint, or that of a HF GPT-2 model; the tensors are not
+    read.
+
+    Raises:
+        UserError: it is not.
+    """
+    config = read_config(resolve(folder))
+    read_marker(folder)
+    read_tokenizer(folder, config)
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder}: no {WEIGHTS}", "save the model as safetensors")
 
 
 def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:

@@ -1,8 +1,8 @@
 """The releases of a model in the object store, and the pointer to the one in production.
 
-    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once whole
-    RELEASES/MODEL/sha256-DIGEST.golden.json   what it must answer, and how good it is
-    RELEASES/MODEL/production.json             the release that is live, and those before it
+    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once
+    complete RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts and the figures of its
+    evaluation RELEASES/MODEL/production.json             the live release and earlier ones
 
 In the repository `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum` gives DIGEST.
 """
@@ -28,7 +28,7 @@ SHORT = len("sha256-") + 12
 
 
 class Placed(BaseModel):
-    """A release, and when it went live."""
+    """A release and the time it went live."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +37,7 @@ class Placed(BaseModel):
 
 
 class Pointer(BaseModel):
-    """`production.json`; the newest of those before comes first."""
+    """`production.json`: the live release and earlier ones, newest first."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,7 +45,7 @@ class Pointer(BaseModel):
     previous: tuple[Placed, ...] = ()
 
     def moved_to(self, release: str, now: datetime) -> "Pointer":
-        """With `release` live; itself where it is."""
+        """The pointer with `release` live; unchanged if it already is."""
         if self.live is None:
             return Pointer(live=Placed(release=release, since=now))
         if self.live.release == release:
@@ -57,18 +57,18 @@ class Pointer(BaseModel):
 
 @dataclass(frozen=True)
 class Releases:
-    """The releases of one model; `root` is their address, without a final slash."""
+    """The releases of one model; `root` is their address without a trailing slash."""
 
     root: str
 
     def address(self, release: str) -> str:
-        """Of a release's repository, as the Deployment's pods fetch it."""
+        """Address of a release's repository, which the Deployment's pods fetch."""
         return f"{self.root}/{release}/"
 
     def publish(self, repository: Path, golden: Golden) -> str:
-        """Upload a repository under the name of its bytes, if it is not there; its name.
+        """Upload a repository under the digest of its contents, unless it exists; returns its name.
 
-        A release that is there is never written to, whatever its bytes have become.
+        An existing release is never written to, even if its bytes have changed.
 
         Raises:
             UserError: the store cannot be written to.
@@ -77,29 +77,29 @@ class Releases:
         if not exists(self._golden(release)):
             write_text(self._golden(release), golden.model_dump_json(indent=1) + "\n")
         if exists(self.address(release)):
-            log.info("%s is published already", self.address(release))
+            log.info("%s is already published", self.address(release))
         else:
             upload(repository, self.address(release))
             log.info("published %s", self.address(release))
         return release
 
     def fetch(self, release: str, folder: Path) -> Path:
-        """The repository of a release in `folder`, proven to be the bytes that it is named for.
+        """Fetch the repository of a release into `folder`, and check it against its digest.
 
         Raises:
-            UserError: it is not there, or the store does not answer.
+            UserError: it does not exist, or the store does not answer.
             StageError: its bytes have changed.
         """
         repository = fetch(self.address(release), folder)
         if (found := name_of(repository)) != release:
             raise StageError(
-                f"{self.address(release)} holds other bytes than it is named for ({found[:SHORT]}):"
+                f"{self.address(release)} does not match the digest in its name ({found[:SHORT]}):"
                 " remove it, and publish it again"
             )
         return repository
 
     def golden(self, release: str) -> Golden:
-        """Raises UserError where there is none, or it is broken."""
+        """Golden prompts of a release; raises UserError if they are missing or broken."""
         return Golden.parse(read_text(self._golden(release)), self._golden(release))
 
     def pointer(self) -> Pointer:
@@ -122,15 +122,15 @@ class Releases:
         write_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n")
 
     def published(self) -> list[str]:
-        """Names of the whole releases, the newest first."""
+        """Names of the complete releases, newest first."""
         names = [uri.rstrip("/").rpartition("/")[2] for uri in list_uris(f"{self.root}/")]
         return [name for name in reversed(names) if NAME.fullmatch(name)]
 
     def find(self, digest: str) -> str:
-        """The name of the published release that `digest`, or the beginning of one, means.
+        """The name of the published release with this digest or prefix of one.
 
         Raises:
-            UserError: none does, or several do.
+            UserError: none or several match.
         """
         wanted = "sha256-" + digest.removeprefix("sha256-")
         found = [name for name in self.published() if name.startswith(wanted)]
@@ -149,7 +149,7 @@ def releases_of(recipe: Recipe) -> Releases:
     """The releases of `Serving.model_name` in `Production.releases`.
 
     Raises:
-        UserError: the recipe names no address in an object store.
+        UserError: the recipe has no address in an object store.
     """
     root = recipe.Production.releases
     if not root or not re.match(r"(s3|minio)://[^/]", root):
@@ -161,8 +161,8 @@ def releases_of(recipe: Recipe) -> Releases:
 
 
 def name_of(repository: Path) -> str:
-    """`sha256-` and the digest of a folder's names and bytes; files whose own name begins with a
-    dot are the store's."""
+    """`sha256-` and the digest of a folder's file names and contents. Files whose name begins with
+    a dot are excluded: they belong to the store."""
     files = (p for p in repository.rglob("*") if p.is_file() and not p.name.startswith("."))
     names = sorted(p.relative_to(repository).as_posix() for p in files)
     return "sha256-" + digest("".join(f"{sha256(repository / n)}  {n}\n" for n in names))

@@ -1,26 +1,8 @@
-"""What a search for a smaller model aims at, and what it tried."""
+"""What a search for a smaller model tried."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-Target = Literal["latency", "prefill", "bytes", "parameters"]
-Budget = Literal["accuracy", "perplexity"]
-
-
-@dataclass(frozen=True)
-class Goal:
-    """At most `at_most` of the dense float32 model's `target`, for at most `budget`.
-
-    Attributes:
-        target: `latency` is of a decoded token, `prefill` of a prompt, `bytes` of the ONNX file.
-        budget: accuracy in points of cloze accuracy that may be lost, or perplexity's relative
-            increase.
-    """
-
-    target: Target
-    at_most: float
-    budget: Budget
-    allowed: float
+from lathe.search.goal import Goal
 
 
 @dataclass(frozen=True)

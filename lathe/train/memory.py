@@ -1,4 +1,4 @@
-"""How much memory a training layout takes on a GPU, from the recipe's numbers alone.
+"""Estimate the GPU memory of a training layout from the recipe alone.
 
 Parameters, gradients and Adam's moments are divided as in ZeRO (Rajbhandari et al. 2020,
 arXiv:1910.02054), in float32, with whole copies where FSDP2 gathers them. Activations are counted
@@ -22,7 +22,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the moment when it holds most.
+    """Bytes on one GPU at its peak.
 
     Attributes:
         weights: this GPU's float32 shard, gathered whole copies, half precision copies of O2.
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Block:
-    """One layer on one GPU: elements of its parameters, else bytes."""
+    """One layer on one GPU: parameters in elements, everything else in bytes."""
 
     parameters: float
     cast: float  # autocast's copies of the matrices
@@ -54,7 +54,7 @@ class _Block:
 
 
 def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """Memory of the fullest GPU in a training step; without what CUDA and NCCL take themselves.
+    """Peak memory of the fullest GPU in a training step, without CUDA's and NCCL's own.
 
     An upper bound where `Engine.compile` fuses operations. Fake quantization is not counted.
 
@@ -99,12 +99,20 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
 
 
 def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it."""
+    """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it.
+
+    Weights, gradients and moments of Adam are all through a step what `_state` says (ZeRO, section
+    5); activations rise to `kept` in the forward passes and fall block by block in the backward
+    passes; a block, the head and the embedding add what they need while they are at work. Bytes
+    but for `table`, `ends` and `parameters`, which are elements.
+    """
     C, V = config.n_embd, config.vocab_size / layout.mp
     N, n = _tokens(recipe, layout)
     _, stream = _bytes(recipe)
     is_first, is_last = rank == 0, rank == layout.pp - 1
     layers = layout.layers(rank, config.n_layer)
+    # Elements outside of the blocks: the token embedding, which the last rank has as its head too;
+    # the position embedding; the last norm's weight and bias.
     table = V * C
     ends = table if is_first or is_last else 0.0
     ends += config.n_positions / layout.mp * C if is_first else 0
@@ -112,6 +120,7 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     parameters = layers * block.parameters + ends
     state = _state(parameters, ends, block, recipe, layout)
 
+    # 1F1B holds the activations of as many micro-batches as are under way, not of all of a step.
     in_flight = _micro_batches_in_flight(rank, layout)
     before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
     passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
@@ -130,22 +139,26 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
         )
 
     first = state.gradients if before else 0.0
-    head_gradients = FLOAT * (table + N * C) if is_last else 0.0  # known with the loss
+    # `linear_cross_entropy` makes the gradients of the table (V, C) and of the hidden states (N, C)
+    # together with the loss, in float32; they live until the backward pass has used them.
+    head_gradients = FLOAT * (table + N * C) if is_last else 0.0
     moments = []
-    # The loss of a micro-batch, or its last block's forward pass.
+    # The loss of a micro-batch, or its last block's forward pass, for which recomputation casts
+    # weights that it does not keep.
     cast = passed * block.cast if layout.recompute == "full" else 0.0
     head = head_gradients + _head(V, C, recipe, layout) if is_last else 0.0
     moments.append(moment(state.weights, first, kept, max(head, cast)))
     # Backward: the last block's,
     weights = state.weights + state.gathered
     moments.append(moment(weights, first, kept, head_gradients + backward))
-    # the first one's,
+    # the first one's, when the gradients of all other blocks are there already,
     late = weights if before else state.late_weights
     rest = kept - (passed - 1) * block.kept
     others = max(first, state.gradients * (1 - (block.parameters + ends) / parameters))
     sums = state.element * table
     moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
-    # the embedding's: the two gradients of one table, and their sum;
+    # the embedding's: of a tied table the head's gradient, the embedding's, and their sum, less
+    # the one that `state.gradients` counts where nothing was there before;
     rest -= block.kept
     copies = (3 if is_first and is_last else 1) - (not before)
     moments.append(moment(late, state.gradients, rest, copies * sums))

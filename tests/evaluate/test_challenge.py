@@ -17,7 +17,7 @@ from lathe.production.golden import Golden
 from lathe.production.release import Pointer, releases_of
 from lathe.serve.repository import write_repository
 from lathe.storage import write_text
-from tests.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
+from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from google.protobuf import json_format
 
 from pipelines import objects as pipeline_objects
 from pipelines.compile import PIPELINES
-from tests.crds import CRDS, validator
-from tests.manifests.rendered import MANIFESTS, Object, named, of_kind, pods, variant
+from tests.support.crds import CRDS, validator
+from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, variant
 
 KUBERNETES = "1.32"
 CUSTOM = ("trainer.kubeflow.org", "serving.kserve.io", "pipelines.kubeflow.org")

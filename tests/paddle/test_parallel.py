@@ -8,9 +8,9 @@ import pytest
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
-from tests import small_run
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL
+from tests.support import small_run
 
 PREAMBLE = """
 from lathe.paddle.environment import prepare

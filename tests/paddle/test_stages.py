@@ -24,9 +24,9 @@ from lathe.evaluate.evaluate import evaluate
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
-from tests import small_run
-from tests.fake_deployments import until
 from tests.paddle.conftest import run_paddle
+from tests.support import small_run
+from tests.support.fake_deployments import until
 
 SMALL = (
     *(s for s in small_run.SMALL if "local_batch_size" not in s and "max_steps" not in s),

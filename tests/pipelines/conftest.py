@@ -6,8 +6,8 @@ import random
 import pytest
 
 from pipelines import upload
-from tests import fake_kfp
-from tests.s3 import s3, s3_server
+from tests.support import fake_kfp
+from tests.support.s3 import s3, s3_server
 
 __all__ = ["s3", "s3_server"]
 

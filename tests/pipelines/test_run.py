@@ -38,7 +38,7 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corp
         "pretrain",
         "evaluate-dense",
     ]
-    assert "global step 3" in out and "KFP" not in out and "executor_input" not in out
+    assert "step 3/3, loss" in out and "KFP" not in out and "executor_input" not in out
     (model,) = tmp_path.glob("run/one/*/pretrain/model")
     assert (model / "model.safetensors").is_file()
     assert str(model) in out
@@ -69,7 +69,8 @@ def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpu
     run = start(tmp_path, *arguments, "--name", "nodes", *TWO_BY_TWO)
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, out + err
-    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", out).groups())
+    (log,) = tmp_path.glob("run/nodes/*/pretrain/model/steps.log")
+    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", log.read_text()).groups())
     assert round(total / each) == 4  # parts of the batch
     (figures,) = tmp_path.glob("run/nodes/*/pretrain/metrics")
     assert json.loads(figures.read_text())["step"] == 3
@@ -80,7 +81,7 @@ def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, co
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     workers = processes(tmp_path, "-m lathe pretrain")
     ranks = {environment(pid)["RANK"]: pid for pid in workers if "RANK" in environment(pid)}
@@ -133,7 +134,7 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     forever = ("-o", "Engine.max_steps=10000000")
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", corpus, *forever)
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     assert processes(tmp_path)
     run.send_signal(signal.SIGTERM)
@@ -147,7 +148,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=60)
@@ -180,7 +181,7 @@ def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, reci
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     (runner,) = processes(tmp_path, "pipelines.local")
     os.kill(runner, signal.SIGKILL)
@@ -235,14 +236,14 @@ def test_log_shows_lathe_and_keeps_a_defects_traceback():
     {
     }
     [lathe] pruned 3 heads
-    [rank0]:global step 1
-    [rank1]:global step 1
+    [rank0]:step 1/3, loss 5.2, 9 s left
+    [rank1]:step 1/3, loss 5.2, 9 s left
     Traceback (most recent call last):
       File "x.py", line 1, in <module>
     KeyError: 'h.0'
 10:00:01.000 - ERROR - Task \x1b[96m'prune'\x1b[0m finished with status \x1b[91mFAILURE\x1b[0m"""
     shown = [text for line in lines.splitlines() for text in log.feed(line)]
-    assert shown == ["prune", "    pruned 3 heads", "    global step 1"]
+    assert shown == ["prune", "    pruned 3 heads", "    step 1/3, loss 5.2, 9 s left"]
     assert log.failed == "prune"
     assert log.error().splitlines()[:2] == [
         "prune: failed",

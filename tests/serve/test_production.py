@@ -18,7 +18,7 @@ from lathe.production import publish as production
 from lathe.production.publish import publish_release, roll_back
 from lathe.production.release import Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
-from tests.small_release import RECIPE
+from tests.support.small_release import RECIPE
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 

@@ -48,7 +48,7 @@ def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
     for name, rtol in (("file", 1e-6), ("checkpoint", 1e-5)):
         other = read_evaluation(folders[name])
         for task, column in (("text", "loss"), ("cloze", "correct"), ("questions", "correct_norm")):
-            ours, theirs = (x.units[task].columns[column] for x in (served, other))
+            ours, theirs = (x.units[task].column(column) for x in (served, other))
             np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
 

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.session import OnnxModel, pad, saturates
-from tests.small_export import PRUNED, make_model, random_tokens, write_unproven
+from lathe.runtime.session import PLAIN_ATTENTION, OnnxModel, pad, saturates
+from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
 PROMPTS = [random_tokens(n, seed=n).tolist() for n in LENGTHS]
@@ -116,6 +117,19 @@ def test_old_cpus_get_the_exact_kernels() -> None:
     assert not saturates("processor : 0\nflags\t\t: fpu avx512f avx512_vnni\n")
     assert not saturates("processor : 0\nflags\t\t: fpu avx2 avx_vnni\n")
     assert not saturates("processor : 0\nFeatures : fp asimd\n")  # no x86
+
+
+def test_a_session_takes_the_plain_attention_unless_told_otherwise(
+    exported: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN_ATTENTION, "0")
+    OnnxModel(exported.folder)
+    assert os.environ[PLAIN_ATTENTION] == "0"
+    monkeypatch.delenv(PLAIN_ATTENTION)
+    code = f"import os, lathe.runtime.session; assert {PLAIN_ATTENTION!r} not in os.environ"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    OnnxModel(exported.folder)
+    assert os.environ[PLAIN_ATTENTION] == "1"
 
 
 def test_the_servers_environment_can_import_it() -> None:

@@ -11,8 +11,8 @@ import pytest
 from lathe.errors import UserError
 from lathe.storage import exists, fetch, read_text, remove, sha256, upload, write_text
 from lathe.storage.manifest import Entry, to_json
-from tests.s3 import ACCESS_KEY, SECRET_KEY, free_port
-from tests.storage.silent import http, says_always, server
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY, free_port
+from tests.support.silent import http, says_always, server
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])

@@ -14,8 +14,8 @@ from lathe.errors import UserError
 from lathe.storage import exists, fetch, is_remote, list_uris, read_text, remove, upload, write_text
 from lathe.storage.failures import shown
 from lathe.storage.network import network_timeout
-from tests.s3 import free_port
-from tests.storage.silent import ANSWERS, http, says_always, server
+from tests.support.s3 import free_port
+from tests.support.silent import ANSWERS, http, says_always, server
 
 WAITS = 0.4
 SLOW = ("silent", "trickle", "trickling body")

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.workers import mesh_shape
-from tests.small_run import SMALL, records, run_layouts
+from tests.support.small_run import SMALL, records, run_layouts
 
 BASE = (
     *SMALL,
@@ -50,7 +49,6 @@ EIGHT = {"mp2-pp2-sharding2": (MP, PP, SP, *sharding(3), "Model.use_recompute=Tr
 
 @pytest.fixture(scope="module")
 def alone(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(2)  # as the tests that compare bits with it
     output = tmp_path_factory.mktemp("alone") / "run"
     pretrain(load_recipe("tiny", BASE), small_data, output)
     return output

@@ -17,7 +17,7 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import Preempted, StageError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
-from tests.small_run import SMALL, kill_after_saves, records, run, start, workers_of
+from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
 
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
 TWO = (*DROPOUT, "Global.local_batch_size=4", "Engine.save_load.save_steps=3")
@@ -108,7 +108,7 @@ def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == Preempted.status == 75
-    assert "the same command goes on" in errors.decode()
+    assert "run the same command to resume" in errors.decode()
     (state,) = saved_steps(ended / "state")
     assert int(state.name.removeprefix("step_")) == len(records(ended, "loss"))
     run("pretrain", small_data, ended, overrides=rare)

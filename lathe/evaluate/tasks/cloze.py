@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.evaluate.lambada import (
@@ -14,7 +15,7 @@ from lathe.evaluate.lambada import (
     score_cloze,
     summarize_cloze,
 )
-from lathe.evaluate.measures import Accuracy
+from lathe.evaluate.measures import Accuracy, Perplexity
 from lathe.evaluate.score import Limits, Scorer
 from lathe.evaluate.tasks.task import Task
 
@@ -29,7 +30,24 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
             title="Cloze accuracy",
             axis="% of last words right",
             column="correct",
-            margin=lambda gate: gate.max_accuracy_drop,
+            margin=lambda gate: (
+                gate.max_accuracy_drop if gate.cloze_measure == "accuracy" else None
+            ),
+        ),
+        Accuracy(
+            key="last_token_accuracy", title="Last-token accuracy", column="last_token_correct"
+        ),
+        Perplexity(
+            key="target_perplexity",
+            title="Cloze word perplexity",
+            loss=lambda units: -units.column("log_likelihood"),
+            tokens=lambda units: np.ones(len(units.rows)),
+            method="paired Student's t",
+            unit="words",
+            form=".4g",
+            margin=lambda gate: (
+                gate.max_perplexity_increase if gate.cloze_measure == "word_perplexity" else None
+            ),
         ),
     )
 

@@ -30,6 +30,10 @@ class TextPerplexity(Task[Text, BlockLoss]):
             key="perplexity",
             title="Perplexity",
             axis="perplexity",
+            loss=lambda units: units.column("loss"),
+            tokens=lambda units: units.column("tokens"),
+            method="linearized ratio over blocks, Student's t",
+            unit="blocks",
             margin=lambda gate: gate.max_perplexity_increase,
         ),
     )
