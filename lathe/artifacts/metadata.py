@@ -32,10 +32,14 @@ def _plain(name: str) -> str:
     return name
 
 
+TASK_NAME = r"^\w[\w.-]*$"
+"""A task's units are in a file of this name."""
+
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 FileName = Annotated[str, AfterValidator(_relative)]
+TaskName = Annotated[str, Field(pattern=TASK_NAME)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -183,8 +187,18 @@ class TextFigures(Figures):
     adjusted_perplexity: Error | None = None
 
 
+class TaskEntry(BaseModel):
+    """A task of `--task`, which knows its figures."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    task: str
+    source: str
+    sha256: Sha256
+    figures: Figures
+
+
 class EvaluationMetadata(Metadata):
-    """`metrics.json`; one of an earlier version has no `files`."""
+    """`metrics.json`; one of an earlier version has no `files` and no `tasks`."""
 
     model: EvaluatedModel
     cloze: ClozeFigures | None
@@ -193,6 +207,7 @@ class EvaluationMetadata(Metadata):
     sources: dict[str, str | None]
     digests: dict[str, str | None]
     seconds: Error
+    tasks: dict[TaskName, TaskEntry] = Field(default_factory=dict)
     files: Files | None = None
 
 

@@ -39,6 +39,14 @@ def output_option(help: str) -> Any:
 Data = Annotated[Path, input_option("Folder that `lathe prepare` wrote.")]
 Model = Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")]
 Output = Annotated[Path, output_option("Folder to write.")]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TASK=FILE",
+        help="A task and its JSONL file: multiple_choice=hellaswag.jsonl (HellaSwag's or ARC's "
+        "form); may be repeated.",
+    ),
+]
 OutputBeside = Annotated[Path | None, output_option("Folder to write.")]
 
 
@@ -46,6 +54,18 @@ def load(name: str, overrides: list[str] | None) -> "Recipe":
     from lathe.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
+
+
+def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:
+    """Task and file of every `--task TASK=FILE`."""
+    pairs = [text.partition("=")[::2] for text in given or []]
+    for task, file in pairs:
+        if not task or not file:
+            raise UserError(
+                f"--task {task}{'=' if file else ''}{file}: not TASK=FILE",
+                "write --task multiple_choice=hellaswag.jsonl",
+            )
+    return [(task, input_path(file)) for task, file in pairs]
 
 
 def as_options(overrides: list[str] | None) -> list[str]:

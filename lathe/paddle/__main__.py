@@ -11,7 +11,16 @@ import typer
 
 from lathe.artifacts.remote import upload_outputs
 from lathe.backends.paddle_process import MARK_VARIABLE, leave_outcome
-from lathe.cli.options import Data, Model, Output, OutputBeside, Overrides, RecipeName
+from lathe.cli.options import (
+    Data,
+    Model,
+    Output,
+    OutputBeside,
+    Overrides,
+    RecipeName,
+    Tasks,
+    given_tasks,
+)
 from lathe.console import log_to_stderr
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import end_with_parent
@@ -96,15 +105,17 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Folder of `lathe prepare`.")] = None,
     cloze: Annotated[Path | None, typer.Option(help="LAMBADA-format JSONL.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, for the perplexity.")] = None,
+    task: Tasks = None,
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: OutputBeside = None,
 ) -> None:
-    """Measure cloze accuracy and perplexity of a checkpoint with Paddle."""
+    """Measure cloze accuracy, perplexity and other tasks of a checkpoint with Paddle."""
     settings = _load(recipe, override)
     from lathe.paddle.evaluate import evaluate
 
-    evaluate(settings, model, output or model.with_name(f"{model.name}-eval"), data, cloze, text)
+    output = output or model.with_name(f"{model.name}-eval")
+    evaluate(settings, model, output, data, cloze, text, given_tasks(task))
 
 
 @app.command()

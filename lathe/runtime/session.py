@@ -246,7 +246,9 @@ def saturates(cpuinfo: str) -> bool:
     return bool(flags) and "vnni" not in flags
 
 
-def pad(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pad(
+    rows: Sequence[Sequence[int] | NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Right-pad token lists with 0 -> tokens int64 (B, T), lengths int64 (B,)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
-from lathe.evaluate.gate import SEVERITY, gate, judge, verdict_table
+from lathe.evaluate.gate import SEVERITY, gate, verdict_table
+from lathe.evaluate.measures import judge
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
 STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))
@@ -241,8 +242,8 @@ def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
         ("examples.jsonl", '{"correct": true}\n', "1 lines, metrics.json counts 2000"),
         ("examples.jsonl", '{"corr', "broken"),
         ("blocks.jsonl", None, "no such file"),
-        ("blocks.jsonl", '{"tokens": 100}\n', "broken"),
-        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n', "broken"),
+        ("blocks.jsonl", '{"tokens": 100}\n' * 50, "broken"),
+        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n' * 50, "broken"),
     ],
 )
 def test_units_that_are_absent_or_broken_are_refused(
