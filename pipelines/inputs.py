@@ -6,7 +6,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 from tokenizers import Tokenizer, models
 
@@ -22,8 +21,7 @@ from lathe.model import folder as checkpoint
 from lathe.model.config import read_config
 from lathe.production.release import releases_of
 from lathe.serve.environment import find_environment
-from lathe.storage import exists, is_remote
-from lathe.storage.s3 import SCHEMES
+from lathe.storage import exists, is_remote, is_store
 from pipelines.arguments import argument, recipe_names, wrong_names
 
 SERVES = ("qat", "compress", "full")
@@ -141,7 +139,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
 
 def check_address(key: str, uri: str) -> None:
     """That the store has something there; what HTTP gives is seen when it is fetched."""
-    if urlsplit(uri).scheme in SCHEMES and not within(STORE_SECONDS, uri, exists, uri):
+    if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: there is nothing", "check the address")
 
 

@@ -21,7 +21,7 @@ _outputs: list["Mirror"] = []
 
 def input_path(text: str | Path) -> Path:
     """Where an input is on this machine: a path as it is, an address (`http(s)://`, `s3://`,
-    `minio://`; an object, or a prefix as a folder) fetched.
+    `minio://`, `file://`; an object, or a prefix as a folder) fetched.
 
     Raises:
         UserError: see `lathe.storage.fetch`.
@@ -58,7 +58,9 @@ def output_path(text: str | Path) -> Path:
     place = _place(uri)
     if not _is_worker():
         from lathe.artifacts.mirror import Mirror
+        from lathe.storage import claim_address
 
+        claim_address(uri)
         place.parent.mkdir(parents=True, exist_ok=True)
         mirror = Mirror.make(place, uri)
         mirror.restore()

@@ -27,7 +27,7 @@ def to_json(files: Mapping[str, Entry]) -> str:
     return json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
 
 
-def from_json(text: str, where: str) -> dict[str, Entry]:
+def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
     """What `to_json` wrote.
 
     Raises:

@@ -63,9 +63,9 @@ def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
     require_apart(output, *inputs)
     target = real_path(output)
     if not target.exists():
-        _require_writable(_existing_parent(target), output)
+        require_writable(existing_parent(target), output)
         return
-    _require_writable(target, output)
+    require_writable(target, output)
     if foreign := not_ours(target, kind):
         raise in_the_way(output, foreign, f"an earlier {kind.name} of Lathe's")
 
@@ -80,7 +80,7 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
             f"{output}: exists, and is not {kind.name} that Lathe wrote",
             "give another name as --output, or move it away",
         )
-    _require_writable(_existing_parent(target), output)
+    require_writable(existing_parent(target), output)
 
 
 def require_apart(output: Path, *inputs: Source) -> None:
@@ -218,11 +218,11 @@ def _is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.exists())
 
 
-def _require_writable(folder: Path, output: Path) -> None:
+def require_writable(folder: Path, output: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{output}: {folder} is a file", "give another --output")
     if not os.access(folder, os.W_OK | os.X_OK):
