@@ -97,6 +97,15 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
     return StageError(f"{what}\n  hint: {hint}")
 
 
+ENDINGS = (UserError, StageError, OSError)
+"""What ends a command with a message and no traceback."""
+
+
+def explain(error: UserError | StageError | OSError) -> UserError | StageError:
+    """What to tell the user about an error that ends a command: its kind, message and status."""
+    return explain_os_error(error) if isinstance(error, OSError) else error
+
+
 def _here() -> str | None:
     try:
         return os.getcwd()

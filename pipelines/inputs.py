@@ -15,7 +15,7 @@ from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import StageError, UserError
+from lathe.errors import StageError, UserError, explain
 from lathe.evaluate.lambada import read_cloze
 from lathe.model import folder as checkpoint
 from lathe.model.config import read_config
@@ -37,7 +37,7 @@ class Problems:
     """Collects what is wrong, and what could not be checked."""
 
     def __init__(self) -> None:
-        self.problems: list[UserError] = []
+        self.problems: list[UserError | StageError] = []
         self.unchecked: list[str] = []
 
     def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -49,11 +49,11 @@ class Problems:
         except StageError as error:
             self.unchecked.append(f"{what}: not checked: {error}")
         except OSError as error:
-            self.problems.append(UserError(f"{what}: {error.strerror}", "check the path"))
+            self.problems.append(explain(error))
         return None
 
     def finish(self) -> None:
-        """Raise all that was found, as an ExceptionGroup of UserErrors."""
+        """Raise all that was found, as an ExceptionGroup."""
         if self.problems:
             raise ExceptionGroup("problems", self.problems)
 

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from lathe.errors import UserError
@@ -233,10 +234,11 @@ def _is_ours(path: Path) -> bool:
     """Whether the store's journal names the file, with the digest of its bytes."""
     if path.is_symlink() or not path.is_file():
         return False
-    return any(
-        once(path, etag, lambda p, etag=etag: same_content(p, etag) is not None)
-        for etag in _recorded(path)
-    )
+    return any(once(path, etag, partial(_has_etag, etag)) for etag in _recorded(path))
+
+
+def _has_etag(etag: str, path: Path) -> bool:
+    return same_content(path, etag) is not None
 
 
 def _require_ours(path: Path) -> None:
