@@ -133,13 +133,13 @@ class LocalStore:
             yield LocalMultipart(self, path, size, work, file)
 
     def delete(self, keys: Iterable[str]) -> None:
-        for path in map(_path, keys):
-            if not os.path.lexists(path):
-                continue
+        paths = [path for path in map(_path, keys) if os.path.lexists(path)]
+        for path in paths:
             with _journal(path):
                 _require_ours(path)
                 path.unlink(missing_ok=True)
-            _prune(path)
+        for folder in {path.parent for path in paths}:
+            _prune(folder)
 
     def _place(self, work: Path, path: Path, etag: str, if_match: str | None = None) -> None:
         """Let the file `work` take the name `path`, recorded as Lathe's."""
@@ -250,15 +250,18 @@ def _recorded(path: Path) -> set[str]:
     """The ETags that a file may have by the journals above it; several where a put was killed."""
     etags = set()
     for folder in path.parents:
-        journal = folder / JOURNAL
-        if not journal.is_file():
-            continue
-        name = path.relative_to(folder).as_posix()
-        for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # half a line, of a killed process
-                if json.dumps(name) in line and (record := json.loads(line))["name"] == name:
-                    etags.add(str(record["etag"]))
+        if (folder / JOURNAL).is_file():
+            name = path.relative_to(folder).as_posix()
+            etags |= {etag for recorded, etag in _records(folder) if recorded == name}
     return etags
+
+
+def _records(folder: Path) -> Iterator[tuple[str, str]]:
+    """Name and ETag of each object that a journal has."""
+    for line in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # half a line, of a killed process
+            record = json.loads(line)
+            yield str(record["name"]), str(record["etag"])
 
 
 @contextmanager
@@ -339,9 +342,9 @@ def _write(file: int, data: bytes, at: int) -> None:
         left, at = left[written:], at + written
 
 
-def _prune(path: Path) -> None:
+def _prune(parent: Path) -> None:
     """Remove the folders that a removed object leaves empty, up to where its store begins."""
-    for folder in path.parents:
+    for folder in (parent, *parent.parents):
         with suppress(OSError):
             _sweep(folder)
             if (folder / JOURNAL).exists():
@@ -364,10 +367,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _end_store(folder: Path) -> None:
-    """Remove a store in which nothing is left."""
+    """Remove the journal of a store in which nothing is left, and the folder if it is empty."""
     file = os.open(folder / JOURNAL, os.O_RDWR)
     with _held(file):
         fcntl.flock(file, fcntl.LOCK_EX)
-        if [path.name for path in folder.iterdir()] == [JOURNAL]:
+        if not any((folder / name).exists() for name, _ in _records(folder)):
             (folder / JOURNAL).unlink()
             folder.rmdir()

@@ -75,6 +75,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_killed_upload_goes_on(store: str, source: Path, tmp_path: Path, sent: list[int]) -> None:
+    store += "/runs"
     killed("put", source, f"{store}/p")
     assert not exists(f"{store}/p/") and list_uris(f"{store}/") == []
     with pytest.raises(UserError, match="has not ended"):
@@ -136,23 +137,23 @@ def test_a_pointer_is_moved_on_a_condition(store: str) -> None:
 
 
 def test_an_object_that_changes_while_it_is_fetched(
-    store: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, source: Path, tmp_path: Path
 ) -> None:
     upload(source / "big", f"{store}/f")
-    stat = type(open_store(store + "/f")[0]).stat
+    kind = type(open_store(f"{store}/f")[0])
+    stat = kind.stat
+    with pytest.MonkeyPatch.context() as patch:
 
-    def then_changed(self: ObjectStore, key: str) -> object:
-        found = stat(self, key)
-        (source / "big").write_bytes(os.urandom(PARTS * PART_BYTES - 11))
-        monkeypatch.undo()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        upload(source / "big", f"{store}/f")
-        return found
+        def then_changed(self: ObjectStore, key: str) -> object:
+            found = stat(self, key)
+            patch.undo()
+            (source / "big").write_bytes(os.urandom(PARTS * PART_BYTES - 11))
+            upload(source / "big", f"{store}/f")
+            return found
 
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    monkeypatch.setattr(type(open_store(store + "/f")[0]), "stat", then_changed)
-    with pytest.raises(UserError, match="it changed while it was fetched"):
-        fetch(f"{store}/f", tmp_path / "out")
+        patch.setattr(kind, "stat", then_changed)
+        with pytest.raises(UserError, match="it changed while it was fetched"):
+            fetch(f"{store}/f", tmp_path / "out")
 
 
 def test_a_removed_prefix_leaves_nothing(store: str, source: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_removed_prefix_leaves_nothing(store: str, source: Path) -> None:
     remove(f"{store}/runs/a")
     assert list_uris(f"{store}/runs/") == [f"{store}/runs/b.state/"]
     remove(f"{store}/runs/b.state/")
-    assert list_uris(f"{store}/") == []
+    assert list_uris(f"{store}/runs/") == [] and not exists(f"{store}/runs")
 
 
 def test_every_scheme_has_a_store() -> None:
