@@ -108,6 +108,15 @@ def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
     return UserError(f"{package} is not installed", "pip install 'lathe[cluster]'")
 
 
+ENDINGS = (UserError, StageError, OSError)
+"""What ends a command with a message and no traceback."""
+
+
+def explain(error: UserError | StageError | OSError) -> UserError | StageError:
+    """What to tell the user about an error that ends a command: its kind, message and status."""
+    return explain_os_error(error) if isinstance(error, OSError) else error
+
+
 def _here() -> str | None:
     try:
         return os.getcwd()

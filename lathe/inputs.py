@@ -141,20 +141,27 @@ def decode(data: bytes, where: str) -> str:
     return text
 
 
-def parse_json(text: str | bytes, where: str, hint: str) -> Any:
+def parse_json(text: str | bytes, where: str, hint: str, allow_nan: bool = True) -> Any:
     """Parse a JSON text.
+
+    Args:
+        allow_nan: NaN and the infinities, which JSON has not and Python writes, are numbers.
 
     Raises:
         UserError: invalid, not UTF-8, nested too deeply, or with a number of thousands of digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=None if allow_nan else _refuse)
     except RecursionError:
         raise UserError(f"{where}: not JSON that can be read: nested too deeply", hint) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", hint) from None
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", hint) from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def require_text(text: str, where: str) -> str:

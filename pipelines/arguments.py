@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lathe.errors import UserError
-from pipelines.compile import ENGINE, PIPELINES, defaults
+from pipelines.compile import ENGINE, FUNCTIONS, built, defaults
 
 OPTIONS = {
     "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
@@ -22,7 +22,7 @@ OPTIONS = {
     "budget": "What it may cost: perplexity=0.05.",
     "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
 }
-Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(PIPELINES)}.")]
+Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
@@ -64,10 +64,10 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
 
 def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
     """Yield errors: an unknown pipeline, an argument it does not have, or a missing one."""
-    if name not in PIPELINES:
-        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(PIPELINES)}")
+    if name not in FUNCTIONS:
+        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(FUNCTIONS)}")
         return
-    inputs = PIPELINES[name].component_spec.inputs
+    inputs = built(name).component_spec.inputs
     for key in arguments.keys() - inputs.keys():
         yield UserError(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
     for key, spec in inputs.items():
@@ -81,12 +81,12 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
 
 def argument(name: str, key: str) -> Any:
     """The default of a pipeline's argument; None if it has none or there is no such argument."""
-    inputs = PIPELINES[name].component_spec.inputs
+    inputs = built(name).component_spec.inputs
     return inputs[key].default if key in inputs else None
 
 
 def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     """The recipes that a pipeline reads, by argument."""
-    inputs = PIPELINES[name].component_spec.inputs
+    inputs = built(name).component_spec.inputs
     keys = [key for key in inputs if key.endswith("recipe")]
     return {key: arguments.get(key, inputs[key].default) for key in keys}

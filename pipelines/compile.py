@@ -73,7 +73,10 @@ def _with_default(function: Callable[..., None], **defaults: object) -> Callable
     return clone
 
 
-PIPELINES = {name: build(name) for name in FUNCTIONS}
+@functools.cache
+def built(name: str) -> GraphComponent:
+    """The pipeline `name` for the usual pool, built when it is first needed."""
+    return build(name)
 
 
 def write(folder: Path, pool: Pool = Pool()) -> list[Path]:  # noqa: B008

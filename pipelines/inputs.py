@@ -6,7 +6,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 from lathe import backends
 from lathe.config.recipe import load_recipe
@@ -14,14 +13,13 @@ from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import StageError, UserError
+from lathe.errors import StageError, UserError, explain
 from lathe.evaluate.lambada import check_cloze
 from lathe.model.folder import require_checkpoint
 from lathe.production.release import releases_of
 from lathe.search.goal import parse_goal
 from lathe.serve.environment import find_environment
-from lathe.storage import exists, is_remote
-from lathe.storage.s3 import SCHEMES
+from lathe.storage import exists, is_remote, is_store
 from pipelines.arguments import argument, recipe_names, wrong_names
 
 SERVES = ("qat", "compress", "full")
@@ -37,7 +35,7 @@ class Problems:
     """Collects problems, and what could not be checked."""
 
     def __init__(self) -> None:
-        self.problems: list[UserError] = []
+        self.problems: list[UserError | StageError] = []
         self.unchecked: list[str] = []
 
     def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -49,11 +47,11 @@ class Problems:
         except StageError as error:
             self.unchecked.append(f"{what}: not checked: {error}")
         except OSError as error:
-            self.problems.append(UserError(f"{what}: {error.strerror}", "check the path"))
+            self.problems.append(explain(error))
         return None
 
     def finish(self) -> None:
-        """Raise all problems as an ExceptionGroup of UserErrors, if there are any."""
+        """Raise all problems as an ExceptionGroup, if there are any."""
         if self.problems:
             raise ExceptionGroup("problems", self.problems)
 
@@ -139,7 +137,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
 
 def check_address(key: str, uri: str) -> None:
     """Check that the store has something at the address; HTTP is checked when it is fetched."""
-    if urlsplit(uri).scheme in SCHEMES and not within(STORE_SECONDS, uri, exists, uri):
+    if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: there is nothing", "check the address")
 
 

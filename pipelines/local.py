@@ -16,7 +16,7 @@ from kfp.local import subprocess_task_handler as kfp_subprocess
 
 from lathe.launch.parent import tied
 from pipelines.cache import CheckedCache
-from pipelines.compile import PIPELINES
+from pipelines.compile import built
 
 
 def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
     # "python" is not in the image's name; accelerators have no effect on a laptop.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    pipeline = PIPELINES[name]
+    pipeline = built(name)
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():

@@ -13,7 +13,7 @@ import yaml
 from kfp import compiler
 
 from lathe.storage import atomic_file
-from pipelines.compile import PIPELINES
+from pipelines.compile import FUNCTIONS, built
 
 NAMESPACE = "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
@@ -29,7 +29,7 @@ def write(path: Path, version: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as work, work.open("w", encoding="utf-8") as file:
-        yaml.safe_dump_all((thing for name in PIPELINES for thing in _objects(name, version)), file)
+        yaml.safe_dump_all((thing for name in FUNCTIONS for thing in _objects(name, version)), file)
 
 
 def _objects(name: str, version: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(
-            PIPELINES[name],
+            built(name),
             file.name,
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,

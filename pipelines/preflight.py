@@ -114,7 +114,9 @@ class Preflight(Inputs):
 
 
 def _check_reachable(key: str, value: str) -> None:
-    if storage.is_remote(value.removeprefix(NEWEST)) or value.startswith(NO_ADDRESSES.get(key, ())):
+    place = value.removeprefix(NEWEST)
+    is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
+    if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(
         f"{key} {value}: a path of this machine, which the cluster does not see",

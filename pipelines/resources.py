@@ -62,6 +62,8 @@ class Pool:
         return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
 
 
+# KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
+# be around it.
 _POOL: ContextVar[Pool] = ContextVar("pool")
 
 

@@ -12,7 +12,7 @@ from lathe.data.prepare import prepare
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from tests.support import small_run
-from tests.support.s3 import s3, s3_server  # noqa: F401
+from tests.support.s3 import s3, s3_server, store  # noqa: F401
 from tests.support.small_release import deployed, no_cluster, other_deployed  # noqa: F401
 
 # What the golden files name, whatever was pushed from this checkout.

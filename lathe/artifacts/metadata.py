@@ -15,15 +15,19 @@ from pydantic import (
 )
 
 from lathe.config.settings import ServingSettings
-from lathe.errors import UserError
-from lathe.storage.manifest import require_relative
+from lathe.storage.manifest import is_digest, is_relative
 
 
 def _relative(name: str) -> str:
-    try:
-        return require_relative(name, "files")
-    except UserError as error:
-        raise ValueError(error.what) from None
+    if not is_relative(name):
+        raise ValueError(f"{name!r} is no name of a file below a folder")
+    return name
+
+
+def _digest(value: str) -> str:
+    if not is_digest(value):
+        raise ValueError("no SHA-256 in lower-case hex")
+    return value
 
 
 def _plain(name: str) -> str:
@@ -35,7 +39,7 @@ def _plain(name: str) -> str:
 TASK_NAME = r"^\w[\w.-]*$"
 """A task's units are in a file of this name."""
 
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, AfterValidator(_digest)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 FileName = Annotated[str, AfterValidator(_relative)]

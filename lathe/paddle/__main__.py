@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lathe.artifacts.remote import upload_outputs
 from lathe.backends.paddle_process import MARK_VARIABLE, leave_outcome
 from lathe.cli.options import (
     Data,
@@ -20,9 +19,10 @@ from lathe.cli.options import (
     RecipeName,
     Tasks,
     given_tasks,
+    upload_outputs,
 )
 from lathe.console import log_to_stderr
-from lathe.errors import StageError, UserError
+from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_parent
 from lathe.paddle.environment import prepare
 
@@ -42,7 +42,7 @@ app = typer.Typer(
     help="The stages of lathe that PaddlePaddle and PaddleSlim can do, with lathe's options.",
     no_args_is_help=True,
     add_completion=False,
-    result_callback=lambda *_: upload_outputs(),
+    result_callback=upload_outputs,
     pretty_exceptions_enable=False,
 )
 
@@ -148,12 +148,12 @@ def main() -> None:
     try:
         prepare()
         app(prog_name="python -m lathe.paddle")
-    except (UserError, StageError) as error:
-        if leave_outcome(error):
-            sys.exit(error.status)
-        for line in f"{error.kind}: {error}".splitlines():
-            log.error("%s", line)
-        sys.exit(error.status)
+    except ENDINGS as error:
+        told = explain(error)
+        if not leave_outcome(told):
+            for line in f"{told.kind}: {told}".splitlines():
+                log.error("%s", line)
+        sys.exit(told.status)
 
 
 def _log_for_starter(mark: str) -> None:

@@ -33,7 +33,7 @@ from lathe.serve.repository import remove_bytecode, require_whole, write_reposit
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
 from lathe.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
-from lathe.storage.ownership import Source, in_the_way
+from lathe.storage.ownership import Source, in_the_way, scratch_prefix
 
 log = logging.getLogger("lathe")
 
@@ -173,10 +173,11 @@ def _claim(output: Path, *inputs: Source) -> None:
     claim_output_folder(output / REPOSITORY, REPOSITORY_KIND)
     claim_output_file(output / REPORT, DEPLOYMENT)
     own = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
+    scratch = scratch_prefix(output / REPOSITORY, inside=False)
     for folder, names in own.items():
         if folder.is_dir():
             others = sorted({path.name for path in folder.iterdir()} - names)
-            others = [name for name in others if not name.startswith(f".{REPOSITORY}.lathe-")]
+            others = [name for name in others if not name.startswith(scratch)]
             if others:
                 raise in_the_way(folder, others, "an earlier deployment of Lathe's")
 

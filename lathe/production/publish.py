@@ -140,7 +140,7 @@ def _make_live(
                 log.warning("%s runs %s, not %s", deployment.name, running, back_to)
             roll(deployment, address, back_to, seconds)
             deployment.keep_lock()
-        releases.point(pointer.moved_to(release, datetime.now(UTC)))
+        releases.point(pointer.moved_to(release, datetime.now(UTC)), seen=pointer)
     log.info("live: %s", address)
     return before
 

@@ -18,7 +18,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.production.golden import Golden
-from lathe.storage import digest, exists, fetch, list_uris, read_text, sha256, upload, write_text
+from lathe.storage import (
+    digest,
+    exists,
+    fetch,
+    is_store,
+    list_uris,
+    read_text,
+    replace_text,
+    sha256,
+    upload,
+    write_text,
+)
 
 log = logging.getLogger("lathe")
 
@@ -108,18 +119,34 @@ class Releases:
         Raises:
             UserError: the store does not answer, or the pointer is broken.
         """
+        return self._parse(self._pointer_text())
+
+    def point(self, pointer: Pointer, seen: Pointer) -> None:
+        """Put the pointer in place of the one that was `seen`.
+
+        Raises:
+            UserError: another process has moved it since; and as `pointer`.
+        """
+        text = self._pointer_text()
+        if self._parse(text) != seen:
+            raise UserError(
+                f"{self.root}/{POINTER}: another process has moved it meanwhile",
+                "see `lathe release list`, and run it again",
+            )
+        replace_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n", text)
+
+    def _pointer_text(self) -> str | None:
         uri = f"{self.root}/{POINTER}"
-        if not exists(uri):
-            return Pointer()
+        return read_text(uri) if exists(uri) else None
+
+    def _parse(self, text: str | None) -> Pointer:
         try:
-            return Pointer.model_validate_json(read_text(uri))
+            return Pointer.model_validate_json(text) if text is not None else Pointer()
         except ValidationError as error:
             raise UserError(
-                f"{uri}: broken: {error.errors()[0]['msg']}", "write it anew with `lathe deploy`"
+                f"{self.root}/{POINTER}: broken: {error.errors()[0]['msg']}",
+                "write it anew with `lathe deploy`",
             ) from error
-
-    def point(self, pointer: Pointer) -> None:
-        write_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n")
 
     def published(self) -> list[str]:
         """Names of the complete releases, newest first."""
@@ -152,10 +179,10 @@ def releases_of(recipe: Recipe) -> Releases:
         UserError: the recipe has no address in an object store.
     """
     root = recipe.Production.releases
-    if not root or not re.match(r"(s3|minio)://[^/]", root):
+    if not root or not is_store(root):
         raise UserError(
             f"Production.releases is {root or 'not set'}: not an address in an object store",
-            "set -o Production.releases=s3://bucket/prefix",
+            "set -o Production.releases=s3://bucket/prefix, or file:///folder",
         )
     return Releases(f"{root.rstrip('/')}/{recipe.Serving.model_name}")
 

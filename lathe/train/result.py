@@ -15,8 +15,9 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError, printable
 from lathe.model.folder import MARKER, read_marker
 from lathe.storage import atomic_file, digest, locked, require_apart
+from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files
-from lathe.storage.ownership import Source, in_the_way, is_digest, listed_files
+from lathe.storage.ownership import Source, in_the_way, listed_files
 from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
 

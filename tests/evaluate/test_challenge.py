@@ -38,7 +38,7 @@ def go_live(recipe: Recipe, exported: Path, folder: Path) -> str:
     repository = write_repository(exported, folder, recipe.Serving, GenerationSettings())
     releases, now = releases_of(recipe), datetime.now(UTC)
     release = releases.publish(repository, Golden(published=now, max_tokens=1, prompts=()))
-    releases.point(Pointer().moved_to(release, now))
+    releases.point(Pointer().moved_to(release, now), seen=Pointer())
     return releases.address(release)
 
 
