@@ -33,7 +33,7 @@ class StageError(RuntimeError):
 
 
 class Preempted(StageError):
-    """The run was asked to end (SIGTERM) and has saved its state: the same command goes on.
+    """The run was asked to end (SIGTERM) and has saved its state: the same command resumes it.
 
     Status 75 is sysexits.h's EX_TEMPFAIL: try again later.
     """
@@ -95,6 +95,26 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
         return UserError(what, USER_HINTS[number])
     hint = MACHINE_HINTS.get(number, "check the path, the disk and the space on it")
     return StageError(f"{what}\n  hint: {hint}")
+
+
+CLUSTER_PACKAGES = ("kubeflow_trainer_api", "kubernetes")
+
+
+def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
+    """What to install, where it is a package of the extra `cluster`; None for any other."""
+    package = (error.name or "").partition(".")[0]
+    if package not in CLUSTER_PACKAGES:
+        return None
+    return UserError(f"{package} is not installed", "pip install 'lathe[cluster]'")
+
+
+ENDINGS = (UserError, StageError, OSError)
+"""What ends a command with a message and no traceback."""
+
+
+def explain(error: UserError | StageError | OSError) -> UserError | StageError:
+    """What to tell the user about an error that ends a command: its kind, message and status."""
+    return explain_os_error(error) if isinstance(error, OSError) else error
 
 
 def _here() -> str | None:

@@ -1,4 +1,4 @@
-"""Kubeflow's cron: six fields, the seconds first, and the times they mean."""
+"""Kubeflow's cron expressions, which have six fields starting with seconds, and their times."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ LONGEST = timedelta(days=8 * 366)
 class Cron:
     """The values that each field allows.
 
-    Where both days are given, either of them is enough, as in every cron.
+    If both day fields are restricted, either may match, as in every cron.
     """
 
     seconds: frozenset[int]
@@ -41,7 +41,7 @@ class Cron:
     any_day_is_enough: bool
 
     def after(self, start: datetime) -> Iterator[datetime]:
-        """The times later than `start`, in its time zone."""
+        """Yield the matching times after `start`, in its time zone."""
         midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
         for number in range(LONGEST.days):
             day = midnight + timedelta(days=number)

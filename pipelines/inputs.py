@@ -1,4 +1,4 @@
-"""What is wrong with what a local run is given: all of it at once, before any work begins."""
+"""Preflight checks of a local run, which report all problems together before any work begins."""
 
 import re
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 from lathe import backends
 from lathe.config.recipe import load_recipe
@@ -14,14 +13,13 @@ from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import StageError, UserError
+from lathe.errors import StageError, UserError, explain
 from lathe.evaluate.lambada import check_cloze
 from lathe.model.folder import require_checkpoint
 from lathe.production.release import releases_of
 from lathe.search.goal import parse_goal
 from lathe.serve.environment import find_environment
-from lathe.storage import exists, is_remote
-from lathe.storage.s3 import SCHEMES
+from lathe.storage import exists, is_remote, is_store
 from pipelines.arguments import argument, recipe_names, wrong_names
 
 SERVES = ("qat", "compress", "full")
@@ -34,10 +32,10 @@ RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
 
 
 class Problems:
-    """Collects what is wrong, and what could not be checked."""
+    """Collects problems, and what could not be checked."""
 
     def __init__(self) -> None:
-        self.problems: list[UserError] = []
+        self.problems: list[UserError | StageError] = []
         self.unchecked: list[str] = []
 
     def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -49,11 +47,11 @@ class Problems:
         except StageError as error:
             self.unchecked.append(f"{what}: not checked: {error}")
         except OSError as error:
-            self.problems.append(UserError(f"{what}: {error.strerror}", "check the path"))
+            self.problems.append(explain(error))
         return None
 
     def finish(self) -> None:
-        """Raise all that was found, as an ExceptionGroup of UserErrors."""
+        """Raise all problems as an ExceptionGroup, if there are any."""
         if self.problems:
             raise ExceptionGroup("problems", self.problems)
 
@@ -62,7 +60,7 @@ class Inputs(Problems):
     """The checks of a run on this machine."""
 
     def recipes(self, name: str, arguments: dict[str, Any]) -> dict[str, Recipe]:
-        """The recipes by argument, without those that are wrong."""
+        """The valid recipes, by argument."""
         self.problems += wrong_names(name, arguments)
         self.finish()
         for key, value in arguments.items():
@@ -96,7 +94,7 @@ class Inputs(Problems):
             self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
 
     def goal(self, name: str, arguments: dict[str, Any]) -> None:
-        """What `compress` aims at."""
+        """The target and budget of `compress`."""
         if name == "compress":
             self.check("target", parse_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
 
@@ -138,8 +136,8 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
 
 
 def check_address(key: str, uri: str) -> None:
-    """That the store has something there; what HTTP gives is seen when it is fetched."""
-    if urlsplit(uri).scheme in SCHEMES and not within(STORE_SECONDS, uri, exists, uri):
+    """Check that the store has something at the address; HTTP is checked when it is fetched."""
+    if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: there is nothing", "check the address")
 
 
@@ -156,14 +154,14 @@ def check_corpus(source: str, text_key: str) -> None:
 
 
 def check_releases(root: str, recipe: Recipe) -> None:
-    """That they are an address in a store which answers."""
+    """Check that the releases are an address in a store that answers."""
     production = recipe.Production.model_copy(update={"releases": root})
     releases = releases_of(recipe.model_copy(update={"Production": production}))
     within(STORE_SECONDS, releases.root, releases.pointer)
 
 
 def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, if it comes in time.
+    """The function's result, with a time limit.
 
     Raises:
         UserError: it does not; and what the function raises.
@@ -189,7 +187,7 @@ def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: A
 
 
 def check_name(folder: Path, runs: Path) -> None:
-    """A run folder lies below run/, and has a name of its own there."""
+    """Check that a run folder is directly below run/ and does not have a reserved name."""
     is_own = folder.name not in ("..", *RESERVED) and folder.name.isprintable()
     if folder.parent != runs or not is_own:
         raise UserError(
@@ -198,7 +196,7 @@ def check_name(folder: Path, runs: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """A run folder that is not there yet, or one that a run has written."""
+    """Check that the run folder does not exist yet or was written by a run."""
     hint = "give another --name"
     if not folder.is_dir():
         for path in (folder, *folder.parents):
@@ -219,7 +217,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def check_link(deployed: Path) -> None:
-    """That `deployed` is free, or the link that an earlier run made."""
+    """Check that `deployed` does not exist or is a link made by an earlier run."""
     if deployed.exists() and not deployed.is_symlink():
         raise UserError(
             f"{deployed}: not a link that a run has made",

@@ -11,19 +11,33 @@ from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from tests import small_run
-from tests.s3 import s3, s3_server  # noqa: F401
-from tests.small_release import deployed, no_cluster, other_deployed  # noqa: F401
+from tests.support import small_run
+from tests.support.s3 import s3, s3_server, store  # noqa: F401
+from tests.support.small_release import deployed, no_cluster, other_deployed  # noqa: F401
 
 # What the golden files name, whatever was pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
 
+# The models are too small for a second thread: it would only spin on another test's core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+# With `-n 2 --dist loadfile --no-loadscope-reorder` the long files come first, so that no worker is
+# left alone with one, and those last that watch a server or a cluster answer in time.
+LONG = ("pipelines/test_run.py", "hostile/", "paddle/", "train/", "compress/")
+TIMED = ("launch/", "serve/")
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        if path.startswith(TIMED):
+            return len(LONG) + 1
+        return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
+
+    items.sort(key=place)
 
 
 @pytest.fixture

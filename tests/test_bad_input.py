@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lathe.cli import main
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 SETTINGS = [part for value in SMALL for part in ("-o", value)]
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.recipe import load_recipe, shipped_recipes
 from lathe.config.settings import Recipe
+from tests.support.command_line import lathe
 
 LATHE = [sys.executable, "-m", "lathe"]
 VERBS = [
@@ -37,7 +38,8 @@ SMALL = [
 ]
 
 
-def lathe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `lathe`, in a process of its own."""
     return subprocess.run(
         [*LATHE, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
     )
@@ -75,7 +77,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 def test_no_verb_shows_the_help(tmp_path: Path) -> None:
-    done = lathe(cwd=tmp_path)
+    done = process(cwd=tmp_path)
     assert "Usage: lathe" in done.stdout + done.stderr
     assert "pretrain" in done.stdout + done.stderr
 
@@ -108,7 +110,7 @@ def test_a_mistake_is_one_message_and_status_2(
 
 
 def test_a_usage_error_is_status_2(tmp_path: Path) -> None:
-    done = lathe("pretrain", "--stepps", "3", cwd=tmp_path)
+    done = process("pretrain", "--stepps", "3", cwd=tmp_path)
     assert done.returncode == 2
     assert "No such option: --stepps" in done.stderr
 

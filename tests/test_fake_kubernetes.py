@@ -6,7 +6,7 @@ import pytest
 from kubernetes import client, config, watch
 from kubernetes.client import ApiException
 
-from tests.fake_kubernetes import TOKEN, Controller, Event, FakeKubernetes
+from tests.support.fake_kubernetes import TOKEN, Controller, Event, FakeKubernetes
 
 DEPLOYMENT = {
     "metadata": {"name": "serve", "labels": {"app": "serve"}},

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lathe.artifacts.metadata import ExportMetadata, Files, Metadata
 from lathe.errors import UserError
-from lathe.inputs import first_mistake
+from lathe.inputs import first_mistake, open_file, parse_json
 from lathe.storage.ownership import FileKind, Kind
 from lathe.storage.verified import require_intact
 
@@ -93,13 +93,11 @@ def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False)
         UserError: no such file, unreadable, not JSON, or of another kind.
     """
     try:
-        values = json.loads(path.read_bytes(), parse_constant=None if allow_nan else _refuse)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", hint) from None
-    except RecursionError:
-        raise UserError(f"{path}: nested too deeply", hint) from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}", hint) from None
+        with open_file(path) as file:
+            data = file.read()
+    except UserError as error:
+        raise UserError(error.what, hint) from None
+    values = parse_json(data, str(path), hint, allow_nan)
     if not isinstance(values, kind):
         raise UserError(f"{path}: holds a {type(values).__name__}, not a {kind.__name__}", hint)
     return values
@@ -130,7 +128,3 @@ def open_export(folder: Path) -> ExportMetadata:
     require_intact(folder, {"model.onnx": metadata.sha256}, EXPORT.metadata_file, hint)
     check_files(folder, EXPORT.metadata_file, metadata.files, hint)
     return metadata
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")

@@ -15,15 +15,19 @@ from pydantic import (
 )
 
 from lathe.config.settings import ServingSettings
-from lathe.errors import UserError
-from lathe.storage.manifest import require_relative
+from lathe.storage.manifest import is_digest, is_relative
 
 
 def _relative(name: str) -> str:
-    try:
-        return require_relative(name, "files")
-    except UserError as error:
-        raise ValueError(error.what) from None
+    if not is_relative(name):
+        raise ValueError(f"{name!r} is no name of a file below a folder")
+    return name
+
+
+def _digest(value: str) -> str:
+    if not is_digest(value):
+        raise ValueError("no SHA-256 in lower-case hex")
+    return value
 
 
 def _plain(name: str) -> str:
@@ -32,10 +36,14 @@ def _plain(name: str) -> str:
     return name
 
 
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+TASK_NAME = r"^\w[\w.-]*$"
+"""A task's units are in a file of this name."""
+
+Sha256 = Annotated[str, AfterValidator(_digest)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(gt=0, lt=2**63)]
 FileName = Annotated[str, AfterValidator(_relative)]
+TaskName = Annotated[str, Field(pattern=TASK_NAME)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -170,6 +178,10 @@ class ClozeFigures(Figures):
     examples: Positive
     accuracy: Share
     accuracy_stderr: Error | None = None
+    last_token_accuracy: Share | None = None
+    last_token_accuracy_stderr: Error | None = None
+    target_perplexity: Error | None = None
+    target_perplexity_stderr: Error | None = None
 
 
 class TextFigures(Figures):
@@ -179,8 +191,18 @@ class TextFigures(Figures):
     adjusted_perplexity: Error | None = None
 
 
+class TaskEntry(BaseModel):
+    """A task of `--task`, which knows its figures."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    task: str
+    source: str
+    sha256: Sha256
+    figures: Figures
+
+
 class EvaluationMetadata(Metadata):
-    """`metrics.json`; one of an earlier version has no `files`."""
+    """`metrics.json`; one of an earlier version has no `files` and no `tasks`."""
 
     model: EvaluatedModel
     cloze: ClozeFigures | None
@@ -189,6 +211,7 @@ class EvaluationMetadata(Metadata):
     sources: dict[str, str | None]
     digests: dict[str, str | None]
     seconds: Error
+    tasks: dict[TaskName, TaskEntry] = Field(default_factory=dict)
     files: Files | None = None
 
 

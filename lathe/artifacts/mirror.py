@@ -1,9 +1,9 @@
-"""Saved states beside an address: what a run whose disk ends with its machine goes on from.
+"""Mirror saved states to an object store, so that a run can resume on another machine.
 
-A training whose output is `s3://bucket/model` works in a local folder. Its saved states are copied
-below `s3://bucket/model.state/` as they are committed, and fetched from there by the next attempt,
-on whatever machine. `steps.json` is written last and names the whole ones; `run/` has the rest of
-the folder. The finished checkpoint takes the place of all that.
+A training whose output is `s3://bucket/model` works in a local folder. Its saved states are
+uploaded below `s3://bucket/model.state/` as they are committed, and downloaded from there by the
+next attempt, on any machine. `steps.json` is written last and names the complete ones; `run/` has
+the rest of the folder. The finished checkpoint replaces all of it.
 """
 
 import json

@@ -16,12 +16,10 @@ from lathe.errors import UserError, printable
 if TYPE_CHECKING:
     from lathe.artifacts.mirror import Mirror
 
-_outputs: list["Mirror"] = []
-
 
 def input_path(text: str | Path) -> Path:
     """Where an input is on this machine: a path as it is, an address (`http(s)://`, `s3://`,
-    `minio://`; an object, or a prefix as a folder) fetched.
+    `minio://`, `file://`; an object, or a prefix as a folder) fetched.
 
     Raises:
         UserError: see `lathe.storage.fetch`.
@@ -47,31 +45,34 @@ def bring(uri: str, place: Path) -> None:
         fetch(uri, place.parent)
 
 
-def output_path(text: str | Path) -> Path:
-    """The folder or file to write for an output; see `upload_outputs`.
+def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
+    """The folder or file to write for an output, and the mirror to `finish` when the stage has
+    succeeded: None for a path, and in a worker.
 
     An address that a training stage of an earlier attempt wrote to goes on from there.
+
+    Raises:
+        UserError: the address holds what is not Lathe's to replace; see `lathe.storage.fetch`.
     """
     uri = _not_empty(text)
     if not _is_address(uri):
-        return _with_name(Path(text))
+        return _with_name(Path(text)), None
     place = _place(uri)
-    if not _is_worker():
-        from lathe.artifacts.mirror import Mirror
+    if _is_worker():
+        return place, None
+    from lathe.artifacts.mirror import Mirror
+    from lathe.storage import claim_address
 
-        place.parent.mkdir(parents=True, exist_ok=True)
-        mirror = Mirror.make(place, uri)
-        mirror.restore()
-        _outputs.append(mirror)
-    return place
+    claim_address(uri)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    mirror = Mirror.make(place, uri)
+    mirror.restore()
+    return place, mirror
 
 
-def upload_outputs() -> None:
-    """Send what stages of this command wrote to its addresses; of several nodes, the first does."""
-    while _outputs:
-        mirror = _outputs.pop()
-        if os.environ.get("PET_NODE_RANK", "0") == "0":
-            mirror.finish()
+def is_first_node() -> bool:
+    """Whether this machine is the one of several that uploads what they have made."""
+    return os.environ.get("PET_NODE_RANK", "0") == "0"
 
 
 def _is_address(text: str) -> bool:
@@ -99,10 +100,13 @@ def _is_worker() -> bool:
 
 def _place(uri: str) -> Path:
     from lathe.storage import digest
+    from lathe.storage.verified import cache_folder
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = cache_folder()
+    if cache is None:
+        raise UserError("no home directory to fetch to", "set HOME or XDG_CACHE_HOME to a folder")
     if not uri.isprintable():
         raise UserError(f"{printable(uri)}: not an address", "write http://host:port/path")
     path = re.split("[?#]", uri)[0].partition("://")[2].partition("/")[2]
     name = PurePosixPath(path).name or "download"
-    return cache / "lathe" / digest(uri.rstrip("/"))[:16] / name
+    return cache / digest(uri.rstrip("/"))[:16] / name

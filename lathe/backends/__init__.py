@@ -14,7 +14,7 @@ from lathe.config.settings import Recipe
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure import EvalResult
+    from lathe.evaluate.measure import EvalResult, GivenTask
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -48,6 +48,7 @@ class Backend(Protocol):
         cloze: Path | None = None,
         text: Path | None = None,
         endpoint: str | None = None,
+        tasks: "Sequence[GivenTask]" = (),
     ) -> "EvalResult":
         """See `lathe.evaluate.evaluate`."""
 

@@ -1,6 +1,7 @@
 """The stages in PaddlePaddle, each a process of Paddle's own environment."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from lathe.storage import claim_output_folder
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure import EvalResult
+    from lathe.evaluate.measure import EvalResult, GivenTask
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -59,16 +60,18 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
     endpoint: str | None = None,
+    tasks: "Sequence[GivenTask]" = (),
 ) -> "EvalResult":
     """A checkpoint in Paddle; exported files and servers are measured without it."""
     if endpoint or (Path(model) / EXPORT.metadata_file).is_file():
-        return torch_backend.evaluate(recipe, model, output, data, cloze, text, endpoint)
+        return torch_backend.evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
     from lathe.evaluate.measure import read_result
     from lathe.evaluate.results import read_metrics
 
-    claim_output_folder(output, EVALUATION, model, data, cloze, text)
+    claim_output_folder(output, EVALUATION, model, data, cloze, text, *(path for _, path in tasks))
     given = {"--data": data, "--cloze": cloze, "--text": text}
     options = [part for name, path in given.items() if path for part in (name, path)]
+    options += [part for name, path in tasks for part in ("--task", f"{name}={path}")]
     start("evaluate", recipe, model, *options, "--output", output)
     return read_result(output, read_metrics(output))
 

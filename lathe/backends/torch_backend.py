@@ -1,5 +1,6 @@
 """The stages in torch, each imported when it is called: torch takes seconds to import."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,7 @@ from lathe.config.settings import Recipe
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure import EvalResult
+    from lathe.evaluate.measure import EvalResult, GivenTask
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -46,10 +47,11 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
     endpoint: str | None = None,
+    tasks: "Sequence[GivenTask]" = (),
 ) -> "EvalResult":
     from lathe.evaluate.evaluate import evaluate
 
-    return evaluate(recipe, model, output, data, cloze, text, endpoint)
+    return evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
 
 
 def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":

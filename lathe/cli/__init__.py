@@ -10,7 +10,7 @@ import sys
 
 from lathe.cli.app import add_verbs, app
 from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
-from lathe.errors import StageError, UserError, explain_os_error, printable
+from lathe.errors import ENDINGS, UserError, explain, explain_missing_package, printable
 
 __all__ = ["app", "main"]
 
@@ -31,7 +31,13 @@ def main() -> None:
         print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
         print("  hint: rename the file or folder", file=sys.stderr)
         sys.exit(UserError.status)
-    except (UserError, StageError, OSError) as error:
-        told = explain_os_error(error) if isinstance(error, OSError) else error
+    except ModuleNotFoundError as error:
+        missing = explain_missing_package(error)
+        if missing is None:
+            raise
+        print(f"{missing.kind}: {missing}", file=sys.stderr)
+        sys.exit(missing.status)
+    except ENDINGS as error:
+        told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         sys.exit(told.status)

@@ -13,7 +13,9 @@ from lathe.cli.options import (
     OutputBeside,
     Overrides,
     RecipeName,
+    Tasks,
     beside,
+    given_tasks,
     input_argument,
     input_option,
     load,
@@ -35,6 +37,7 @@ def evaluate(
     ] = None,
     cloze: Annotated[Path | None, input_option("LAMBADA-format JSONL.")] = None,
     text: Annotated[Path | None, input_option("Text file, for the perplexity.")] = None,
+    task: Tasks = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -46,26 +49,36 @@ def evaluate(
     override: Overrides = None,
     output: OutputBeside = None,
 ) -> None:
-    """Measure cloze accuracy (strict LAMBADA) and perplexity (as on WikiText).
+    """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText) and multiple choice.
 
-    Writes MODEL-eval unless --output says otherwise. Without --data, --cloze and --text it
+    Writes MODEL-eval unless --output says otherwise. Without --data, --cloze, --text and --task it
     measures on run/data. The ONNX file of an export is measured just as its checkpoint is, and so
     is the server that `make serve` started: --endpoint localhost:8001.
     """
     settings = load(recipe, override)
     from lathe import backends
 
-    if data is None and cloze is None and text is None:
+    if data is None and cloze is None and text is None and not task:
         data = RUN / "data"
     output = output or beside(model, "eval")
-    result = backends.of(settings).evaluate(settings, model, output, data, cloze, text, endpoint)
+    tasks = given_tasks(task)
+    result = backends.of(settings).evaluate(
+        settings, model, output, data, cloze, text, endpoint, tasks
+    )
     show(
         evaluation=result.folder,
         parameters=result.n_params,
         cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
+        last_token_accuracy=with_error(result.last_token_accuracy, result.last_token_stderr),
+        cloze_word_perplexity=with_error(result.word_perplexity, result.word_perplexity_stderr),
         cloze_examples=result.n_examples or None,
         perplexity=with_error(result.perplexity, result.perplexity_stderr),
         adjusted_perplexity=result.adjusted_perplexity,
+        **{
+            found.label(measure): with_error(value, stderr)
+            for found in result.tasks.values()
+            for measure, value, stderr in found.scores()
+        },
     )
 
 

@@ -46,7 +46,8 @@ def plan(
     """Show the ways to divide a training over GPUs that fit their memory, and pick the fastest.
 
     The recipe's global batch stays as it is: a layout changes speed and memory, not what is
-    learned. Speeds are of one layout against another, from a model of a DGX A100.
+    learned. Where it cannot be divided over all GPUs, some stay idle. Speeds are of one layout
+    against another, from a model of a DGX A100.
     """
     settings = load(recipe, override)
     from rich.console import Console
@@ -58,6 +59,7 @@ def plan(
     Console(width=None if sys.stdout.isatty() else 120).print(plan_table(found))
     chosen = " ".join(f"-o {option}" for option in options(settings, found.best.layout))
     show(
+        GPUs=found.idle(),
         pick=str(found.best.layout),
         options=chosen or "none: it is the recipe's own",
         recipe=found.verdict(),

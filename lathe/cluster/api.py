@@ -1,7 +1,7 @@
-"""The Kubernetes API as the launcher and the janitor use it, through its own client.
+"""The parts of the Kubernetes API that the launcher and the janitor use, via the official client.
 
-An API server that does not answer is asked again for a while; what it forbids is a `UserError`
-that names the verb, the resource, the account and the Role that allows it.
+Requests are retried for a while if the API server does not answer; a forbidden request raises a
+`UserError` that names the verb, the resource, the account and the Role that would allow it.
 """
 
 import json
@@ -40,8 +40,8 @@ class Cluster:
     """One namespace of the cluster.
 
     Attributes:
-        role: what manifests/ calls the Role that allows what this program does.
-        patience: seconds to ask an API server that does not answer.
+        role: name in manifests/ of the Role that grants what this program does.
+        patience: seconds for which unanswered requests are retried.
     """
 
     api: Any
@@ -50,7 +50,7 @@ class Cluster:
     patience: float = 600.0
 
     def create(self, job: TrainJob) -> bool:
-        """False if there is one of its name."""
+        """Create it; returns False if one of this name exists."""
         creating = self._custom.create_namespaced_custom_object
         return self.ask(creating, *self._jobs, body=job, unless=409) is not None
 
@@ -59,20 +59,20 @@ class Cluster:
         return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
 
     def trainjobs(self) -> list[TrainJob]:
-        """Those of ours."""
+        """The TrainJobs that Lathe created."""
         labels = ",".join(f"{name}={value}" for name, value in LABELS.items())
         listing = self._custom.list_namespaced_custom_object
         return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
 
     def set_owners(self, job: TrainJob, owners: list[dict[str, str]]) -> bool:
-        """False if it has gone."""
+        """Replace its owners; returns False if it no longer exists."""
         patch = {"metadata": {"ownerReferences": owners}}
         patching = self._custom.patch_namespaced_custom_object
         name = job["metadata"]["name"]
         return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
 
     def delete(self, name: str) -> None:
-        """It goes when its pods have: they have the time to save what they did."""
+        """Delete it in the foreground, so that its pods have time to save their state."""
         deleting = self._custom.delete_namespaced_custom_object
         self.ask(deleting, *self._jobs, name, propagation_policy="Foreground", unless=404)
 
@@ -85,9 +85,9 @@ class Cluster:
         return list(self.ask(listing, self.namespace, label_selector=labels).items)
 
     def watch_pods(self, labels: str, since: str | None, seconds: int) -> Iterator[dict[str, Any]]:
-        """Events as `kubernetes.watch` gives them, for so many seconds; it raises as it comes.
+        """Yield events of `kubernetes.watch` for this many seconds; its exceptions pass through.
 
-        Those after the resource version `since`; without one, first the pods that there are.
+        Starts after the resource version `since`; if None, with the pods that exist.
         """
         yield from Watch().stream(
             self._core.list_namespaced_pod,
@@ -99,9 +99,9 @@ class Cluster:
         )
 
     def pod_log(self, pod: str, container: str, follow: bool, since: str | None) -> Any:
-        """The log with time stamps, from the second `since` (RFC 3339), as a urllib3 response.
+        """A container's log with timestamps from `since` (RFC 3339) on, as a urllib3 response.
 
-        The client's own method cannot ask for `sinceTime`; it raises as it comes.
+        The client's own method lacks `sinceTime`; exceptions pass through.
         """
         query = [("container", container), ("timestamps", "true"), ("follow", str(follow).lower())]
         return self.api.call_api(
@@ -129,7 +129,7 @@ class Cluster:
     def ask(
         self, call: Callable[..., Any], *arguments: Any, unless: int = 0, **options: Any
     ) -> Any:
-        """None where the answer has the status `unless`."""
+        """Send a request with retries; returns None if the response has the status `unless`."""
         asking = Retrying(
             retry=_again,
             stop=stop_after_delay(self.patience),
@@ -165,12 +165,12 @@ class Cluster:
             ) from None
         if error.status == 401:
             raise UserError(
-                f"the Kubernetes API at {self.api.configuration.host} does not know this token",
+                f"the Kubernetes API at {self.api.configuration.host} rejects this token",
                 "run as a pod with a service account, or renew the KUBECONFIG file's credentials",
             ) from None
         if error.status in (400, 403, 422):  # a quota, a policy, an admission webhook
             raise UserError(
-                f"the cluster does not take the TrainJob: {message}",
+                f"the cluster rejects the TrainJob: {message}",
                 "change the recipe's Launch settings, or what the cluster allows in namespace "
                 f"{self.namespace}",
             ) from None
@@ -178,15 +178,15 @@ class Cluster:
 
 
 def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Cluster:
-    """As the environment says: KUBECONFIG, else this pod's service account, else ~/.kube/config.
+    """Connect with KUBECONFIG, else this pod's service account, else ~/.kube/config.
 
     The namespace is the given one, else POD_NAMESPACE, else the pod's or the context's own.
 
     Raises:
-        UserError: there is no way to a cluster.
+        UserError: no cluster is configured.
     """
     settings = client.Configuration()
-    settings.retries = False  # ours waits longer, and says so
+    settings.retries = False  # our own retries wait longer and log it
     found = os.environ.get("POD_NAMESPACE")
     try:
         file = os.environ.get("KUBECONFIG")
@@ -206,14 +206,14 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Whether the API server may answer otherwise in a moment."""
+    """Whether the request may succeed if it is retried."""
     if isinstance(error, ApiException):
         return error.status in TRANSIENT
     return isinstance(error, HTTPError | ConnectionError | TimeoutError)
 
 
 def said(error: ApiException) -> str:
-    """The message of the API's answer."""
+    """The message in the API's response."""
     try:
         return str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):
@@ -221,7 +221,7 @@ def said(error: ApiException) -> str:
 
 
 def _again(state: RetryCallState) -> bool:
-    """A token is refused, too, while it is renewed."""
+    """Whether to retry; a token may be refused for a moment while it is renewed."""
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, ApiException) and error.status == 401:
         return state.attempt_number < 4
@@ -230,4 +230,4 @@ def _again(state: RetryCallState) -> bool:
 
 def _tell(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
-    log.warning("the Kubernetes API does not answer, asking again: %s", error)
+    log.warning("the Kubernetes API does not answer, retrying: %s", error)

@@ -1,8 +1,8 @@
-"""The Deployment that serves: which release its pods fetch, and a lock on who may change that.
+"""The Deployment that serves a model: the release that its pods fetch, and a lock on changing it.
 
-An initContainer of its pods fetches the release that its environment names to where Triton looks.
-The lock is an annotation, taken with the Deployment's resource version and renewed by its holder;
-one that is not renewed any more is nobody's.
+An initContainer of its pods downloads the release named in its environment to where Triton looks
+for models. The lock is an annotation, taken by compare-and-swap on the Deployment's resource
+version and renewed by its holder; a lock that is no longer renewed expires.
 """
 
 import logging
@@ -30,7 +30,7 @@ CAUSE = "kubernetes.io/change-cause"
 POLL_SECONDS = 2.0
 RENEW_SECONDS = 10.0
 LOCK_SECONDS = 60.0
-ATTEMPTS = 20  # at a change, between those of the Deployment's own controller
+ATTEMPTS = 20  # to change it, in competition with the Deployment controller
 CONFLICT = 409
 LOG_LINES = 20
 
@@ -38,7 +38,7 @@ Object = Any  # the client's models have no types
 
 
 def has_cluster() -> bool:
-    """Whether the environment says how to reach one."""
+    """Whether a cluster is configured."""
     variables = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
     return any(v in os.environ for v in variables) or Path("~/.kube/config").expanduser().is_file()
 
@@ -60,15 +60,15 @@ class Deployment:
         self._variable(self.read())
 
     def release(self) -> str | None:
-        """The address that its new pods fetch; None before the first."""
+        """Address of the release that new pods fetch; None before the first."""
         return self._variable(self.read()).value or None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else rolls it until the block ends.
+        """Prevent other rollouts until the block ends.
 
         Raises:
-            StageError: another is rolling it.
+            StageError: another rollout is in progress.
         """
         self._take_lock()
         try:
@@ -77,20 +77,20 @@ class Deployment:
             try:
                 self._change(lambda _: {"metadata": {"annotations": {LOCK: None}}})
             except (StageError, UserError) as error:
-                log.warning("%s: the lock stays until it is stale: %s", self.name, error)
+                log.warning("%s: the lock remains until it expires: %s", self.name, error)
 
     def keep_lock(self) -> None:
-        """Renew the lock, if it is time to.
+        """Renew the lock if it is due.
 
         Raises:
-            StageError: this process stood still for so long that another has taken it.
+            StageError: this process was suspended for so long that the lock expired and was taken.
         """
         if time.monotonic() - self._renewed > RENEW_SECONDS:
             self._change(lambda _: {"metadata": {"annotations": {LOCK: self._stamp()}}})
             self._renewed = time.monotonic()
 
     def read(self) -> Object:
-        """The V1Deployment as it is."""
+        """The current V1Deployment."""
         reading = self._apps.read_namespaced_deployment
         found = self._cluster.ask(reading, self.name, self.namespace, unless=404)
         if found is None:
@@ -101,7 +101,7 @@ class Deployment:
         return found
 
     def set_release(self, release: str, cause: str) -> None:
-        """From now on new pods fetch `release`; old ones are replaced. Within `locked`."""
+        """Roll the Deployment to `release`. Call within `locked`."""
 
         def template(found: Object) -> dict[str, Any]:
             self._variable(found).value = release
@@ -117,12 +117,12 @@ class Deployment:
         self._change(template)
 
     def pods(self, found: Object, release: str) -> list[Any]:
-        """Those of one release; `found` as it was read."""
+        """The pods of one release; `found` is the Deployment as read."""
         labels = ",".join(f"{k}={v}" for k, v in found.spec.selector.match_labels.items())
         return [pod for pod in self._cluster.pods(labels) if _annotation(pod, RELEASE) == release]
 
     def tail(self, pod: str, container: str, previous: bool) -> str:
-        """The last lines of a container's log, of its run before if `previous`."""
+        """The last lines of a container's log, of its previous run if `previous`."""
         reading = self._core.read_namespaced_pod_log
         options: dict[str, Any] = {
             "container": container,
@@ -141,11 +141,13 @@ class Deployment:
                     self._renewed = time.monotonic()
                     return
             elif seen is None:
-                log.info("%s is locked by %s: is that alive?", self.name, lock)
+                log.info(
+                    "%s is locked by %s: checking whether that process is alive", self.name, lock
+                )
                 seen, since = lock, time.monotonic()
             elif lock != seen:
                 raise StageError(
-                    f"{self.name} is being rolled by another, {lock}: run it again when that ends"
+                    f"{self.name} is being rolled by another, {lock}: retry when it has finished"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -153,7 +155,7 @@ class Deployment:
         return f"{self._holder} {datetime.now(UTC).isoformat(timespec='milliseconds')}"
 
     def _change(self, make: Callable[[Object], dict[str, Any]]) -> None:
-        """Patch the Deployment, which this process has locked, with what `make` makes of it."""
+        """Patch the locked Deployment with what `make` returns for its current state."""
         for _ in range(ATTEMPTS):
             found = self.read()
             lock = _annotation(found, LOCK)
@@ -161,10 +163,10 @@ class Deployment:
                 raise StageError(f"{self.name}: the lock was lost to {lock or 'no one'}")
             if self._patch(found, make(found)):
                 return
-        raise StageError(f"{self.name} is changed all the time by something else")
+        raise StageError(f"{self.name} keeps being changed by something else")
 
     def _patch(self, found: Object, body: dict[str, Any]) -> bool:
-        """Whether nothing had changed the Deployment since it was read."""
+        """Patch; returns False if the Deployment has changed since it was read."""
         body["metadata"]["resourceVersion"] = found.metadata.resource_version
         patching = self._apps.patch_namespaced_deployment
         arguments = self.name, self.namespace, body

@@ -1,4 +1,4 @@
-"""Watch a TrainJob until it has ended, with its first node's log on our standard output."""
+"""Follow a TrainJob until it ends, printing its first node's log to standard output."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ LOG_PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds: between two looks at the TrainJob, for a place for all pods, for their images."""
+    """Limits in seconds: between two polls, to schedule all pods, and to pull their images."""
 
     look: int = 5
     scheduling: float = 3600.0
@@ -32,10 +32,10 @@ class Patience:
 
 
 class Follower:
-    """Follows one TrainJob. Pods that have gone are remembered by the last that was seen of them.
+    """Follows one TrainJob. Pods that are gone are remembered by their last known state.
 
-    State is looked up anew every few seconds, and watched in between only to see a change sooner:
-    an event that is missed costs nothing but time.
+    State is polled every few seconds and watched in between only to see changes sooner, so a missed
+    event costs nothing but time.
     """
 
     def __init__(
@@ -53,16 +53,18 @@ class Follower:
         self._noticed = ""
 
     def run(self) -> None:
-        """Return when it has succeeded.
+        """Return when the TrainJob has succeeded.
 
         Raises:
-            NodeFailed, Preempted, StageError, UserError: as it ended, or cannot begin.
+            NodeFailed, Preempted, StageError, UserError: it failed, or cannot start.
         """
         while True:
             self._watch_pods()
             job = self._cluster.get(self._name)
             if job is None or "deletionTimestamp" in job["metadata"]:
-                raise StageError(f"TrainJob {self._name} was deleted, and not by its launcher")
+                raise StageError(
+                    f"TrainJob {self._name} was deleted by something other than its launcher"
+                )
             conditions = {c["type"]: c for c in job.get("status", {}).get("conditions", [])}
             if _is_true(conditions, "Complete"):
                 self._see_all()
@@ -81,7 +83,7 @@ class Follower:
                 self._check_waiting()
 
     def _watch_pods(self) -> None:
-        """Take in what happens to the pods, until one ends or it is time to look at the job."""
+        """Process pod events until a pod ends or the next poll is due."""
         ended = [pod for pod in self._pods.values() if reasons.has_ended(pod)]
         seconds = 1 if ended else self._patience.look
         try:
@@ -90,11 +92,11 @@ class Follower:
                 self._since = pod.metadata.resource_version
                 self._see(pod)
                 if event["type"] != "ADDED" and reasons.has_ended(pod):
-                    return  # ADDED: one of those that there are, in no order of versions
+                    return  # ADDED: existing pods, not ordered by version
         except ApiException as error:
-            self._since = None  # 410: what it goes on from is forgotten
+            self._since = None  # 410: that resource version has expired
             if error.status != 410 and not is_transient(error):
-                self._cluster.pods(self._selector)  # explains what is forbidden
+                self._cluster.pods(self._selector)  # raises an error that explains
             time.sleep(min(1, seconds))
         except Exception as error:
             if not is_transient(error):
@@ -102,7 +104,7 @@ class Follower:
             time.sleep(min(1, seconds))
 
     def _see_all(self) -> None:
-        """What the watch has not told yet, and all that the pods wrote."""
+        """Process pod states that the watch has not reported yet, and the rest of the logs."""
         for pod in self._cluster.pods(self._selector):
             self._see(pod)
         self._finish_logs()
@@ -117,7 +119,7 @@ class Follower:
         self._logs[uid].start()
 
     def _check_waiting(self) -> None:
-        """Waiting is borne for a while: a pool may grow, a registry come back."""
+        """Fail if pods have waited too long; a pool may scale up, a registry recover."""
         pending = [pod for pod in self._pods.values() if not reasons.has_started(pod)]
         message = next(filter(None, map(reasons.unschedulable, pending)), None)
         seconds = self._waited("place", message is not None)
@@ -149,7 +151,7 @@ class Follower:
         return {reasons.node_of(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
 
     def _forget_pods(self) -> None:
-        """A queue that takes its quota back ends the pods, and later there are others."""
+        """Forget pods that a queue evicted to reclaim quota: new ones will follow."""
         if self._pods:
             self._finish_logs()
             self._pods, self._logs, self._since = {}, {}, None

@@ -1,8 +1,8 @@
-"""Delete the TrainJobs that a launcher's hard end has left: `python -m lathe.cluster.janitor`.
+"""Delete TrainJobs orphaned by a killed launcher: `python -m lathe.cluster.janitor`.
 
-A TrainJob goes when the pod that owns it is gone, or has ended and no other has adopted the
-TrainJob meanwhile (a step's retry does, within moments), or when its deadline has passed: all by
-what the API says, so that it may run anywhere, at any time, as often as one likes.
+A TrainJob is deleted when the pod that owns it is gone, or has ended without another pod adopting
+the TrainJob (a step's retry does so within moments), or when its deadline has passed. The janitor
+keeps no state of its own, so it can run anywhere, at any time, any number of times.
 """
 
 import sys
@@ -19,15 +19,15 @@ GRACE = timedelta(minutes=10)
 
 
 def leftovers(cluster: Cluster, grace: timedelta = GRACE) -> Iterator[tuple[str, str | None]]:
-    """The name of every TrainJob of ours, with why it should go, or None."""
-    jobs = cluster.trainjobs()  # before the pods: a launcher is there before its TrainJob
+    """Every TrainJob of Lathe with the reason to delete it, or None."""
+    jobs = cluster.trainjobs()  # listed before the pods: a launcher exists before its TrainJob
     pods = {pod.metadata.uid: pod for pod in cluster.pods()}
     for job in jobs:
         yield job["metadata"]["name"], _reason(job, pods, datetime.now(UTC) - grace)
 
 
 def _reason(job: TrainJob, pods: Mapping[str, Any], before: datetime) -> str | None:
-    """`before`: what happened later than that may still be tidied by others."""
+    """`before`: what ended later may still be cleaned up by its own launcher."""
     metadata = job["metadata"]
     deadline = metadata.get("annotations", {}).get(DEADLINE)
     if deadline and datetime.fromisoformat(deadline) < before:
@@ -55,9 +55,11 @@ def main(
     namespace: Annotated[
         str | None, typer.Option(help="Default: POD_NAMESPACE, or this pod's own.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be deleted.")
+    ] = False,
     grace_minutes: Annotated[
-        float, typer.Option(min=0, help="Between an end and what is left being deleted.")
+        float, typer.Option(min=0, help="Seconds to wait after a launcher has ended.")
     ] = GRACE.total_seconds() / 60,
 ) -> None:
     """Delete TrainJobs whose launcher has gone or ended, or whose deadline has passed."""

@@ -1,7 +1,7 @@
-"""A pod's log as it is written, through connections that break: no line is lost, none comes twice.
+"""Follow a pod's log over unreliable connections: no line is lost or repeated.
 
-The API repeats the lines of the second it is asked to go on from, and a broken connection may end
-in the middle of a line; every line carries the time at which it was written.
+When resumed, the API repeats the lines of the second to resume from, and a connection may break in
+the middle of a line; the timestamp of each line tells which were seen.
 """
 
 import logging
@@ -23,10 +23,10 @@ LAST_TRIES = 5  # at an ended pod's log
 
 
 class LogFollower(threading.Thread):
-    """Reads one container's log from its start, and hands every line to `emit`.
+    """Reads one container's log from the start and passes every line to `emit`.
 
     Attributes:
-        tail: the last lines, kept because the pods of a failed job are soon deleted.
+        tail: the last lines, kept because the pods of a failed job are deleted soon.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class LogFollower(threading.Thread):
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._cluster, self._pod, self._container, self._emit = cluster, pod, container, emit
         self._ended = threading.Event()
-        self._last = (0, "", 0)  # when the last line was written: ns, as text; lines at that time
+        self._last = (0, "", 0)  # the last line's time, in ns and as text, and lines at it
 
     def finish(self, seconds: float = 30.0) -> None:
-        """The container has ended: wait until what it wrote has been read."""
+        """Wait until the log of the ended container has been read completely."""
         self._ended.set()
         self.join(seconds)
 
@@ -64,7 +64,7 @@ class LogFollower(threading.Thread):
             self._ended.wait(PAUSE_SECONDS)
 
     def _read(self, complete: bool) -> None:
-        """To the end of the stream; the last line counts without its end only if `complete`."""
+        """Read to the end of the stream; an unterminated last line counts only if `complete`."""
         since, text, repeated = self._last
         response = self._cluster.pod_log(
             self._pod, self._container, follow=not complete, since=text or None
@@ -89,7 +89,7 @@ class LogFollower(threading.Thread):
 
 
 def nanoseconds(stamp: str) -> int:
-    """Since 1970, of an RFC 3339 time stamp with up to nine digits after the second."""
+    """Nanoseconds since 1970 of an RFC 3339 timestamp with up to nine fractional digits."""
     whole, _, rest = stamp.partition(".")
     digits = rest.rstrip("Z").partition("+")[0].partition("-")[0]
     zone = rest[len(digits) :] if rest else ""

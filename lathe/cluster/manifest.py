@@ -1,11 +1,11 @@
-"""A training command as a TrainJob of Kubeflow Trainer 2.3, from its typed models.
+"""Build the TrainJob (Kubeflow Trainer 2.3) of a training command, from its typed models.
 
-The command is the runtime's (`lathe`), so that another runtime may have another engine; the
-TrainJob gives its arguments. What it cannot set is the runtime's too: `restartPolicy: Never`,
-`backoffLimit: 0` and `maxRestarts: 0` (see `lathe.cluster.trainjob` for who starts again), gang
-scheduling (`podGroupPolicy`, where no Kueue queue admits a job as a whole), a pod's own
-PriorityClass, its service account (the workers ask nothing of the Kubernetes API) and image pull
-secrets.
+The runtime defines the command (`lathe`), so that another runtime can have another backend; the
+TrainJob defines its arguments. The runtime also defines what a TrainJob cannot set:
+`restartPolicy: Never`, `backoffLimit: 0` and `maxRestarts: 0` (restarts are up to
+`lathe.cluster.trainjob`), gang scheduling (`podGroupPolicy`, where no Kueue queue admits a job as a
+whole), the pods' PriorityClass, service account (workers do not use the Kubernetes API) and image
+pull secrets.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ RUNTIME = "lathe-torch"
 REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 USER = 10001
 GRACE_SECONDS = 300
-"""For workers to save their state and put it into the store, once they are told to end."""
+"""Seconds for workers to save their state and upload it after SIGTERM."""
 
 STORE_SECRET = "lathe-s3"
 STORE_KEYS = {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
@@ -39,7 +39,7 @@ CREDENTIAL = re.compile("SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL")
 
 @dataclass(frozen=True)
 class Launcher:
-    """The pod that this process runs in, which owns the TrainJob, and the run it is part of."""
+    """The pod that this process runs in, which owns the TrainJob, and its pipeline run."""
 
     pod: str
     uid: str
@@ -52,12 +52,12 @@ class Launcher:
 
 
 def find_launcher(cluster: Cluster) -> Launcher:
-    """From the names that Kubeflow Pipelines, or a manifest's downward API, gives a pod.
+    """Find it by the environment that Kubeflow Pipelines, or a downward API, gives a pod.
 
     The image is LATHE_TRAIN_IMAGE, else the pod's own; the run is the pod's label, else the pod.
 
     Raises:
-        UserError: this process is in no pod.
+        UserError: this process does not run in a pod.
     """
     name = os.environ.get("KFP_POD_NAME") or os.environ.get("POD_NAME")
     pod = cluster.pod(name) if name else None
@@ -77,7 +77,7 @@ def find_launcher(cluster: Cluster) -> Launcher:
 def job_name(
     command: Sequence[str], shape: Shape, settings: LaunchSettings, launcher: Launcher
 ) -> str:
-    """The same for the same work in the same run, so that who starts again finds it."""
+    """A name that depends on the work and the run only, so that a retry finds the TrainJob."""
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
     digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
     return f"lathe-{command[0]}-{digest[:12]}"
@@ -96,7 +96,7 @@ def build(
     deadline: datetime,
     failures: int = 0,
 ) -> TrainJob:
-    """The object to create; `failures` of our own came before it.
+    """The object to create; `failures` is the number of earlier attempts that failed.
 
     Raises:
         UserError: `priority` without a `queue`.
@@ -144,7 +144,7 @@ def _queue(settings: LaunchSettings) -> dict[str, str]:
 
 
 def _resources(settings: LaunchSettings) -> Any:
-    """Requests are limits, so that no other pod's hunger ends this one; Trainer reads both."""
+    """Guaranteed QoS: requests equal limits; Trainer reads both."""
     amounts = {"cpu": str(settings.cpus_per_node), "memory": settings.memory_per_node}
     if settings.gpus_per_node:
         amounts["nvidia.com/gpu"] = str(settings.gpus_per_node)
@@ -153,7 +153,7 @@ def _resources(settings: LaunchSettings) -> Any:
 
 
 def _environment() -> list[Any]:
-    """The addresses that this process knows, and by reference, the store's keys."""
+    """The endpoints of this process's environment and, by reference, the object store's keys."""
     passed = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -170,7 +170,7 @@ def _environment() -> list[Any]:
 
 
 def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
-    """Where the pods run and what they may do, over whatever the runtime says."""
+    """Scheduling and security settings that override the runtime's."""
     shared_memory = m.IoK8sApiCoreV1EmptyDirVolumeSource(
         medium="Memory", size_limit=_quantity(settings.shared_memory)
     )
@@ -228,7 +228,7 @@ def _node_selector(settings: LaunchSettings) -> dict[str, str] | None:
 
 
 def _tolerations(settings: LaunchSettings) -> list[Any] | None:
-    """Of the taints that keep others off the pool and off its GPUs."""
+    """Tolerations of the taints that reserve the pool and its GPUs."""
     taints = {
         "lathe/node-pool": settings.node_pool,
         "nvidia.com/gpu": settings.gpus_per_node or None,
@@ -245,5 +245,5 @@ def _quantity(amount: str) -> Any:
 
 
 def _label(text: str) -> str:
-    """Cut to what a label may hold."""
+    """The text cut to what is valid in a label."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")

@@ -1,4 +1,4 @@
-"""What the nodes of a pool can give."""
+"""The capacity of a node pool."""
 
 import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
@@ -10,13 +10,13 @@ GPU = "nvidia.com/gpu"
 
 
 def check_node_pool(name: str, nodes: int, gpus: int, context: str | None = None) -> None:
-    """Make sure that so many nodes of a pool have so many GPUs each, in use or not.
+    """Check that a pool has this many nodes with this many GPUs each, in use or not.
 
     Args:
         context: kube context; the current one if None.
 
     Raises:
-        UserError: there is no such pool, or it is too small.
+        UserError: the pool does not exist or is too small.
         StageError: the cluster could not be asked; the message says why.
     """
     try:

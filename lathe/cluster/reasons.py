@@ -1,6 +1,6 @@
-"""Why a TrainJob's pods wait, and which of them ended it: read from the pods' states.
+"""Why a TrainJob's pods wait, and which of them made it fail, from the pods' status.
 
-When one worker fails, the others lose their peer or are told to end; the cause is who failed first.
+When one worker fails, the others lose their peer or are terminated; the first failure is the cause.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Tails = Mapping[int, Sequence[str]]
 
 
 class NodeFailed(WorkerFailed):
-    """A node (a pod of the TrainJob) ended badly: which, why, and the last lines of each."""
+    """A node (a pod of the TrainJob) failed: which, why, and the last lines of all."""
 
     def __init__(self, node: int, exit_code: int, why: str, tails: Tails) -> None:
         tail = "\n".join(tails.get(node, ())) or "(it wrote nothing)"
@@ -56,7 +56,7 @@ def exit_code(pod: Pod) -> int | None:
 
 
 def unschedulable(pod: Pod) -> str | None:
-    """What the scheduler says, of a pod that it has found no node for."""
+    """The scheduler's message for a pod that it cannot place."""
     condition = _condition(pod, "PodScheduled")
     if condition is None or condition.status != "False" or condition.reason != "Unschedulable":
         return None
@@ -64,7 +64,7 @@ def unschedulable(pod: Pod) -> str | None:
 
 
 def not_startable(pod: Pod, image: str) -> UserError | None:
-    """Of a container that is kept from its start: by its image, or by a secret that is missing."""
+    """The error for a container that cannot start: its image, or a missing secret."""
     status = _status(pod)
     waiting = status.state.waiting if status and status.state else None
     if waiting is None:
@@ -91,16 +91,16 @@ def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError
     return UserError(
         f"no place for {settings.nodes} nodes after {seconds:.0f} s: {message}",
         f"let {pool} have {settings.nodes} free nodes with {', '.join(asked)} each (`kubectl get "
-        f"nodes -L lathe/node-pool`), ask for less, or wait in a line with Launch.queue",
+        f"nodes -L lathe/node-pool`), ask for less, or queue with Launch.queue",
     )
 
 
 def failure(
     pods: Sequence[Pod], tails: Tails, settings: LaunchSettings, condition: Mapping[str, str]
 ) -> StageError:
-    """What a failed TrainJob's pods say; its own condition where they say nothing.
+    """The error for a failed TrainJob, from its pods or else its own condition.
 
-    Preempted: a pod was taken from its node, or left with saved state before any other failed.
+    Preempted: a pod was evicted, or exited with saved state before any other failed.
     """
     for pod in pods:
         if exit_code(pod) == UserError.status:
@@ -113,26 +113,27 @@ def failure(
     for pod in pods:
         if disrupted := _condition(pod, "DisruptionTarget"):
             return Preempted(
-                f"node {node_of(pod)} was taken away ({disrupted.reason}: {disrupted.message})"
+                f"node {node_of(pod)} was evicted ({disrupted.reason}: {disrupted.message})"
             )
     failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
     if failed and exit_code(failed[0]) == Preempted.status:
-        return Preempted(f"node {node_of(failed[0])} was told to end, and has saved its state")
+        return Preempted(f"node {node_of(failed[0])} was terminated and has saved its state")
     if failed:
         first = failed[0]
         return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)
     for pod in pods:
-        if pod.status.phase == "Failed":  # evicted before or without an exit of its container
+        if pod.status.phase == "Failed":  # evicted before its container exited
             why = f"was ended: {pod.status.reason}: {pod.status.message}"
             return NodeFailed(node_of(pod), 1, why, tails)
     why = f"{condition.get('reason')}: {condition.get('message')}"
-    if condition.get("reason") == "FailedJobs":  # the pod is gone, and was not seen to fail
+    if condition.get("reason") == "FailedJobs":  # the pod is gone and its failure was not seen
         return NodeFailed(0, 1, f"or another was lost ({why})", tails)
     return StageError(f"the TrainJob failed ({why})")
 
 
 def _blame(pod: Pod) -> tuple[float, bool, int]:
-    """Who ended first; within one second, who was told to end before who lost a peer."""
+    """Sort key: the first to end; within one second, terminated pods before those that lost a
+    peer."""
     ended = _terminated(pod)
     when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
     return when, ended.exit_code != Preempted.status, node_of(pod)

@@ -1,4 +1,4 @@
-"""Rolls the Deployment that serves to another release, and back where that fails."""
+"""Roll the serving Deployment to another release, and back if that fails."""
 
 import logging
 import time
@@ -15,19 +15,19 @@ POLL_SECONDS = 2.0
 
 
 class RolloutFailed(StageError):
-    """The pods of a release do not come up: the message says why."""
+    """The pods of a release do not become ready; the message says why."""
 
 
 def roll(deployment: Deployment, release: str, back_to: str | None, seconds: float) -> None:
-    """Roll to `release` and wait until only its pods serve; within `locked`.
+    """Roll to `release` and wait until only its pods serve. Call within `Deployment.locked`.
 
     Args:
         release, back_to: addresses of repositories.
-        seconds: that a rollout may take.
+        seconds: limit of a rollout.
 
     Raises:
-        StageError: it does not come up. It serves `back_to` again then, or the message says
-            what became of that.
+        StageError: it does not become ready. Either `back_to` serves again, or the message says
+            why the rollback failed.
     """
     try:
         deployment.set_release(release, f"lathe deploy {release}")
@@ -41,15 +41,17 @@ def roll(deployment: Deployment, release: str, back_to: str | None, seconds: flo
 
 
 def _go_back(deployment: Deployment, release: str, back_to: str | None, seconds: float) -> str:
-    """Do, and say how it went."""
+    """Roll back; returns a sentence about the outcome."""
     if back_to is None or back_to == release:
         return f"there is no release before it: {deployment.name} is left as it is"
-    log.warning("%s: %s does not come up, going back to %s", deployment.name, release, back_to)
+    log.warning(
+        "%s: %s does not become ready, rolling back to %s", deployment.name, release, back_to
+    )
     try:
         deployment.set_release(back_to, f"lathe: back from {release}, which does not come up")
         _wait(deployment, back_to, seconds)
     except (StageError, UserError) as error:
-        return f"going back to {back_to} failed too: {error}"
+        return f"rolling back to {back_to} failed too: {error}"
     return f"went back to {back_to}, which serves"
 
 
@@ -75,7 +77,7 @@ def _wait(deployment: Deployment, release: str, seconds: float) -> None:
 
 
 def _last_lines(deployment: Deployment, pods: Sequence[Any]) -> str:
-    """What the failing container wrote last, indented, if it can be read."""
+    """The last log lines of the failing container, indented, if they can be read."""
     if (found := rollout_pods.failing(pods)) is None:
         return ""
     try:
@@ -86,7 +88,7 @@ def _last_lines(deployment: Deployment, pods: Sequence[Any]) -> str:
 
 
 def _waits_for(found: Object) -> str | None:
-    """What is missing until only pods of the present template serve, or None."""
+    """What is missing until only pods of the current template serve, or None."""
     status, wanted = found.status, found.spec.replicas
     wanted = 1 if wanted is None else wanted
     if (status.observed_generation or 0) < found.metadata.generation:

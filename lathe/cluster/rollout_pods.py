@@ -1,4 +1,4 @@
-"""What keeps the pods of a rollout from coming up."""
+"""Why the pods of a rollout do not become ready."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ HOPELESS = {
     "InvalidImageName",
     "CreateContainerConfigError",
 }
-RESTARTS = 2  # after so many, a container that fails will not come up by itself
+RESTARTS = 2  # after this many, a failing container is given up
 
 Pod = Any  # kubernetes.client.V1Pod, which has no types
 
 
 def hopeless(pods: Sequence[Pod]) -> str | None:
-    """The first reason why waiting on will not help, with the pod that has it."""
+    """The first reason why waiting longer is pointless, with its pod."""
     for pod, status in _containers(pods):
         waiting, ended = status.state.waiting, _last_end(status)
         if waiting and waiting.reason in HOPELESS:
@@ -29,7 +29,7 @@ def hopeless(pods: Sequence[Pod]) -> str | None:
 
 
 def states(pods: Sequence[Pod]) -> str:
-    """What every pod waits for."""
+    """What each pod is waiting for."""
     said = []
     for pod in pods:
         conditions = pod.status.conditions or []
@@ -42,7 +42,8 @@ def states(pods: Sequence[Pod]) -> str:
 
 
 def failing(pods: Sequence[Pod]) -> tuple[str, str, bool] | None:
-    """Pod and container whose log tells most, and whether it is its previous run's."""
+    """The pod and container with the most informative log, and whether to read the previous
+    run's."""
     restarted = [(p, s) for p, s in _containers(pods) if _last_end(s) and not s.ready]
     for pod, status in restarted or _containers(pods):
         if restarted or (status.state.running and not status.ready):
@@ -58,5 +59,5 @@ def _containers(pods: Sequence[Pod]) -> Iterator[tuple[Pod, Any]]:
 
 
 def _last_end(status: Any) -> Any:
-    """How the container ended, this time or the time before; None if it never did."""
+    """How the container's current or previous run ended; None if neither has."""
     return status.state.terminated or (status.last_state and status.last_state.terminated)

@@ -1,19 +1,19 @@
 """Run a training command on a cluster, as a Kubeflow TrainJob that never outlives its launcher.
 
-The launcher owns the budget of restarts. A TrainJob's own retries (JobSet's `maxRestarts`, Job's
-`backoffLimit`) are the runtime's, the same for all of its users, and cannot tell a mistake of the
-user's from a lost node: the runtime has none, and any failure ends the TrainJob. The launcher
-reads why, and starts again what is worth it: after a preemption always, until the deadline; after
-other failures `Launch.restarts` times; after a user's mistake never. The saved states that the
-workers mirror into the store make the next one go on.
+The launcher owns the restart budget. A TrainJob's own retries (JobSet's `maxRestarts`, Job's
+`backoffLimit`) belong to the runtime, are the same for all of its users, and cannot tell a user's
+mistake from a lost node. So the runtime has none: any failure ends the TrainJob, and the launcher
+reads the cause and decides. After a preemption it always restarts, until the deadline; after other
+failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes from the
+saved states that the workers mirror to the object store.
 
-Every attempt has the same name, and waits until the one before is gone with all of its pods: two
-never write to the same output. A launcher that comes up again (a
-step's retry, in a new pod) finds the TrainJob by that name and makes itself the owner; one that is
-being deleted, because its owner is, is waited for and made anew.
+All attempts have the same name, and each waits until the previous one is gone with all of its pods,
+so two never write to the same output. A restarted launcher (a step's retry, in a new pod) finds the
+TrainJob by that name and becomes its owner; a TrainJob that is being deleted because its owner is
+gone is waited for and created anew.
 
-The TrainJob is deleted in every end of `run`; after a `kill -9` by the garbage collector, as it
-belongs to the launcher's pod, or by `lathe.cluster.janitor`.
+`run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
+the launcher's pod owns it, or else `lathe.cluster.janitor`.
 """
 
 import logging
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DELETE_PATIENCE = 20.0
-"""Seconds for an API server that does not answer, when all that is left is to delete."""
+"""Seconds to retry the final deletion if the API server does not answer."""
 
 
 def run(
@@ -46,15 +46,15 @@ def run(
 ) -> None:
     """Run `lathe <command>` on every node of `shape`, as a TrainJob, until it has succeeded.
 
-    What the first node writes goes to our standard output. Call it from the main thread of a pod,
-    whose service account has the Role `lathe-pipeline`.
+    The first node's log is printed to standard output. Call it from the main thread of a pod whose
+    service account has the Role `lathe-pipeline`.
 
     Raises:
-        WorkerFailed: a node failed more than `settings.restarts` times, with the last one's reason
-            and last lines; its status is 2 where the worker says that the user is wrong.
-        UserError: forbidden, no such image, no place for the pods.
-        StageError: the deadline has passed, or somebody else deleted the TrainJob.
-        SystemExit: on a signal to end, with the shell's status, 128 + signal.
+        WorkerFailed: nodes failed more than `settings.restarts` times; has the reason and last
+            lines of the last failure, and status 2 if the worker reported a user's mistake.
+        UserError: a forbidden request, a missing image, or pods that cannot be scheduled.
+        StageError: the deadline has passed, or something else deleted the TrainJob.
+        SystemExit: on a termination signal, with the shell's status, 128 + signal.
     """
     cluster = connect()
     with _signals_raised():
@@ -73,7 +73,7 @@ def run(
 
 
 class _Attempts:
-    """One TrainJob after another, all of one name, within one deadline and budget of restarts."""
+    """Successive TrainJobs of one name, within one deadline and restart budget."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class _Attempts:
         self.name: str = self._build()["metadata"]["name"]
 
     def begin(self) -> TrainJob:
-        """A TrainJob of ours: the one that an earlier launcher of this run left, or a new one.
+        """Adopt the TrainJob that an earlier launcher of this run left, or create one.
 
-        What is left of one that is being deleted is waited for: its pods may still write.
+        Waits for a TrainJob that is being deleted, as its pods may still write.
         """
         told = False
         while True:
@@ -112,13 +112,13 @@ class _Attempts:
                 return job
 
     def end(self, error: Preempted | WorkerFailed) -> None:
-        """Make room for another attempt, or raise `error`."""
+        """Delete the failed attempt so that another can start, or raise `error`."""
         if isinstance(error, WorkerFailed):
             if error.status == UserError.status or self._failures == self._settings.restarts:
                 raise error
             self._failures += 1
         left = self._settings.restarts - self._failures
-        log.warning("%s: %s\nstarting again; restarts left: %d", self.name, error, left)
+        log.warning("%s: %s\nrestarting; restarts left: %d", self.name, error, left)
         self._cluster.delete(self.name)
 
     def _adopt(self, found: TrainJob) -> bool:
@@ -142,7 +142,7 @@ class _Attempts:
 
 
 def _delete(cluster: Cluster, name: str) -> None:
-    """Whatever ended the run is the news, not that the API cannot be asked to clean up."""
+    """Delete; a failure is only logged, so that it does not hide what ended the run."""
     try:
         cluster.delete(name)
     except (StageError, UserError) as error:
@@ -151,7 +151,7 @@ def _delete(cluster: Cluster, name: str) -> None:
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """A signal to end raises SystemExit, once: what cleans up is not interrupted."""
+    """The first termination signal raises SystemExit; later ones do not interrupt the cleanup."""
 
     def handler(number: int, frame: object) -> None:
         for name in SIGNALS:

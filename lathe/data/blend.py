@@ -1,4 +1,4 @@
-"""Several token data sets as one folder, to train on a blend of them."""
+"""Combine several token data sets into one folder, to train on a weighted blend of them."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ MOST_PARTS = 255  # a part's number is one byte
 
 
 def parse_part(text: str) -> tuple[Path, float]:
-    """`FOLDER=WEIGHT` as the two; raises UserError where it is not that."""
+    """Parse `FOLDER=WEIGHT`; raises UserError if it has another form."""
     folder, equals, weight = text.rpartition("=")
     if not folder or not equals:
         raise UserError(f"{text}: not of the form FOLDER=WEIGHT", "write run/novels=0.7")
@@ -31,14 +31,15 @@ def parse_part(text: str) -> tuple[Path, float]:
 
 
 def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
-    """Gather data sets into `output`, a data set of which every stage draws by these weights.
+    """Write `output`, a data set from whose parts every stage samples by these weights.
 
-    Each becomes a folder inside, of hard links where the file system has them and of copies
-    elsewhere: `output` is whole without the originals. The held-out sets are those of the first.
+    Each part becomes a folder inside, of hard links where the file system supports them and of
+    copies elsewhere, so `output` does not depend on the originals. The held-out sets are the first
+    part's.
 
     Raises:
-        UserError: fewer than two parts, one given twice, absent, broken, a blend itself or of
-            another tokenizer, or a weight that is not a positive number.
+        UserError: fewer than two parts, or one that is given twice, missing, broken, itself a blend
+            or of another tokenizer, or a weight that is not a positive number.
     """
     folders = [folder for folder, _ in parts]
     claim_output_folder(output, DATA, *folders)

@@ -1,4 +1,4 @@
-"""The stage `prepare`: a corpus becomes a token data set with its held-out sets."""
+"""The prepare stage: turn a corpus into a token data set and its held-out sets."""
 
 import hashlib
 import json
@@ -35,14 +35,14 @@ from lathe.storage import atomic_folder, claim_output_folder
 
 log = logging.getLogger("lathe")
 
-# A batch goes to all cores at once; the bound keeps the encodings' memory to some 100 MB.
+# A batch is tokenized by all cores at once; its size bounds the encodings to some 100 MB.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 21
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` wrote, or found whole and left."""
+    """What `prepare` wrote, or found complete and kept."""
 
     folder: Path
     documents: int
@@ -77,7 +77,7 @@ class Spool:
 def prepare(
     recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
 ) -> PreparedData:
-    """Tokenize a corpus into `output`; a whole folder made of the same text is kept as it is.
+    """Tokenize a corpus into `output`; a complete folder made from the same text is kept.
 
     Args:
         recipe: `Prepare`, and the split and `max_seq_len` of `Data.Train.dataset`.
@@ -89,8 +89,8 @@ def prepare(
             `Prepare.tokenizer` unless given.
 
     Raises:
-        UserError: what `documents` and `load_tokenizer` raise, or a training part that does not
-            hold one sample. Nothing is left half written.
+        UserError: as `documents` and `load_tokenizer`, or the training part is shorter than one
+            sample. Nothing is left half written.
     """
     settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
     source = resolve(settings.source if source is None else source)
@@ -213,7 +213,7 @@ def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
 
 
 def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
-    """The metadata of a folder made from the same things, if all its files are as they were."""
+    """The metadata of a folder made from the same inputs, if none of its files has changed."""
     try:
         metadata = read_metadata(output / DATA.metadata_file, DataMetadata, HINT)
         check_files(output, DATA.metadata_file, metadata.files, HINT)

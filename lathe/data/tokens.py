@@ -39,21 +39,21 @@ PAIRS: dict[str, tuple[str, str, Reader]] = {
 
 @dataclass(frozen=True)
 class TokenDataset(ABC):
-    """What a plain data set and a blend have in common."""
+    """Base class of plain data sets and blends."""
 
     folder: Path
     metadata: dict[str, Any]
 
     @staticmethod
     def open(folder: Path) -> "TokenSequences | TokenBlend":
-        """Map the folder's one pair of files, in either format, or each part of a blend.
+        """Open a folder's pair of token files, in either format, or each part of a blend.
 
-        A folder that another tool wrote has no `data.json`: its metadata is then made from the
+        A folder written by another tool has no `data.json`; its metadata is then derived from the
         files and the tokenizer beside them.
 
         Raises:
-            UserError: no such folder, no pair or more than one (names them), half a pair, a file
-                cut short or altered since it was written, or neither metadata nor tokenizer.
+            UserError: no such folder, no pair, an incomplete pair or several (named), a file that
+                is truncated or altered, or neither metadata nor tokenizer.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder", "give the folder that prepare wrote")
@@ -65,11 +65,11 @@ class TokenDataset(ABC):
     @property
     @abstractmethod
     def parts(self) -> Sequence[tuple[float, "TokenSequences"]]:
-        """What to draw samples from, and how often in proportion to each other."""
+        """The parts to sample from and their weights."""
 
     @property
     def digest(self) -> str:
-        """Of the metadata, which tells one data set from another."""
+        """Digest of the metadata, which identifies the data set."""
         return digest(json.dumps(self.metadata, sort_keys=True))
 
     @property
@@ -120,10 +120,10 @@ class TokenBlend(TokenDataset):
 
 
 def read_data_metadata(folder: Path) -> DataMetadata | None:
-    """The metadata, if there is one; the files that it lists are as they were.
+    """Read the metadata, if there is any, and verify the files that it lists.
 
     Raises:
-        UserError: they are not, or the metadata is broken.
+        UserError: a file was altered, or the metadata is broken.
     """
     path = folder / DATA.metadata_file
     if (folder / REPLACED).exists():
@@ -182,7 +182,7 @@ def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSeque
 
 
 def is_first_of_node() -> bool:
-    """Of the processes of a node, one reads all the bytes."""
+    """Whether this process verifies the files: one process per node does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

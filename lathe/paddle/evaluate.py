@@ -1,4 +1,4 @@
-"""A checkpoint measured on a cloze set and on a text with Paddle."""
+"""A checkpoint measured by the evaluation tasks with Paddle."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from paddle import Tensor
 from lathe.backends.paddle_support import require_supported
 from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.evaluate.measure import EvalResult, EvaluatedModel, measure
+from lathe.evaluate.measure import EvalResult, EvaluatedModel, GivenTask, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS
 from lathe.paddle import fake_quant
@@ -32,6 +32,7 @@ def evaluate(
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
+    tasks: Sequence[GivenTask] = (),
 ) -> EvalResult:
     """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
     quantization."""
@@ -57,7 +58,7 @@ def evaluate(
         ),
         engine="paddle",
     )
-    return measure(recipe, subject, output, data, cloze, text)
+    return measure(recipe, subject, output, data, cloze, text, tasks)
 
 
 @paddle.no_grad()

@@ -64,8 +64,9 @@ class Trainer(Loop):
             weight_decay=settings.weight_decay,
             apply_decay_param_fun=lambda name: is_decayed(self.names[name]),
         )
-        peak = _peak_flops() * workers.size
-        self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
+        if paddle.device.get_device() != "cpu":
+            peak = _peak_flops() * workers.size
+            self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
         self.states = StateFolder(output / STATE, self.engine.save_load.keep, workers)
 
     def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:

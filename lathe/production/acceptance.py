@@ -1,4 +1,4 @@
-"""The acceptance test of a release: its very bytes, from the store, in a throw-away Triton."""
+"""The acceptance test of a release: the published bytes, served by a temporary Triton."""
 
 import logging
 import math
@@ -22,8 +22,8 @@ log = logging.getLogger("lathe")
 @dataclass(frozen=True)
 class Acceptance:
     """Attributes:
-    identical: prompts whose continuation is the golden one to its end.
-    refused: malformed requests.
+    identical: number of prompts whose whole continuation equals the golden one.
+    refused: number of malformed requests that were refused.
     first_token_ms, between_tokens_ms: 99th percentiles under the burst.
     """
 
@@ -37,12 +37,12 @@ class Acceptance:
 
 
 def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
-    """Fetch a release, serve it, and hold it to its golden prompts, the budget of
-    `recipe.Production` and the refusal of malformed requests.
+    """Fetch a release and serve it; it must answer its golden prompts, keep the latency limits of
+    `recipe.Production` under load, and refuse malformed requests.
 
     Raises:
-        UserError: the store does not answer, or there is no Triton here.
-        StageError: the release is not what it should be: the message says what.
+        UserError: the store does not answer, or Triton is not installed.
+        StageError: the release fails a test; the message says which.
     """
     golden = releases.golden(release)
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
@@ -56,7 +56,7 @@ def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
             burst = _burst(client, golden, recipe.Production)
             refused = list(refusals(server.state))
             log.info("refused: %s", "; ".join(refused))
-            golden.replay(client)  # it goes on, and says the same
+            golden.replay(client)  # the server still answers correctly
     return Acceptance(
         prompts=len(golden.prompts),
         identical=identical,

@@ -1,4 +1,4 @@
-"""Are the served tokens the checkpoint's own?"""
+"""Compare served tokens with the checkpoint's own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a served continuation leaves the checkpoint's.
+    """Where a served continuation diverges from the checkpoint's.
 
-    `gap`: how much the checkpoint's logit of its own choice is above that of the served token. A
-    gap within the export's numeric tolerance is a tie that either may break in its own way.
+    `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
+    export's numeric tolerance is a tie, which the two may break differently.
     """
 
     position: int
@@ -36,7 +36,7 @@ def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[
 def find_divergence(
     checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
 ) -> Divergence | None:
-    """The first place where two continuations differ, an early end counting as EOS; or None."""
+    """The first position where two continuations differ, or None; an early end counts as EOS."""
     if list(expected) == list(served):
         return None
     eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
@@ -51,8 +51,8 @@ def find_divergence(
 def clear_choices(
     checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
 ) -> int:
-    """How many of `tokens`, from the first, the checkpoint prefers to every other token by more
-    than `tolerance` in logits: those that no rounding can change."""
+    """How many of `tokens`, from the first, the checkpoint prefers to every other token by a logit
+    margin above `tolerance`, so that rounding cannot change them."""
     prefix = _ids(checkpoint, prompt)
     logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
     best = logits.topk(2)

@@ -1,4 +1,4 @@
-"""May the candidate take the place of the model that is in production."""
+"""Decide whether a candidate may replace the model in production."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("lathe")
 def challenge(
     recipe: Recipe, candidate: Path, output: Path, data: Path | None, cloze: Path | None = None
 ) -> GateResult:
-    """Measure the live release's ONNX as the candidate was, and compare the two by the gate.
+    """Evaluate the live release's ONNX as the candidate was, and compare the two with the gate.
 
     Args:
         recipe: groups Production, Offline_Eval and Gate.
@@ -28,11 +28,11 @@ def challenge(
         data, cloze: what the candidate was evaluated on.
 
     Returns:
-        A pass, with that reason, where nothing is in production.
+        A pass, with that reason, if nothing is in production.
 
     Raises:
-        UserError: the store does not answer, or the two cannot be measured alike.
-        StageError: the bytes of the live release have changed in the store.
+        UserError: the store does not answer, or the two cannot be evaluated alike.
+        StageError: the live release's bytes in the store have changed.
     """
     claim_output_file(output, VERDICT, candidate, data, cloze)
     releases = releases_of(recipe)

@@ -1,8 +1,8 @@
 """Exported model -> Triton model repository, rehearsed on a real server.
 
-The stage passes only if the live server says what the evaluated checkpoint says: greedy tokens of
-held-out prompts are compared with those of the checkpoint in torch, over gRPC and HTTP, streamed
-and whole, one by one and several at once.
+The stage passes only if the live server generates what the evaluated checkpoint generates: greedy
+tokens for held-out prompts are compared with the checkpoint's in torch, over gRPC and HTTP,
+streamed and whole, one by one and concurrently.
 """
 
 import json
@@ -33,7 +33,7 @@ from lathe.serve.repository import remove_bytecode, require_whole, write_reposit
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
 from lathe.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
-from lathe.storage.ownership import Source, in_the_way
+from lathe.storage.ownership import Source, in_the_way, scratch_prefix
 
 log = logging.getLogger("lathe")
 
@@ -47,13 +47,13 @@ PROMPT_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class DeployResult:
-    """Figures of a rehearsal; `deploy.json` has them too, and what every prompt was answered."""
+    """Figures of a rehearsal; `deploy.json` has them as well, with every prompt's answer."""
 
     folder: Path
     repository: Path
     prompts: int
-    identical: int  # prompts whose greedy tokens are the checkpoint's, every one
-    near_ties: int  # prompts that leave it where its two best logits are as good as equal
+    identical: int  # prompts whose greedy tokens all equal the checkpoint's
+    near_ties: int  # prompts that diverge only at a tie
     start_seconds: float
     first_token_ms: float  # median
     tokens_per_second: float  # of one client
@@ -74,14 +74,14 @@ def deploy(
         recipe: groups Serving, Generation (defaults of requests) and Export (new_tokens).
         exported: folder of the export stage.
         model: the checkpoint it was exported from.
-        data: prepared data, whose held-out text gives the prompts; default a few openings.
-        keep_running: serve on the recipe's ports, in place of the server that runs in the default
-            state folder, and leave it up. Otherwise the server takes free ports and ends with the
+        data: token data set whose held-out text gives the prompts; default a few fixed ones.
+        keep_running: serve on the recipe's ports, replacing the server of the default state
+            folder, and leave it running. Otherwise the server uses free ports and ends with the
             stage.
 
     Raises:
         UserError: a port is in use, or a folder is not what it should be.
-        StageError: the server does not come up, or does not say what the checkpoint says.
+        StageError: the server does not start, or its answers differ from the checkpoint's.
     """
     _claim(output, exported, model, data)
     checkpoint = load_checkpoint(model)
@@ -143,14 +143,14 @@ def _rehearsed(
         _write_report(result, recipe.Serving, new_tokens, samples)
         if keep_running:
             server.detach()
-            log.info('talk to it: lathe client "%s"; end it: make stop', prompts[0])
+            log.info('try it: lathe client "%s"; stop it: make stop', prompts[0])
     if not keep_running:
         remove_bytecode(repository)
     return result
 
 
 def serve(deployed: Path) -> ServerState:
-    """Start the server of a deployed folder again, on its own ports, and leave it up.
+    """Start the server of a deployed folder again, on its own ports, and leave it running.
 
     Args:
         deployed: output of `deploy`.
@@ -173,10 +173,11 @@ def _claim(output: Path, *inputs: Source) -> None:
     claim_output_folder(output / REPOSITORY, REPOSITORY_KIND)
     claim_output_file(output / REPORT, DEPLOYMENT)
     own = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
+    scratch = scratch_prefix(output / REPOSITORY, inside=False)
     for folder, names in own.items():
         if folder.is_dir():
             others = sorted({path.name for path in folder.iterdir()} - names)
-            others = [name for name in others if not name.startswith(f".{REPOSITORY}.lathe-")]
+            others = [name for name in others if not name.startswith(scratch)]
             if others:
                 raise in_the_way(folder, others, "an earlier deployment of Lathe's")
 
@@ -187,19 +188,18 @@ def _start(
     if not keep_running:
         return start(repository, serving.model_copy(update=ANY_PORTS), output / SERVER)
     if serve_state.stop():
-        log.info("stopped the server that ran before")
+        log.info("stopped the server that was running")
     return start(repository, serving)
 
 
 def _rehearse(
     state: ServerState, prompts: Sequence[str], new_tokens: int
 ) -> tuple[list[Answer], list[Answer], float]:
-    """Answers one by one, and together with the seconds that took; all ways must say the same."""
+    """The answers one by one, and those of concurrent requests with their duration; all ways of
+    asking must give the same tokens."""
     parameters = greedy(new_tokens)
     with Client(state.grpc, state.model_name) as client:
-        ask(
-            client, prompts[0], **parameters
-        )  # the first request of all pays for onnxruntime's start
+        ask(client, prompts[0], **parameters)  # the first request includes onnxruntime's startup
         answers = [ask(client, prompt, **parameters) for prompt in track(prompts, "ask the server")]
         started = time.perf_counter()
         together = ask_together(client, prompts, N_CLIENTS, **parameters)
@@ -232,7 +232,7 @@ def _check(
 
 
 def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint) -> float:
-    """How far the export's logits may be from the checkpoint's, by the export's own proof."""
+    """The tolerance within which the export was proven to give the checkpoint's logits."""
     metadata = open_export(exported)
     if metadata.proof is None:
         raise UserError(
@@ -248,7 +248,7 @@ def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint) -> fl
 
 
 def _prompts(data: Path | None) -> list[str]:
-    """Openings of held-out lines, evenly spread; cut after a word."""
+    """Beginnings of held-out lines, evenly spread, cut at a word boundary."""
     if data is None:
         return list(OPENINGS)
     read_data_metadata(data)
@@ -263,7 +263,7 @@ def _prompts(data: Path | None) -> list[str]:
 
 
 def _fit(checkpoint: Checkpoint, prompt: str, n_tokens: int) -> str:
-    """The prompt, cut before the token that has no room."""
+    """The prompt, truncated so that `n_tokens` more fit into the context."""
     offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
     return prompt if len(offsets) <= n_tokens else prompt[: offsets[n_tokens][0]]
 

@@ -1,4 +1,4 @@
-"""Golden prompts: what the server of a release must answer, wherever it runs."""
+"""Golden prompts: the answers that a release must give wherever it is served."""
 
 import logging
 from datetime import UTC, datetime
@@ -19,9 +19,9 @@ REPORT = "deploy.json"
 
 
 class GoldenPrompt(BaseModel):
-    """A prompt and its greedy tokens, of which the first `clear` must come back: the checkpoint
-    prefers them by more than the export's proven tolerance. What follows may be a near tie, which
-    another processor's rounding breaks in its own way."""
+    """A prompt and its greedy tokens, of which the first `clear` must be reproduced: the checkpoint
+    prefers them by more than the export's proven tolerance. Later ones may follow a near tie, which
+    another processor's rounding may break differently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,9 +32,9 @@ class GoldenPrompt(BaseModel):
 
 class Golden(BaseModel):
     """Attributes:
-    published: when it was first.
-    max_tokens: that every prompt was continued by.
-    figures: of the checkpoint's evaluation; empty where there was none.
+    published: time of the first publication.
+    max_tokens: length of every continuation.
+    figures: of the checkpoint's evaluation; empty if there was none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -46,7 +46,7 @@ class Golden(BaseModel):
 
     @staticmethod
     def parse(text: str, where: str) -> "Golden":
-        """Raises UserError where the text is not what `publish` wrote."""
+        """Parse; raises UserError if `publish` did not write this text."""
         try:
             return Golden.model_validate_json(text)
         except ValidationError as error:
@@ -56,10 +56,10 @@ class Golden(BaseModel):
             ) from error
 
     def replay(self, client: Client) -> int:
-        """Ask every prompt; how many came back the same to the last token.
+        """Replay every prompt; returns how many gave the same tokens to the end.
 
         Raises:
-            StageError: a clear token is another.
+            StageError: a clear token differs.
         """
         identical = 0
         for golden in self.prompts:
@@ -76,7 +76,7 @@ class Golden(BaseModel):
 
 
 def golden_of(deployed: Path, evaluation: Path | None) -> Golden:
-    """The prompts that a rehearsal compared with the checkpoint, and the checkpoint's figures.
+    """Golden prompts from a rehearsal's, with the figures of the checkpoint's evaluation.
 
     Args:
         deployed: output of `lathe deploy`.

@@ -1,4 +1,4 @@
-"""Requests that no client should send: a server refuses each of them, and goes on."""
+"""Malformed requests, each of which a server must refuse without being affected."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,10 +26,10 @@ BODIES = {
 
 
 def refusals(state: ServerState) -> Iterator[str]:
-    """Send them one by one; what each was, once it has been refused.
+    """Send them one by one; yields a description of each after it was refused.
 
     Raises:
-        StageError: one was answered, or the server did not answer at all.
+        StageError: one was accepted, or the server did not respond.
     """
     for what, message in _messages(state.model_name).items():
         yield _require_refused(f"gRPC, {what}", _grpc_error(state, message))

@@ -1,8 +1,8 @@
-"""From a rehearsed repository to the one in production, and back to the one before.
+"""Put a rehearsed repository into production, and roll back to an earlier one.
 
-A release is published, accepted from the bytes in the store, rolled out, and only then pointed to:
-whatever ends the work in between, the pointer names a release that served, and doing it again goes
-on where it stopped.
+A release is published, tested from the bytes in the store, rolled out, and only then pointed to.
+If the process is interrupted in between, the pointer still names a release that works, and running
+it again resumes.
 """
 
 import json
@@ -33,10 +33,10 @@ class Production:
     """What is live after a deployment or a rollback.
 
     Attributes:
-        address: of the release.
+        address: the release's, in the object store.
         before: name of the release that was live; None before the first.
-        rolled: whether there was a Deployment to roll.
-        acceptance: None of a rollback.
+        rolled: whether a Deployment was rolled; False if there is none.
+        acceptance: None for a rollback.
     """
 
     release: str
@@ -50,16 +50,17 @@ class Production:
 
 
 def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = None) -> Production:
-    """Publish what `lathe deploy` rehearsed, hold the published bytes to it, and make them live.
+    """Publish what `lathe deploy` rehearsed, test the published bytes, and make them live.
 
     Args:
         recipe: groups Production and Serving (the model's name).
         deployed: output of `lathe deploy`.
-        evaluation: of the checkpoint, for those who look at the release later.
+        evaluation: evaluation folder of the checkpoint, whose figures are kept with the release.
 
     Raises:
-        UserError: the store, the cluster or a folder is not what it should be.
-        StageError: the release is refused, or does not come up; what was live is live.
+        UserError: the store, the cluster or a folder is not usable.
+        StageError: the release fails its tests or does not become ready; the previous one stays
+            live.
     """
     releases, deployment = releases_of(recipe), _deployment(recipe.Production)
     golden = golden_of(deployed, evaluation)
@@ -73,21 +74,21 @@ def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = No
 
 
 def roll_back(recipe: Recipe, to: str | None = None) -> Production:
-    """Make the release before the live one live again, or any other that is in the store.
+    """Make the previous release live again, or any other in the store.
 
     Args:
-        to: its digest, or the beginning of it.
+        to: its digest or a prefix of it.
 
     Raises:
-        UserError: there is none.
-        StageError: it does not come up; what was live is live.
+        UserError: there is no such release.
+        StageError: it does not become ready; the live one stays live.
     """
     releases, deployment = releases_of(recipe), _deployment(recipe.Production)
     if to is None:
         previous = releases.pointer().previous
         if not previous:
             raise UserError(
-                f"{releases.root}: no release was live before the present one",
+                f"{releases.root}: no release was live before the current one",
                 "name one that `lathe release list` lists with --to",
             )
         to = previous[0].release
@@ -120,14 +121,14 @@ def releases_table(recipe: Recipe) -> Table:
 def _deployment(settings: ProductionSettings) -> Deployment | None:
     if settings.deployment is not None and has_cluster():
         return Deployment(settings.namespace, settings.deployment)
-    log.warning("there is no Deployment to roll: the pointer alone will move")
+    log.warning("there is no Deployment to roll: only the pointer will be updated")
     return None
 
 
 def _make_live(
     releases: Releases, release: str, deployment: Deployment | None, seconds: float
 ) -> str | None:
-    """Roll, then point; the name of the release that was live."""
+    """Roll the Deployment, then update the pointer; returns the previously live release."""
     address = releases.address(release)
     with deployment.locked() if deployment else nullcontext():
         pointer = releases.pointer()
@@ -139,7 +140,7 @@ def _make_live(
                 log.warning("%s runs %s, not %s", deployment.name, running, back_to)
             roll(deployment, address, back_to, seconds)
             deployment.keep_lock()
-        releases.point(pointer.moved_to(release, datetime.now(UTC)))
+        releases.point(pointer.moved_to(release, datetime.now(UTC)), seen=pointer)
     log.info("live: %s", address)
     return before
 

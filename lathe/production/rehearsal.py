@@ -1,4 +1,4 @@
-"""Asks a live server in every way its clients will: gRPC, HTTP, streaming or not, many at once."""
+"""Query a live server in every way clients do: gRPC, HTTP, streamed or whole, concurrently."""
 
 import json
 import time
@@ -16,7 +16,7 @@ HTTP_TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One generation as a client saw it; seconds count from sending the request."""
+    """One generation as seen by a client; seconds since the request was sent."""
 
     text: str
     tokens: list[int]
@@ -25,7 +25,7 @@ class Answer:
 
 
 def greedy(max_tokens: int) -> dict[str, Parameter]:
-    """The parameters of a continuation that is the same every time."""
+    """Parameters of a reproducible continuation."""
     return {
         "decode_strategy": "greedy_search",
         "max_tokens": max_tokens,
@@ -49,7 +49,7 @@ def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
 def ask_together(
     client: Client, prompts: Sequence[str], n_clients: int, **parameters: Parameter
 ) -> list[Answer]:
-    """Every prompt once, `n_clients` at any time, in the prompts' order."""
+    """Ask every prompt once, `n_clients` at a time; answers in the order of the prompts."""
     with ThreadPoolExecutor(n_clients) as pool:
         return list(pool.map(lambda prompt: ask(client, prompt, **parameters), prompts))
 

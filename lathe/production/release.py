@@ -1,8 +1,8 @@
 """The releases of a model in the object store, and the pointer to the one in production.
 
-    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once whole
-    RELEASES/MODEL/sha256-DIGEST.golden.json   what it must answer, and how good it is
-    RELEASES/MODEL/production.json             the release that is live, and those before it
+    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once
+    complete RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts and the figures of its
+    evaluation RELEASES/MODEL/production.json             the live release and earlier ones
 
 In the repository `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum` gives DIGEST.
 """
@@ -19,7 +19,18 @@ from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.inputs import first_mistake
 from lathe.production.golden import Golden
-from lathe.storage import digest, exists, fetch, list_uris, read_text, sha256, upload, write_text
+from lathe.storage import (
+    digest,
+    exists,
+    fetch,
+    is_store,
+    list_uris,
+    read_text,
+    replace_text,
+    sha256,
+    upload,
+    write_text,
+)
 
 log = logging.getLogger("lathe")
 
@@ -29,7 +40,7 @@ SHORT = len("sha256-") + 12
 
 
 class Placed(BaseModel):
-    """A release, and when it went live."""
+    """A release and the time it went live."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,7 +49,7 @@ class Placed(BaseModel):
 
 
 class Pointer(BaseModel):
-    """`production.json`; the newest of those before comes first."""
+    """`production.json`: the live release and earlier ones, newest first."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,7 +57,7 @@ class Pointer(BaseModel):
     previous: tuple[Placed, ...] = ()
 
     def moved_to(self, release: str, now: datetime) -> "Pointer":
-        """With `release` live; itself where it is."""
+        """The pointer with `release` live; unchanged if it already is."""
         if self.live is None:
             return Pointer(live=Placed(release=release, since=now))
         if self.live.release == release:
@@ -58,18 +69,18 @@ class Pointer(BaseModel):
 
 @dataclass(frozen=True)
 class Releases:
-    """The releases of one model; `root` is their address, without a final slash."""
+    """The releases of one model; `root` is their address without a trailing slash."""
 
     root: str
 
     def address(self, release: str) -> str:
-        """Of a release's repository, as the Deployment's pods fetch it."""
+        """Address of a release's repository, which the Deployment's pods fetch."""
         return f"{self.root}/{release}/"
 
     def publish(self, repository: Path, golden: Golden) -> str:
-        """Upload a repository under the name of its bytes, if it is not there; its name.
+        """Upload a repository under the digest of its contents, unless it exists; returns its name.
 
-        A release that is there is never written to, whatever its bytes have become.
+        An existing release is never written to, even if its bytes have changed.
 
         Raises:
             UserError: the store cannot be written to.
@@ -78,29 +89,29 @@ class Releases:
         if not exists(self._golden(release)):
             write_text(self._golden(release), golden.model_dump_json(indent=1) + "\n")
         if exists(self.address(release)):
-            log.info("%s is published already", self.address(release))
+            log.info("%s is already published", self.address(release))
         else:
             upload(repository, self.address(release))
             log.info("published %s", self.address(release))
         return release
 
     def fetch(self, release: str, folder: Path) -> Path:
-        """The repository of a release in `folder`, proven to be the bytes that it is named for.
+        """Fetch the repository of a release into `folder`, and check it against its digest.
 
         Raises:
-            UserError: it is not there, or the store does not answer.
+            UserError: it does not exist, or the store does not answer.
             StageError: its bytes have changed.
         """
         repository = fetch(self.address(release), folder)
         if (found := name_of(repository)) != release:
             raise StageError(
-                f"{self.address(release)} holds other bytes than it is named for ({found[:SHORT]}):"
+                f"{self.address(release)} does not match the digest in its name ({found[:SHORT]}):"
                 " remove it, and publish it again"
             )
         return repository
 
     def golden(self, release: str) -> Golden:
-        """Raises UserError where there is none, or it is broken."""
+        """Golden prompts of a release; raises UserError if they are missing or broken."""
         return Golden.parse(read_text(self._golden(release)), self._golden(release))
 
     def pointer(self) -> Pointer:
@@ -109,29 +120,45 @@ class Releases:
         Raises:
             UserError: the store does not answer, or the pointer is broken.
         """
+        return self._parse(self._pointer_text())
+
+    def point(self, pointer: Pointer, seen: Pointer) -> None:
+        """Put the pointer in place of the one that was `seen`.
+
+        Raises:
+            UserError: another process has moved it since; and as `pointer`.
+        """
+        text = self._pointer_text()
+        if self._parse(text) != seen:
+            raise UserError(
+                f"{self.root}/{POINTER}: another process has moved it meanwhile",
+                "see `lathe release list`, and run it again",
+            )
+        replace_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n", text)
+
+    def _pointer_text(self) -> str | None:
         uri = f"{self.root}/{POINTER}"
-        if not exists(uri):
-            return Pointer()
+        return read_text(uri) if exists(uri) else None
+
+    def _parse(self, text: str | None) -> Pointer:
         try:
-            return Pointer.model_validate_json(read_text(uri))
+            return Pointer.model_validate_json(text) if text is not None else Pointer()
         except ValidationError as error:
             raise UserError(
-                f"{uri}: broken: {first_mistake(error)}", "write it anew with `lathe deploy`"
+                f"{self.root}/{POINTER}: broken: {first_mistake(error)}",
+                "write it anew with `lathe deploy`",
             ) from error
 
-    def point(self, pointer: Pointer) -> None:
-        write_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n")
-
     def published(self) -> list[str]:
-        """Names of the whole releases, the newest first."""
+        """Names of the complete releases, newest first."""
         names = [uri.rstrip("/").rpartition("/")[2] for uri in list_uris(f"{self.root}/")]
         return [name for name in reversed(names) if NAME.fullmatch(name)]
 
     def find(self, digest: str) -> str:
-        """The name of the published release that `digest`, or the beginning of one, means.
+        """The name of the published release with this digest or prefix of one.
 
         Raises:
-            UserError: none does, or several do.
+            UserError: none or several match.
         """
         wanted = "sha256-" + digest.removeprefix("sha256-")
         found = [name for name in self.published() if name.startswith(wanted)]
@@ -150,20 +177,20 @@ def releases_of(recipe: Recipe) -> Releases:
     """The releases of `Serving.model_name` in `Production.releases`.
 
     Raises:
-        UserError: the recipe names no address in an object store.
+        UserError: the recipe has no address in an object store.
     """
     root = recipe.Production.releases
-    if not root or not re.match(r"(s3|minio)://[^/]", root):
+    if not root or not is_store(root):
         raise UserError(
             f"Production.releases is {root or 'not set'}: not an address in an object store",
-            "set -o Production.releases=s3://bucket/prefix",
+            "set -o Production.releases=s3://bucket/prefix, or file:///folder",
         )
     return Releases(f"{root.rstrip('/')}/{recipe.Serving.model_name}")
 
 
 def name_of(repository: Path) -> str:
-    """`sha256-` and the digest of a folder's names and bytes; files whose own name begins with a
-    dot are the store's."""
+    """`sha256-` and the digest of a folder's file names and contents. Files whose name begins with
+    a dot are excluded: they belong to the store."""
     files = (p for p in repository.rglob("*") if p.is_file() and not p.name.startswith("."))
     names = sorted(p.relative_to(repository).as_posix() for p in files)
     return "sha256-" + digest("".join(f"{sha256(repository / n)}  {n}\n" for n in names))

@@ -34,6 +34,8 @@ class Candidate:
 class Row:
     """Figures of one candidate; None where they were not measured.
 
+    `accuracy` is of whole last words of the cloze set, `last_token_accuracy` of their last tokens,
+    `word_perplexity` is of the words.
     `flops` are multiplications and additions of a forward pass, a token of the longest sequence;
     `n_bytes` is the ONNX file's, or the checkpoint's weights' where nothing was exported.
     """
@@ -46,6 +48,10 @@ class Row:
     perplexity_stderr: float | None = None
     accuracy: float | None = None
     accuracy_stderr: float | None = None
+    last_token_accuracy: float | None = None
+    last_token_stderr: float | None = None
+    word_perplexity: float | None = None
+    word_perplexity_stderr: float | None = None
     prefill_ms: float | None = None
     decode_ms: float | None = None
 
@@ -95,6 +101,19 @@ COLUMNS = (
         lambda r: r.accuracy,
         lambda r: r.accuracy_stderr,
         has_ratio=False,
+    ),
+    Column(
+        "Last-token accuracy",
+        lambda x: f"{100 * x:.1f} %",
+        lambda r: r.last_token_accuracy,
+        lambda r: r.last_token_stderr,
+        has_ratio=False,
+    ),
+    Column(
+        "Cloze word perplexity",
+        lambda x: f"{x:.4g}",
+        lambda r: r.word_perplexity,
+        lambda r: r.word_perplexity_stderr,
     ),
     Column("Prefill", lambda x: f"{x:.2f} ms", lambda r: r.prefill_ms),
     Column("Decode, a token", lambda x: f"{x:.2f} ms", lambda r: r.decode_ms),
@@ -150,6 +169,10 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
         perplexity_stderr=text.get("perplexity_stderr"),
         accuracy=cloze.get("accuracy"),
         accuracy_stderr=cloze.get("accuracy_stderr"),
+        last_token_accuracy=cloze.get("last_token_accuracy"),
+        last_token_stderr=cloze.get("last_token_accuracy_stderr"),
+        word_perplexity=cloze.get("target_perplexity"),
+        word_perplexity_stderr=cloze.get("target_perplexity_stderr"),
         prefill_ms=latency.get("prefill_ms"),
         decode_ms=latency.get("decode_ms"),
     )

@@ -1,9 +1,10 @@
 """Continuous batching: requests join and leave a running batch between two steps.
 
-One thread owns the model. In turns it reads a stretch of the next prompt, and takes one step of all
-branches of all requests under way, so that neither a long prompt nor a long text keeps the others
-waiting. Keys and values are in one buffer, a row a branch; those under way have the first rows, on
-which a step runs, and the prompt that is being read has the row behind them.
+One thread owns the model. It alternates between prefilling one chunk of the next prompt and one
+decoding step for every branch of every running request, so neither a long prompt nor a long
+generation blocks the others. Keys and values live in one buffer with one row (slot) per branch;
+running branches occupy the first rows, on which a step runs, and the prompt being prefilled has the
+row behind them.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill, Sarathi-Serve
 (Agrawal et al., OSDI 2024).
@@ -22,33 +23,33 @@ from lathe.runtime.session import KVCache, OnnxModel
 
 log = logging.getLogger("lathe")
 
-PREFILL_CHUNK = 128  # tokens of a prompt that are read between two steps
+PREFILL_CHUNK = 128  # prompt tokens that are prefilled between two decoding steps
 ENDED = Step([], [])
 
 
 class Watcher:
-    """Told by a batcher what happens, on its thread; here it takes no notice. Seconds count from a
-    request's arrival."""
+    """Receives a batcher's events, on its thread; this base class ignores them. Seconds count from
+    a request's arrival."""
 
     def admitted(self, waited: float) -> None:
-        """A request has a row."""
+        """A request got its slots."""
 
     def begun(self, prompt_tokens: int, seconds: float) -> None:
-        """A prompt is read, and its first token chosen."""
+        """A prompt was prefilled and its first token chosen."""
 
     def stepped(self, tokens: int) -> None:
-        """So many branches got a token."""
+        """A decoding step gave this many branches a token each."""
 
     def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
-        """What there is between two steps: branches, requests, and tokens of the branches."""
+        """The load between two steps: running branches, waiting requests, cached tokens."""
 
 
 class Batcher:
-    """Runs at most `max_running` branches at a time; `max_queue` requests may wait for room, first
-    come first served.
+    """Runs at most `max_running` branches at a time; up to `max_queue` requests wait for a slot,
+    first come, first served.
 
-    Memory of keys and values is bounded: `max_running` rows of the model's positions, taken from
-    the system as they are first used.
+    The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory is taken from
+    the system when it is first touched.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class Batcher:
         self._parts: dict[tuple[int, int], KVCache] = {}
         self._waiting: deque[SequenceGroup] = deque()
         self._reading: SequenceGroup | None = None
-        self._owners: list[SequenceGroup] = []  # of the rows under way
-        self._tokens: list[int] = []  # the last one of each row
-        self._rows: dict[SequenceGroup, list[int]] = {}  # of each of its branches, in their order
+        self._owners: list[SequenceGroup] = []  # of the occupied rows
+        self._tokens: list[int] = []  # last token of each row
+        self._rows: dict[SequenceGroup, list[int]] = {}  # rows of its branches, in their order
         self._changed = threading.Condition()
         self._open = True
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def submit(self, group: SequenceGroup) -> bool:
-        """Take a request, or return False at once where every place to wait is taken."""
+        """Queue a request; returns False immediately when the queue is full."""
         with self._changed:
             taken = len(self._owners) + (self._reading.width if self._reading else 0)
             free = self.max_running - taken
@@ -80,7 +81,7 @@ class Batcher:
         return True
 
     def close(self) -> None:
-        """Cancel what is under way or waits, and end the thread."""
+        """Cancel all running and waiting requests, and end the thread."""
         with self._changed:
             self._open = False
             self._changed.notify()
@@ -104,7 +105,7 @@ class Batcher:
             group.cancel()
 
     def _admit(self) -> None:
-        """Let the request in that has waited longest, once all its branches have room."""
+        """Admit the request at the head of the queue once all its branches fit."""
         self._waiting = deque(group for group in self._waiting if group.is_wanted())
         if self._reading is None and self._waiting:
             group = self._waiting[0]
@@ -115,7 +116,7 @@ class Batcher:
                 self._cache.lengths[len(self._owners)] = 0
 
     def _read(self) -> None:
-        """Read the next stretch of the prompt; after its last one the request is under way."""
+        """Prefill the next chunk of the prompt; after the last one the request is running."""
         group, row = self._reading, len(self._owners)
         if group is None:
             return
@@ -144,7 +145,7 @@ class Batcher:
             self._rows[group] = list(branches)
 
     def _step(self) -> None:
-        """One more token of every branch under way."""
+        """Decode one token for every running branch."""
         for group in list(self._rows):
             if not group.is_wanted():
                 self._go_on(group, ENDED)
@@ -169,7 +170,7 @@ class Batcher:
             self._go_on(group, step)
 
     def _go_on(self, group: SequenceGroup, step: Step) -> None:
-        """Give the group's rows to its next branches, and free those that are too many."""
+        """Assign the group's rows to its next branches, and free the surplus."""
         rows = self._rows[group]
         kept, spare = rows[: len(step.tokens)], rows[len(step.tokens) :]
         self._cache.permute(kept, [rows[parent] for parent in step.parents])
@@ -182,7 +183,7 @@ class Batcher:
             del self._rows[group]
 
     def _free(self, row: int) -> None:
-        """The last row under way moves into this one, and that of the prompt up."""
+        """Free a row: the last running one moves into it, and the prompt's row moves up."""
         last = len(self._owners) - 1
         if row != last:
             self._cache.permute([row], [last])
@@ -195,7 +196,7 @@ class Batcher:
             self._cache.permute([last], [last + 1])
 
     def _tell(self, what: Callable[..., None], *figures: float) -> None:
-        """A watcher that fails is not the requests' failure."""
+        """Call the watcher; its failure must not fail the requests."""
         try:
             what(*figures)
         except Exception:

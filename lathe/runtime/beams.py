@@ -1,4 +1,4 @@
-"""Beam search of one request, in numpy; the rules and the tokens of `lathe.model.beam`."""
+"""Beam search of one request in numpy, with the rules, and the tokens, of `lathe.model.beam`."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,8 @@ from lathe.runtime.text import TextStream
 
 
 class Beams(SequenceGroup):
-    """`params.num_beams` branches, of which the best `num_return_sequences` are delivered at the
-    end, best first."""
+    """`params.num_beams` branches; the best `num_return_sequences` are delivered at the end, best
+    first."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -21,7 +21,7 @@ class Beams(SequenceGroup):
         self._ended: list[tuple[float, list[int]]] = []
 
     def choose(self, logits: NDArray[np.float32]) -> Step:
-        """The beams that go on; the first time all of them follow the one branch of the prompt."""
+        """Select the surviving beams; at the first step all of them extend the prompt's branch."""
         self.begun = True
         N, V = self.width, self._vocabulary.size
         totals = self._scores[:, None] + self._log_probabilities(logits)
@@ -54,7 +54,7 @@ class Beams(SequenceGroup):
         return scores
 
     def _is_hopeless(self, count: int) -> bool:
-        """Whether the best beam, were it to end now, would not be among those that have ended."""
+        """Whether even the best running beam can no longer enter the finished ones."""
         full = len(self._ended) == self.width
         return full and self._final(self._scores[0], count) <= self._ended[-1][0]
 

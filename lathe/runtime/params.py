@@ -1,7 +1,7 @@
-"""What a request may ask for: names, ranges and defaults of the generation parameters.
+"""Generation parameters of a request: names, ranges and defaults.
 
-The names are the usual ones of language model servers; PaddleFleetX's `min_dec_len` and
-`max_dec_len` mean the same as `min_tokens` and `max_tokens` and are taken too.
+The names are those common to language model servers; PaddleFleetX's `min_dec_len` and
+`max_dec_len` are accepted as aliases of `min_tokens` and `max_tokens`.
 """
 
 import json
@@ -20,9 +20,9 @@ MAX_INT = 2**63 - 1
 
 @dataclass(frozen=True)
 class Params:
-    """One request's generation parameters. `max_tokens` None: the server's default, as far as
-    the context has room for it; a number that has no room is refused instead. After
-    `timeout_seconds` from its arrival a request ends with what it has."""
+    """One request's generation parameters. `max_tokens` None means the server's default, cut to
+    the room left in the context; a number that exceeds that room is refused. A request ends with
+    what it has generated `timeout_seconds` after its arrival."""
 
     max_tokens: int | None = None
     min_tokens: int = 1
@@ -42,7 +42,7 @@ class Params:
 
     @property
     def branches(self) -> int:
-        """Rows of the running batch that the request takes."""
+        """Slots of the running batch that the request needs."""
         is_beams = self.decode_strategy == "beam_search"
         return self.num_beams if is_beams else self.num_return_sequences
 
@@ -123,7 +123,7 @@ def _stop_strings(value: str) -> tuple[str, ...]:
     except json.JSONDecodeError:
         return (value,)
     if not all(isinstance(string, str) and string for string in strings):
-        raise UserError(f"stop {value}: not all of it are strings", FIELDS["stop"].limit)
+        raise UserError(f"stop {value}: not a list of strings", FIELDS["stop"].limit)
     return tuple(strings)
 
 

@@ -1,4 +1,4 @@
-"""What the server's side and the client's have in common: names, and what answers hold."""
+"""What server and client share: tensor and model names, and the contents of a response."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 
 FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
-# What the model that scores takes: either all of these, or all of those.
+# Inputs of the scoring model: either all of the first, or all of the second.
 TOKENS = ("tokens", "index", "targets")
 TEXTS = ("text_input", "continuation")
 TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, is it the argmax
@@ -19,15 +19,15 @@ TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, i
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a continuation, or all of it; `finish_reason` is empty until the last chunk.
+    """Part or all of a continuation; `finish_reason` is empty until the last chunk.
 
-    stop: the model ended its text (EOS is in neither `text` nor `tokens`), or a stop string came,
-    which `text` leaves out; length: `max_tokens` or the context was reached; timeout: its
-    `timeout_seconds` were; cancelled: nobody waits for it any more.
+    Finish reasons: `stop`, the model generated EOS (which is in neither `text` nor `tokens`) or a
+    stop string (which `text` omits); `length`, `max_tokens` or the end of the context was reached;
+    `timeout`, `timeout_seconds` have passed; `cancelled`, the client is gone.
 
     Attributes:
-        sequence: which of `num_return_sequences` this is of, from 0.
-        log_probabilities: the model's own, of each token, where they were asked for.
+        sequence: index among the `num_return_sequences`, from 0.
+        log_probabilities: the model's own, one per token, if requested.
     """
 
     text: str
@@ -38,18 +38,18 @@ class Chunk:
 
 
 def score_name(model_name: str) -> str:
-    """The Triton model that scores by `model_name`."""
+    """Name of the Triton model that scores with `model_name`'s weights."""
     return f"{model_name}-score"
 
 
 def model_settings(args: Mapping[str, str]) -> dict[str, Any]:
-    """What `parameters` of config.pbtxt hold, JSON each, of what Triton gives to `initialize`."""
+    """The `parameters` of config.pbtxt, each JSON, from the arguments of Triton's `initialize`."""
     given = json.loads(args["model_config"])["parameters"]
     return {name: json.loads(value["string_value"]) for name, value in given.items()}
 
 
 def decode(value: bytes, name: str) -> str:
-    """The text of an input; raises UserError where it is not UTF-8."""
+    """Decode a text input; raises UserError if it is not UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError as error:

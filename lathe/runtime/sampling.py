@@ -1,7 +1,7 @@
-"""The next token from one row of logits, in numpy.
+"""Choose the next token from one row of logits, in numpy.
 
 The definitions are those of transformers' logits processors, in their order: repetition penalty,
-minimum length, then for sampling temperature, top-k, top-p (on what is left), and one draw.
+minimum length, then for sampling: temperature, top-k, top-p (on what remains), one draw.
 """
 
 from typing import Any
@@ -27,9 +27,9 @@ def next_token(
     """Choose the next id.
 
     Args:
-        logits: (vocab,) float32 of the last position; left as they are.
-        seen: (vocab,) true for every id of the prompt and of what was generated so far.
-        n_generated: ids generated so far; below `params.min_tokens` EOS cannot be chosen.
+        logits: (vocab,) float32 of the last position; not modified.
+        seen: (vocab,) true for every id in the prompt or generated so far.
+        n_generated: number of ids generated so far; EOS is excluded below `params.min_tokens`.
     """
     if params.repetition_penalty != 1.0:
         logits = penalize(logits, seen, params.repetition_penalty)
@@ -74,7 +74,7 @@ def distribution(
     if top_p < 1.0:
         if len(ids) > LIKELY:
             likely = _top(probabilities, LIKELY)
-            if probabilities[likely].sum() > top_p + 1e-9:  # the others need not be sorted
+            if probabilities[likely].sum() > top_p + 1e-9:  # the rest need not be sorted
                 ids, probabilities = ids[likely], probabilities[likely]
         order = np.argsort(-probabilities, kind="stable")
         before = np.cumsum(probabilities[order]) - probabilities[order]
@@ -84,8 +84,8 @@ def distribution(
 
 
 def _top(values: NDArray[np.floating[Any]], k: int) -> NDArray[np.int64]:
-    """Where they are at least the k-th largest, in order. The k-th largest of the maxima of small
-    groups is at most that, and leaves few to be partitioned."""
+    """Indices of values not below the k-th largest, in order. The k-th largest of the maxima of
+    small groups bounds it from below, which leaves few values to partition."""
     groups = values[: len(values) // GROUP * GROUP].reshape(GROUP, -1)
     ids = np.arange(len(values))
     if groups.shape[1] >= k:

@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens or text, by an exported model, where no torch is installed."""
+"""Log-likelihoods of given tokens or text under an exported model, without torch."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ def score_tokens(
     index: NDArray[np.int64],
     targets: NDArray[np.int64],
 ) -> TokenScores:
-    """Score k targets a row; logits are computed where they are needed and nowhere else.
+    """Score k targets per row; logits are computed at the targets' positions only.
 
     Args:
         tokens: (B, T) ids, short rows padded on the right.
@@ -26,7 +26,7 @@ def score_tokens(
         (B, k) natural log-likelihoods, and (B, k) whether the target is the argmax.
 
     Raises:
-        UserError: shapes that do not fit, or an id or a position out of range.
+        UserError: shapes that do not match, or an id or position out of range.
     """
     _check(model, tokens, index, targets)
     logits = model.logits(tokens, index=index)  # (B, k, V)
@@ -39,20 +39,20 @@ def score_tokens(
 
 
 def score_text(model: OnnxModel, tokenizer: Tokenizer, text: str, continuation: str) -> TokenScores:
-    """Score the tokens of `continuation` after those of `text`; the space between two words is
-    usually the first character of the second.
+    """Score the tokens of `continuation` given `text`; the space between two words usually belongs
+    to `continuation`, as its first character.
 
     Returns:
         (1, k) for its k tokens, as `score_tokens`.
 
     Raises:
-        UserError: one of them is empty, or both do not fit the model's positions.
+        UserError: one of them is empty, or together they exceed the model's positions.
     """
     before, after = (
         tokenizer.encode(part, add_special_tokens=False).ids for part in (text, continuation)
     )
     if not before or not after:
-        raise UserError("text_input or continuation is empty", "give one character at least")
+        raise UserError("text_input or continuation is empty", "give at least one character")
     tokens = np.array([[*before, *after[:-1]]], np.int64)
     index = np.arange(len(before) - 1, tokens.shape[1])[None]
     return score_tokens(model, tokens, index, np.array([after], np.int64))
@@ -74,7 +74,7 @@ def _check(
             f"tokens, index and targets have the shapes {shapes}", "give (B, T), (B, k) and (B, k)"
         )
     if not all(array.size for array in (tokens, index)):
-        raise UserError(f"nothing to score in the shapes {shapes}", "give one target at least")
+        raise UserError(f"nothing to score in the shapes {shapes}", "give at least one target")
     limits = {
         "token": (tokens, model.vocab_size),
         "target": (targets, model.vocab_size),

@@ -1,4 +1,4 @@
-"""One request in the running batch: its branches, and how their next tokens are chosen."""
+"""One request of the running batch: its branches and how their next tokens are chosen."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ log = logging.getLogger("lathe")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What ids mean: how many there are, which one ends a text, and their bytes."""
+    """Vocabulary size, the EOS id, and the bytes of every id."""
 
     size: int
     eos_id: int
@@ -29,11 +29,11 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Receiver:
-    """Who waits for the answer.
+    """The receiving end of a request.
 
     Attributes:
-        deliver: takes every chunk, and last one with a finish reason, or an error.
-        cancelled: whether nobody waits any more; asked before every step.
+        deliver: called with every chunk, the last one with a finish reason, or with an error.
+        cancelled: whether the client is gone; asked before every step.
     """
 
     deliver: Callable[[Chunk | Exception], None]
@@ -42,7 +42,7 @@ class Receiver:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: to go on from the prompt's ids by at most `max_tokens`."""
+    """A prompt's ids, and how to continue them, by at most `max_tokens`."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -53,18 +53,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """How a group goes on: a token a branch, and after which of its branches (indexes into those
-    of the step before); no branches: it has ended."""
+    """A group's next step: for each branch its token and its parent (an index into the branches of
+    the step before). No branches means that the group has finished."""
 
     tokens: list[int]
     parents: list[int]
 
 
 class SequenceGroup(ABC):
-    """A prompt and the branches that follow it, `width` at most at a time.
+    """A prompt and the branches that continue it, at most `width` at a time.
 
     Attributes:
-        begun: whether it has chosen its first tokens.
+        begun: whether its first tokens have been chosen.
     """
 
     def __init__(self, request: Request) -> None:
@@ -76,14 +76,15 @@ class SequenceGroup(ABC):
 
     @abstractmethod
     def choose(self, logits: NDArray[np.float32]) -> Step:
-        """Of logits (branches, V) after the last tokens; the first time (1, V), of the prompt."""
+        """Choose from logits (branches, V) after the last tokens; at first (1, V), of the
+        prompt."""
 
     @abstractmethod
     def expire(self) -> None:
-        """Deliver what there is, as the end of it; at least a token a sequence is there."""
+        """Deliver what has been generated, as final; each sequence has at least one token."""
 
     def is_wanted(self) -> bool:
-        """False, and ended, once nobody waits for it or its time is over."""
+        """Whether to continue; ends the group if its client is gone or its time is up."""
         if self._receiver.cancelled():
             self.cancel()
             return False
@@ -105,7 +106,7 @@ class SequenceGroup(ABC):
         self.deliver(Chunk("", [], "cancelled"))
 
     def deliver(self, answer: Chunk | Exception) -> None:
-        """What the receiver does with it is not this text's failure, nor its neighbours'."""
+        """Deliver; a failing receiver must fail neither this request nor its neighbours."""
         try:
             self._receiver.deliver(answer)
         except Exception:
@@ -113,7 +114,7 @@ class SequenceGroup(ABC):
 
 
 class Samples(SequenceGroup):
-    """Greedy search and sampling: `params.num_return_sequences` branches that go their own ways."""
+    """Greedy search and sampling: `params.num_return_sequences` independent branches."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)

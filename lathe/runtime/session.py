@@ -1,6 +1,6 @@
-"""Run an exported model with onnxruntime, its keys and values kept in place between steps.
+"""Run an exported model with onnxruntime; the KV cache is updated in place between steps.
 
-Imports nothing but numpy and onnxruntime, so that the server's environment can load it.
+Imports only numpy and onnxruntime, which the server's environment has.
 """
 
 import json
@@ -25,7 +25,7 @@ PLAIN_ATTENTION = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
 @dataclass
 class KVCache:
-    """Keys and values of a batch, as long as `capacity` tokens a row.
+    """Keys and values of a batch, at most `capacity` tokens per row.
 
     Attributes:
         keys, values: per layer (batch, n_head_i, capacity, head_dim), float32 or float16 as the
@@ -40,7 +40,7 @@ class KVCache:
     binding: Any = field(repr=False)
 
     def permute(self, rows: Sequence[int], sources: Sequence[int]) -> None:
-        """Give `rows[i]` the tokens that `sources[i]` has now."""
+        """Copy to `rows[i]` the tokens of `sources[i]`, all at once."""
         moves = [(row, source) for row, source in zip(rows, sources, strict=True) if row != source]
         if not moves:
             return
@@ -54,14 +54,14 @@ class KVCache:
 class OnnxModel:
     """An exported folder (`model.onnx`, `export.json`) opened for inference on the CPU.
 
-    Not for use from several threads at once on one cache; any number of caches may be alive.
+    A cache must not be used by several threads at once; any number of caches may exist.
 
     Args:
         folder: output of the export stage.
-        threads: onnxruntime's intra-op threads; 0 takes every core.
+        threads: onnxruntime's intra-op threads; 0 means one per core.
 
     Raises:
-        UserError: the folder is no export, or its graph is damaged.
+        UserError: the folder is not an export, or its graph is damaged.
     """
 
     def __init__(self, folder: Path, threads: int = 0) -> None:
@@ -77,7 +77,8 @@ class OnnxModel:
         self.eos_id: int = self.metadata["eos_id"]
 
     def start(self, batch: int, capacity: int | None = None) -> KVCache:
-        """An empty cache for `batch` rows of at most `capacity` tokens (default n_positions)."""
+        """Make an empty cache for `batch` rows of at most `capacity` tokens (default
+        n_positions)."""
         capacity = capacity or self.n_positions
         if not 0 < capacity <= self.n_positions:
             raise ValueError(f"capacity {capacity} is not within 1..{self.n_positions}")
@@ -87,7 +88,7 @@ class OnnxModel:
         return self._bound(keys, values, np.zeros(batch, np.int64), capacity)
 
     def rows(self, cache: KVCache, first: int, last: int) -> KVCache:
-        """Rows `first` to `last` of a cache, as one that shares their memory."""
+        """A cache of rows `first` to `last` that shares their memory."""
         part = slice(first, last)
         keys, values = [key[part] for key in cache.keys], [value[part] for value in cache.values]
         return self._bound(keys, values, cache.lengths[part], cache.capacity)
@@ -103,7 +104,7 @@ class OnnxModel:
         for part, buffers in (("key", keys), ("value", values)):
             for i, buffer in enumerate(buffers):
                 place = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
-                # One buffer for past and present: attention appends to it in place.
+                # Past and present share one buffer: attention appends in place.
                 binding.bind_input(f"past_{part}_{i}", *place)
                 binding.bind_output(f"present_{part}_{i}", *place)
         return KVCache(keys, values, lengths, capacity, binding)
@@ -114,12 +115,12 @@ class OnnxModel:
         """Append tokens to every row of the cache.
 
         Args:
-            cache: advanced by `lengths`.
+            cache: grows by `lengths`.
             tokens: int64 (B, T), rows right-padded. T > 1 needs an empty cache, or B = 1.
-            lengths: int64 (B,), how many of a row's T tokens count; default all.
+            lengths: int64 (B,), number of valid tokens in each row; default all T.
 
         Returns:
-            float32 (B, V), logits after the last counted token of each row.
+            float32 (B, V), logits after the last valid token of each row.
         """
         batch, length = tokens.shape
         lengths = np.full(batch, length) if lengths is None else np.asarray(lengths)
@@ -145,7 +146,7 @@ class OnnxModel:
         lengths: NDArray[np.int64] | None = None,
         index: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float32]:
-        """Logits at every position, or at those asked for; no cache.
+        """Logits at every position, or at those of `index`, without a cache.
 
         Args:
             tokens: int64 (B, T), rows right-padded.
@@ -169,7 +170,7 @@ class OnnxModel:
     def feeds(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
-        """All inputs of the graph for tokens (B, T) without a past, and logits at `index`."""
+        """All graph inputs for tokens (B, T) with an empty past and logits at `index`."""
         batch = len(tokens)
         feeds = _inputs(tokens, np.zeros(batch, np.int64), lengths, index)
         for i, n_head in enumerate(self.n_head):
@@ -180,10 +181,10 @@ class OnnxModel:
     def greedy(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, stop_at_eos: bool = True
     ) -> list[list[int]]:
-        """The most likely continuation, token by token, of a batch of prompts.
+        """Greedy continuations of a batch of prompts.
 
-        Returns the new tokens only, for each prompt up to `new_tokens`, less where it reaches
-        the end-of-text token (not included) or `n_positions`.
+        Returns only the new tokens: up to `new_tokens` for each prompt, fewer where it reaches EOS
+        (not included) or `n_positions`.
         """
         tokens, lengths = pad(prompts)
         capacity = min(self.n_positions, int(lengths.max()) + new_tokens)
@@ -201,7 +202,7 @@ class OnnxModel:
                     alive[row] = len(out[row]) < new_tokens and room > 0
             if not any(alive):
                 return out
-            # A finished row idles in place: its length is wound back, its output not looked at.
+            # A finished row stays in place: its length is reset and its output ignored.
             idle = ~np.array(alive)
             cache.lengths[idle] = np.minimum(cache.lengths[idle], capacity - 1)
             logits = self.step(cache, best[:, None])
@@ -210,8 +211,8 @@ class OnnxModel:
 def open_session(
     model: Path | bytes, threads: int = 0, optimized: Path | None = None
 ) -> ort.InferenceSession:
-    """Load a graph on the CPU, from a file or as it is serialized; `optimized`, if given, receives
-    the graph that is really run.
+    """Load a graph on the CPU, from a file or serialized; the optimized graph that runs is written
+    to `optimized`, if given.
 
     Raises:
         UserError: the file is missing or damaged.
@@ -222,10 +223,10 @@ def open_session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    # Idle threads spin within a run, where it pays, but not after it, where others need the CPU.
+    # Idle threads spin within a run, where it pays off, but not between runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if saturates(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""):
-        # Exact, and elsewhere several times slower: it keeps onnxruntime off the fast kernels.
+        # Exact, but several times slower on other CPUs: it disables the fast kernels.
         options.add_session_config_entry("session.x64quantprecision", "1")
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
@@ -245,7 +246,9 @@ def saturates(cpuinfo: str) -> bool:
     return bool(flags) and "vnni" not in flags
 
 
-def pad(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pad(
+    rows: Sequence[Sequence[int] | NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Right-pad token lists with 0 -> tokens int64 (B, T), lengths int64 (B,)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
@@ -260,9 +263,9 @@ def _inputs(
     totals: NDArray[np.int64],
     logits_index: NDArray[np.int64],
 ) -> dict[str, NDArray[Any]]:
-    """Inputs but the cache; `past` and `totals` (B,) count a row's tokens before and after."""
+    """Graph inputs except the cache; `past` and `totals` (B,): tokens of a row before and after."""
     length = tokens.shape[1]
-    # A first prompt is told from a later step by its padded length being the total.
+    # The graph recognizes prefill by the padded length being equal to the total.
     total = length if not past.any() else int(totals.max())
     return {
         "input_ids": np.ascontiguousarray(tokens, np.int64),

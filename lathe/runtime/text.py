@@ -1,4 +1,4 @@
-"""Text from byte-level BPE tokens as they come, never half a character."""
+"""Incremental detokenization of byte-level BPE that never emits half a character."""
 
 import codecs
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ BYTE_OF_LETTER = _byte_of_letter()
 
 
 class TokenBytes:
-    """The bytes that every id stands for; none for special tokens and ids beyond the tokenizer."""
+    """The bytes of every id; empty for special tokens and ids that the tokenizer lacks."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
@@ -41,16 +41,17 @@ class TokenBytes:
 
 
 class TextStream:
-    """Feeds ids in, gets text out: a character appears with the last of its bytes.
+    """Turns a stream of ids into text; a character is emitted with the last of its bytes.
 
-    Bytes that can never become UTF-8 turn to U+FFFD, as in `Tokenizer.decode`; a character that is
-    unfinished when generation ends is left out.
+    Bytes that cannot be UTF-8 become U+FFFD, as in `Tokenizer.decode`; a character that is
+    incomplete when generation ends is dropped.
 
     Args:
-        stop: strings that end the text. They do not appear, nor does what may yet become one.
+        stop: strings that end the text. They are not emitted, and text that may be the beginning of
+            one is held back.
 
     Attributes:
-        stopped: whether one came.
+        stopped: whether a stop string was found.
     """
 
     def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
@@ -71,7 +72,7 @@ class TextStream:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """What was held back, once no more comes."""
+        """Text that was held back, to be called at the end."""
         held, self._held = self._held, ""
         return held
 

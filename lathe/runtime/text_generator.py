@@ -1,6 +1,6 @@
-"""Text in, text out of an exported model: tokenizer, limits and the running batch, no server.
+"""Text generation with an exported model: tokenizer, limits and the running batch, no server.
 
-Runs where only numpy, onnxruntime and tokenizers are installed.
+Needs only numpy, onnxruntime and tokenizers.
 """
 
 from pathlib import Path
@@ -17,11 +17,11 @@ from lathe.runtime.text import TokenBytes
 
 
 class TextGenerator:
-    """One loaded model, which generates for many at once.
+    """One loaded model that serves many requests at once.
 
     Args:
         folder: an export.
-        threads: onnxruntime's threads within a step, 0: every core.
+        threads: onnxruntime's threads within a step; 0 means one per core.
         max_running, max_queue, watcher: see `Batcher`.
     """
 
@@ -43,14 +43,14 @@ class TextGenerator:
         self._batcher = Batcher(self.model, max_running, max_queue, watcher)
 
     def submit(self, prompt: str, params: Params, receiver: Receiver) -> bool:
-        """Begin to generate; answers come to the receiver from another thread.
+        """Queue a request; chunks reach the receiver on another thread.
 
         Returns:
-            False where the queue is full.
+            False if the queue is full.
 
         Raises:
-            UserError: the prompt is empty or too long, `max_tokens` has no room in the context, or
-                more branches are asked for than run at a time.
+            UserError: the prompt is empty or too long, `max_tokens` exceeds the room in the
+                context, or more branches are requested than may run at a time.
         """
         ids = self._encode(prompt)
         max_tokens = self._max_tokens(len(ids), params.max_tokens)
@@ -58,7 +58,7 @@ class TextGenerator:
         if params.branches > self._batcher.max_running:
             name = "num_beams" if kind is Beams else "num_return_sequences"
             raise UserError(
-                f"{name} {params.branches} is above what runs at a time, "
+                f"{name} {params.branches} is above what may run at a time, "
                 f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
             )
@@ -66,13 +66,13 @@ class TextGenerator:
         return self._batcher.submit(group)
 
     def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel all requests."""
         self._batcher.close()
 
     def _encode(self, prompt: str) -> list[int]:
         if not prompt:
             raise UserError("text_input is empty", "give at least one character")
-        # A token stands for `longest` bytes at most: what cannot fit is not worth tokenizing.
+        # A token has at most `longest` bytes, so a text that cannot fit need not be tokenized.
         n_bytes = len(prompt.encode())
         if n_bytes > self.n_positions * self.token_bytes.longest:
             raise UserError(

@@ -94,6 +94,7 @@ def evaluate_trial(
 def verdict_of(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
     """The gate's verdict on two evaluations, with the budget as its only margin."""
     margins = {
+        "cloze_measure": "accuracy",
         "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,
         "max_perplexity_increase": goal.allowed if goal.budget == "perplexity" else 1e9,
     }

@@ -1,4 +1,5 @@
-"""Answers on their way out of the backend: as they come or whole, and who still waits for them."""
+"""Send responses from the backend to Triton, streamed or whole, and notice clients that are
+gone."""
 
 import logging
 import queue
@@ -17,14 +18,14 @@ from lathe.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
 
-# Between two rounds of questions to Triton whether clients are still there: so many seconds, and so
-# many times as long as a round took.
+# Pause between two rounds of asking Triton which clients are gone: at least this many seconds, and
+# this many times the duration of a round.
 ASK_SECONDS, ASK_SHARE = 0.01, 4
 
 
 class ResponseSender:
-    """Takes responses to Triton, and asks it whether clients are gone, on a thread of its own: both
-    wait for another process, for which the running batch need not."""
+    """Sends responses to Triton, and asks it which clients are gone, on a separate thread: both
+    wait for another process, and the running batch must not."""
 
     def __init__(self) -> None:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -33,14 +34,14 @@ class ResponseSender:
         self._thread.start()
 
     def accept(self, answer: "Answer") -> None:
-        """From now on `answer.abandoned` is kept true to what Triton says."""
+        """Keep `answer.abandoned` up to date with what Triton reports."""
         self._errands.put(lambda: self._open.add(answer))
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         self._errands.put(lambda: self._send(answer, make, final))
 
     def close(self) -> None:
-        """Once everything is sent."""
+        """Send everything that is queued, then end the thread."""
         self._errands.put(None)
         self._thread.join()
 
@@ -77,7 +78,7 @@ class ResponseSender:
 
 
 class Answer:
-    """Sends the chunks of one request: as they come, or all at the end.
+    """Sends the chunks of one request, streamed or all at the end.
 
     Attributes:
         abandoned: whether its client is gone.
@@ -93,14 +94,14 @@ class Answer:
         responses.accept(self)
 
     def take(self, answer: Chunk | Exception) -> None:
-        """A chunk, of which those with a finish reason are counted, or the error that ends it."""
+        """Receive a chunk (those with a finish reason are counted), or the error that ends it."""
         if isinstance(answer, UserError):
             self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)
         elif isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)
             self.refuse(pb_utils.TritonError.INTERNAL, answer)
         elif answer.finish_reason == "cancelled" and self.abandoned:
-            self.responses.send(self, lambda: None, final=True)  # nobody to write to
+            self.responses.send(self, lambda: None, final=True)  # no client to answer
         elif answer.finish_reason == "cancelled":
             self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:
@@ -117,7 +118,7 @@ class Answer:
         if not self.params.stream and final:
             whole = [_joined(chunks) for _, chunks in sorted(self.held.items())]
             self.responses.send(self, lambda: _response(whole), final=True)
-        # Tokens that end in the middle of a character wait until the rest is there.
+        # Tokens that end in the middle of a character wait for the rest of it.
         if self.params.stream and (chunk.text or chunk.finish_reason):
             chunk = _joined(held)
             self.responses.send(self, lambda: _response([chunk]), final)
@@ -125,7 +126,7 @@ class Answer:
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:
-    """One sequence's chunks as one."""
+    """Join the chunks of one sequence."""
     return Chunk(
         "".join(chunk.text for chunk in chunks),
         [token for chunk in chunks for token in chunk.tokens],
@@ -136,7 +137,7 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def _response(chunks: Sequence[Chunk]) -> Any:
-    """A chunk a sequence."""
+    """A response with one chunk per sequence."""
     arrays = {
         "text_output": np.array([chunk.text.encode() for chunk in chunks], np.object_),
         "finish_reason": np.array([chunk.finish_reason.encode() for chunk in chunks], np.object_),

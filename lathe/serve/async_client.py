@@ -1,4 +1,4 @@
-"""The client for programs that wait with asyncio; parameters and errors are `lathe.serve.client`'s.
+"""The asyncio client; its parameters and errors are those of `lathe.serve.client`.
 
 async with AsyncClient("localhost:8001", "gpt") as client:
     async for chunk in client.stream("Once upon a time"):
@@ -25,10 +25,10 @@ class AsyncClient:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits for ever, once the server has answered.
+        timeout_seconds: of a whole generation; None waits forever once the server has answered.
 
     Raises:
-        UserError: `url` is no address.
+        UserError: `url` is not an address.
     """
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
@@ -45,7 +45,7 @@ class AsyncClient:
         await self._channel.close()
 
     async def generate(self, prompt: str, **parameters: Parameter) -> Chunk:
-        """The whole continuation at once.
+        """Generate and return the whole continuation.
 
         Raises:
             UserError: the server cannot be reached, is busy, or refuses the request.
@@ -53,11 +53,12 @@ class AsyncClient:
         return (await self.generate_all(prompt, **parameters))[0]
 
     async def generate_all(self, prompt: str, **parameters: Parameter) -> list[Chunk]:
-        """The `num_return_sequences` continuations at once; raises as `generate` does."""
+        """Generate `num_return_sequences` continuations; raises as `generate` does."""
         return [chunk async for chunk in self._chunks(prompt, parameters)]
 
     async def stream(self, prompt: str, **parameters: Parameter) -> AsyncIterator[Chunk]:
-        """Pieces as they are made; leaving the loop, or a cancelled task, cancels the rest.
+        """Yield chunks as they are generated; leaving the loop or cancelling the task cancels the
+        rest.
 
         Raises:
             UserError: as `generate`, at the first chunk.
@@ -66,7 +67,7 @@ class AsyncClient:
             yield chunk
 
     async def _reach(self) -> None:
-        """Have the server answer once before the first request, which may take long."""
+        """Check once that the server answers, as a generation may take long."""
         if self._is_reached:
             return
         try:

@@ -1,4 +1,4 @@
-"""`lathe bench-serve`: a load on a live endpoint, its figures and its page."""
+"""`lathe bench-serve`: a load test of a live endpoint, its figures and its page."""
 
 import json
 import math
@@ -27,15 +27,15 @@ def bench(
     model_name: str,
     output: Path,
 ) -> Summary:
-    """Run it; write `load.json` (all requests too) and `load.html` into `output`.
+    """Run a load test; write `load.json` (with every request) and `load.html` into `output`.
 
     Args:
-        tokens: fewest and most new tokens of a request.
+        tokens: minimum and maximum of a request's new tokens.
         shape: `clients`, `rate`, `requests` and `seed` of a `Load`.
         objective: seconds to the first token, and between tokens.
 
     Raises:
-        UserError: no server, no prompts, a time or rate that is not positive, or not one answer.
+        UserError: no server, no prompts, a time or rate that is not positive, or no answer at all.
     """
     seconds = dict(zip(("--first-token", "--between-tokens"), objective, strict=True))
     for option, value in {**seconds, "--rate": shape["rate"]}.items():

@@ -1,11 +1,11 @@
-"""Talks to a running server over gRPC: text in, text out, whole or as it comes.
+"""Client of a running server over gRPC: text in, text out, whole or streamed.
 
     from lathe.serve import client
     print(client.generate("Once upon a time", max_tokens=40))
     for text in client.stream("Once upon a time", decode_strategy="greedy_search"):
         print(text, end="", flush=True)
 
-Parameters are those of `lathe.runtime.params`; what is left out, or None, is the server's default.
+Parameters are those of `lathe.runtime.params`; omitted ones, or None, take the server's default.
 """
 
 import json
@@ -50,10 +50,10 @@ class Client:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits for ever, once the server has answered.
+        timeout_seconds: of a whole generation; None waits forever once the server has answered.
 
     Raises:
-        UserError: `url` is no address.
+        UserError: `url` is not an address.
     """
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
@@ -71,11 +71,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection, and with it every stream that still runs."""
+        """Close the connection and every stream that is still open."""
         self._channel.close()
 
     def generate(self, prompt: str, **parameters: Parameter) -> Chunk:
-        """The whole continuation at once.
+        """Generate and return the whole continuation.
 
         Raises:
             UserError: the server cannot be reached, is busy, or refuses the request.
@@ -83,11 +83,11 @@ class Client:
         return self.generate_all(prompt, **parameters)[0]
 
     def generate_all(self, prompt: str, **parameters: Parameter) -> list[Chunk]:
-        """The `num_return_sequences` continuations at once; raises as `generate` does."""
+        """Generate `num_return_sequences` continuations; raises as `generate` does."""
         return list(self._chunks(prompt, parameters))
 
     def stream(self, prompt: str, **parameters: Parameter) -> Generator[Chunk]:
-        """Pieces of the continuation as they are made; closing the iterator cancels the rest.
+        """Yield chunks as they are generated; closing the iterator cancels the rest.
 
         Raises:
             UserError: as `generate`, at the first chunk.
@@ -107,7 +107,7 @@ class Client:
 
     def score_text(self, text: str, continuation: str) -> TokenScores:
         """Natural log-likelihoods (1, k) of the k tokens of `continuation` after `text`, and (1, k)
-        whether each is the likeliest; see `lathe.runtime.score.score_text`.
+        whether each is the most likely; see `lathe.runtime.score.score_text`.
 
         Raises:
             UserError: the server cannot be reached, or refuses the request.
@@ -135,7 +135,7 @@ class Client:
         return result.as_numpy("log_likelihood"), result.as_numpy("is_greedy")
 
     def served_digest(self) -> str:
-        """SHA-256 of the `model.onnx` that is served.
+        """SHA-256 of the served `model.onnx`.
 
         Raises:
             UserError: the server cannot be reached, or has no such model.
@@ -155,7 +155,7 @@ class Client:
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
     def _reach(self) -> None:
-        """Have the server answer once before the first request, which may take long."""
+        """Check once that the server answers, as a generation may take long."""
         if self._is_reached:
             return
         try:
@@ -180,13 +180,13 @@ class Client:
 
 
 def connect(folder: Path | None = None) -> Client:
-    """A client of the server that `lathe deploy` or `make serve` left running.
+    """Connect to the server that `lathe deploy` or `make serve` left running.
 
     Args:
         folder: state folder; default `state.default_folder()`.
 
     Raises:
-        UserError: none is running.
+        UserError: no server is running.
     """
     found = serve_state.find(folder)
     if found is None:
@@ -204,17 +204,17 @@ def generate(prompt: str, **parameters: Parameter) -> str:
 
 
 def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
-    """Continue `prompt` on the running server, text as it comes; see `Client.stream`."""
+    """Continue `prompt` on the running server, streaming the text; see `Client.stream`."""
     with connect() as client:
         for chunk in client.stream(prompt, **parameters):
             yield chunk.text
 
 
 def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
-    """The message that asks for a generation.
+    """Build the gRPC message of a generation request.
 
     Raises:
-        UserError: the prompt is not text, or a number is too large for the message.
+        UserError: the prompt is not UTF-8 text, or a number is too large for the message.
     """
     text = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     message = service_pb2.ModelInferRequest(
@@ -241,7 +241,7 @@ def _utf8(text: str, what: str = "prompt") -> bytes:
 
 
 def chunks_of(result: Any) -> list[Chunk]:
-    """One a sequence of the response."""
+    """The chunks of a response, one per sequence."""
     ends = np.cumsum(result.as_numpy("token_count"))[:-1]
     chances = result.as_numpy("log_probabilities")
     parts = zip(
@@ -259,7 +259,8 @@ def chunks_of(result: Any) -> list[Chunk]:
 
 
 def refusal(message: str) -> Exception:
-    """The server's own words, which carry their hint where the request is at fault."""
+    """The exception for an error from the server, whose message has a hint if the request is
+    wrong."""
     what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
         return UserError(message, "name the server's model: --model-name NAME")
@@ -267,7 +268,7 @@ def refusal(message: str) -> Exception:
 
 
 def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
-    """What a call that gRPC ended means to the caller."""
+    """The exception for a call that gRPC ended."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UserError(
             f"no answer within {timeout_seconds:g} s from {url}",

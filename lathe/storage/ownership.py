@@ -8,7 +8,6 @@ Everything else is the user's. Stages decide before their work, by `claim_output
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from pathlib import Path, PurePosixPath
 
 from lathe.errors import UserError
 from lathe.storage.files import files_below, sha256
+from lathe.storage.manifest import is_digest, is_relative
+from lathe.storage.verified import is_intact
 
 REPLACED = (
     ".lathe.replaced.json"  # the metadata of a folder whose files are being replaced one by one
@@ -63,9 +64,9 @@ def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
     require_apart(output, *inputs)
     target = real_path(output)
     if not target.exists():
-        _require_writable(_existing_parent(target), output)
+        require_writable(existing_parent(target), output)
         return
-    _require_writable(target, output)
+    require_writable(target, output)
     if foreign := not_ours(target, kind):
         raise in_the_way(output, foreign, f"an earlier {kind.name} of Lathe's")
 
@@ -80,7 +81,7 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
             f"{output}: exists, and is not {kind.name} that Lathe wrote",
             "give another name as --output, or move it away",
         )
-    _require_writable(_existing_parent(target), output)
+    require_writable(existing_parent(target), output)
 
 
 def require_apart(output: Path, *inputs: Source) -> None:
@@ -112,7 +113,7 @@ def not_ours(folder: Path, kind: Kind) -> list[str]:
     files = [
         (name, path)
         for name, path in files_below(folder)
-        if not (name in known and _is_plain(path) and sha256(path) in known[name])
+        if not (name in known and _is_plain(path) and any(is_intact(path, d) for d in known[name]))
     ]
     empty = [(name, path) for name, path in _empty_folders(folder) if name not in SYSTEM | parents]
     return [
@@ -137,7 +138,7 @@ def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
                 known[metadata.name].add(sha256(metadata))
             for name, found in listed.items():
                 known[name].add(found)
-    for path in bytecode(folder, list(known)):
+    for path in filter(_is_plain, bytecode(folder, list(known))):
         known[path.relative_to(folder).as_posix()].add(sha256(path))
     return known
 
@@ -151,6 +152,8 @@ def bytecode(folder: Path, names: Iterable[str]) -> Iterator[Path]:
 def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
     """SHA-256 by name of the files that a metadata file lists; empty where it is no metadata file
     of the kind."""
+    if not _is_plain(metadata):
+        return {}
     try:
         values = json.loads(metadata.read_bytes())
         files = {
@@ -160,7 +163,7 @@ def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     is_metadata = values.keys() >= set(kind.keys) and all(map(is_digest, files.values()))
-    return files if is_metadata and all(map(_is_below, files)) else {}
+    return files if is_metadata and all(map(is_relative, files)) else {}
 
 
 def scratch_folders(target: Path, inside: bool) -> list[Path]:
@@ -169,7 +172,8 @@ def scratch_folders(target: Path, inside: bool) -> list[Path]:
     prefix = scratch_prefix(target, inside)
     try:
         found = [path for path in parent.iterdir() if path.name.startswith(prefix)]
-        return [path for path in found if (path / OWNER).read_bytes() == os.fsencode(target)]
+        owned = [path for path in found if _is_plain(path / OWNER)]
+        return [path for path in owned if (path / OWNER).read_bytes() == os.fsencode(target)]
     except OSError:
         return []
 
@@ -192,14 +196,6 @@ def real_path(path: Path) -> Path:
     return found
 
 
-def is_digest(text: object) -> bool:
-    return isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) is not None
-
-
-def _is_below(name: str) -> bool:
-    return not {"", ".", ".."} & set(name.split("/"))
-
-
 def _metadata_files(folder: Path, kind: Kind) -> Iterator[Path]:
     yield folder / kind.metadata_file
     yield folder / REPLACED
@@ -218,11 +214,11 @@ def _is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.exists())
 
 
-def _require_writable(folder: Path, output: Path) -> None:
+def require_writable(folder: Path, output: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{output}: {folder} is a file", "give another --output")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""How much memory a training layout takes on a GPU, from the recipe's numbers alone.
+"""Estimate the GPU memory of a training layout from the recipe alone.
 
 Parameters, gradients and Adam's moments are divided as in ZeRO (Rajbhandari et al. 2020,
 arXiv:1910.02054), in float32, with whole copies where FSDP2 gathers them. Activations are counted
@@ -22,7 +22,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the moment when it holds most.
+    """Bytes on one GPU at its peak.
 
     Attributes:
         weights: this GPU's float32 shard, gathered whole copies, half precision copies of O2.
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Block:
-    """One layer on one GPU: elements of its parameters, else bytes."""
+    """One layer on one GPU: parameters in elements, everything else in bytes."""
 
     parameters: float
     cast: float  # autocast's copies of the matrices
@@ -54,7 +54,7 @@ class _Block:
 
 
 def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """Memory of the fullest GPU in a training step; without what CUDA and NCCL take themselves.
+    """Peak memory of the fullest GPU in a training step, without CUDA's and NCCL's own.
 
     An upper bound where `Engine.compile` fuses operations. Fake quantization is not counted.
 

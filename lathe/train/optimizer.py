@@ -14,7 +14,7 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`.
 
-    The moments are there from the start, as zeros.
+    The moments are allocated at the start, as zeros.
     """
     decayed, plain, bounds = [], [], []
     for name, parameter in parameters:
@@ -48,7 +48,7 @@ def make_optimizer(
 
 
 def set_step(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Go on counting from this number of updates."""
+    """Continue counting from this number of updates."""
     for values in optimizer.state.values():
         values["step"].fill_(updates)
 

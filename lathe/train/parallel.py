@@ -1,4 +1,4 @@
-"""Divide a GPT over the mesh of processes with torch's own libraries.
+"""Distribute a GPT over the mesh of processes with torch's own libraries.
 
 `pp` cuts the layers into stages, `mp` splits every linear and the vocabulary (tensor parallelism
 of Megatron-LM, Shoeybi et al. 2019; with sequence parallelism, Korthikanti et al. 2022), `dp` and
@@ -39,7 +39,7 @@ from lathe.train.loss import linear_cross_entropy
 from lathe.train.workers import Workers
 
 Weights = Callable[[str, torch.Size], Tensor]
-"""Gives the whole tensor, on the CPU, of a parameter or buffer by its name in `GPT`."""
+"""Returns the whole tensor, on the CPU, of a parameter or buffer given its name in `GPT`."""
 
 
 class Stage(nn.Module):
@@ -72,7 +72,7 @@ class Stage(nn.Module):
             return self.gpt.ln_f(x) if self.is_last else x
 
     def ask(self, teacher: Teacher, tokens: Tensor) -> Guidance:
-        """What the teacher says of ids (B, T), in this stage's precision."""
+        """The teacher's output for ids (B, T), in this stage's precision."""
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             return teacher(tokens)
 
@@ -149,7 +149,7 @@ def _cut(skeleton: GPT, index: int, count: int) -> GPT:
 
 
 class _Replicated(ParallelStyle):
-    """Every process computes the whole module on the whole of its input."""
+    """Replicates a module: every process computes all of it on the whole input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Tensor:

@@ -33,12 +33,14 @@ class Candidate:
 class Plan:
     """
     Attributes:
+        gpus: how many there are; `best.layout.gpus` of them are used.
         batch: sequences of an optimizer step, which all layouts share.
         budget: bytes of a GPU that a layout may take.
         fitting: the fastest of every (dp, mp, pp, sharding) that fits; the fastest of all first.
         own: the recipe's own layout, or why it cannot run.
     """
 
+    gpus: int
     batch: int
     budget: float
     fitting: Sequence[Candidate]
@@ -47,6 +49,18 @@ class Plan:
     @property
     def best(self) -> Candidate:
         return self.fitting[0]
+
+    def idle(self) -> str | None:
+        """Why some of the GPUs are not used; None where all are."""
+        used = self.best.layout.gpus
+        if used == self.gpus:
+            return None
+        batch = max(1, round(self.batch / self.gpus)) * self.gpus
+        return (
+            f"{used} of {self.gpus}: a batch of {self.batch} sequences cannot be divided over "
+            f"{self.gpus}; to use all, change the batch: -o Global.global_batch_size={batch} "
+            "-o Global.local_batch_size=null"
+        )
 
     def verdict(self) -> str:
         """Whether the recipe's own layout can run."""
@@ -63,8 +77,10 @@ class Plan:
 def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) -> Plan:
     """Search the layouts that the trainer accepts on `gpus` GPUs of `memory` bytes.
 
+    Where the global batch cannot be divided over all of them, layouts of fewer take their place.
+
     Raises:
-        UserError: nothing divides, or nothing fits.
+        UserError: no whole number of nodes, or nothing fits.
     """
     if gpus > 2**16:
         raise UserError(f"--gpus {gpus}: more than {2**16}", "give the number that there is")
@@ -80,14 +96,17 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         time = step_time(config, recipe, layout, gpus_per_node)
         return Candidate(layout, estimate(config, recipe, layout), time)
 
-    candidates = [
-        candidate(layout) for layout in possible_layouts(config, recipe, batch, gpus, gpus_per_node)
-    ]
+    def candidates_on(used: int) -> list[Candidate]:
+        layouts = possible_layouts(config, recipe, batch, used, gpus_per_node)
+        return [candidate(layout) for layout in layouts]
+
+    candidates = candidates_on(gpus)
     if not candidates:
-        raise UserError(
-            f"a global batch of {batch} sequences cannot be divided over {gpus} GPUs",
-            f"-o Global.global_batch_size={gpus} -o Global.local_batch_size=null, or a multiple",
+        fewer = (
+            *range(1, min(gpus, gpus_per_node + 1)),
+            *range(2 * gpus_per_node, gpus, gpus_per_node),
         )
+        candidates = [one for used in fewer for one in candidates_on(used)]
     fastest: dict[tuple[int, ...], Candidate] = {}
     for one in sorted(candidates, key=lambda c: (c.time.total, c.memory.total)):
         at = one.layout
@@ -101,7 +120,7 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         own = candidate(own_layout(config, recipe, gpus))
     except UserError as error:
         own = error
-    return Plan(batch, budget, list(fastest.values()), own)
+    return Plan(gpus, batch, budget, list(fastest.values()), own)
 
 
 def parse_memory(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The stage that trains a GPT from random weights, or goes on from a given checkpoint."""
+"""The pretrain stage: train a GPT from random weights, or continue from a checkpoint."""
 
 import functools
 from pathlib import Path
@@ -23,11 +23,11 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
     """Train on the token data set `data`; write the checkpoint folder `output`.
 
     Args:
-        init: a checkpoint or HF GPT-2 folder to start from; its shape goes before the recipe's.
+        init: checkpoint or HF GPT-2 folder to start from; its shape overrides the recipe's.
 
     Raises:
-        UserError: a vocabulary, length or model that does not fit, data too small, a foreign
-            `output`.
+        UserError: incompatible vocabulary, sequence length or model, too little data, or an
+            `output` that belongs to something else.
     """
 
     settings = recipe.Model
@@ -56,7 +56,8 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
 
 
 def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
-    """The recipe's shape; without `Model.vocab_size`, the data's padded to a multiple of 128."""
+    """The recipe's shape; `Model.vocab_size` defaults to the data's, padded to a multiple of
+    128."""
     m = recipe.Model
     padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return GPTConfig(
@@ -70,7 +71,7 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
 
 
 def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
-    """A model of this shape with the recipe's dropout, for training."""
+    """A model of this shape with the recipe's dropout, in training mode."""
     return GPT(config, settings.hidden_dropout_prob, settings.attention_probs_dropout_prob)
 
 

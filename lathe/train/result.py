@@ -1,4 +1,4 @@
-"""The output folder of a run that trains: whose it is, and the figures of a finished one."""
+"""The output folder of a training run: which run it belongs to, and a finished run's figures."""
 
 import json
 import math
@@ -15,18 +15,19 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError, printable
 from lathe.model.folder import MARKER, read_marker
 from lathe.storage import atomic_file, digest, locked, require_apart
+from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files
-from lathe.storage.ownership import Source, in_the_way, is_digest, listed_files
+from lathe.storage.ownership import Source, in_the_way, listed_files
 from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
-from lathe.train.trace import EVENTS, TRACE
+from lathe.train.trace import EVENTS, LOG, TRACE
 
 CLAIM = "run.json"
-TRACES = (TRACE, f"{EVENTS}/events.out.*")
+TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")
 Identity = dict[str, str | int]
 
-# Settings that a run may change between being killed and going on. The layout of processes is
-# among them: what a step computes depends on the global batch size alone.
+# Settings that may differ when a killed run is resumed. The parallel layout is among them: what a
+# step computes depends on the global batch size alone.
 FREE: Any = {
     "Global": {"device", "local_batch_size", "micro_batch_size", "global_batch_size"},
     "Engine": {"logging_freq", "save_load", "accumulate_steps", "compile"},
@@ -43,7 +44,7 @@ FREE: Any = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Figures of a finished run; losses in nats a token, NaN where validation data is absent."""
+    """Figures of a finished run; losses in nats per token, NaN without validation data."""
 
     folder: Path
     step: int
@@ -131,7 +132,8 @@ def begin(output: Path, identity: Identity) -> None:
 
 
 def remove_run(output: Path) -> None:
-    """Delete what a run has written, and no other file; nothing where `output` is no run's."""
+    """Delete the files that a run has written, and no others; nothing if it is not a run's
+    folder."""
     if not _read_claim(output):
         return
     remove_states(output)
@@ -149,7 +151,7 @@ def remove_states(output: Path) -> None:
 
 
 def _read_claim(output: Path) -> dict[str, Any] | None:
-    """The identity of the run that a folder is of; None where it is no run's."""
+    """The identity of the run that a folder belongs to, or None."""
     with suppress(UserError):
         found: dict[str, Any] = read_json(output / CLAIM, "")
         if is_digest(found.get("settings")) and is_digest(found.get("data")):
@@ -158,17 +160,17 @@ def _read_claim(output: Path) -> dict[str, Any] | None:
 
 
 def _has_results(output: Path) -> bool:
-    """Whether a run has saved anything that another would destroy."""
-    begun = {CLAIM, STATE, TRACE, EVENTS}
+    """Whether a run has saved anything that another run would destroy."""
+    begun = {CLAIM, STATE, TRACE, LOG, EVENTS}
     others = {path.name for path in output.iterdir()} - begun
     return bool(others or committed_steps(output / STATE))
 
 
 def read_result(output: Path) -> TrainResult:
-    """Of a finished run, whose checkpoint was checked.
+    """Read the result of a finished run and verify its checkpoint.
 
     Raises:
-        UserError: it was altered since.
+        UserError: the checkpoint has been altered.
     """
     metrics = {"folder": output, **read_marker(output)["metrics"]}
     return checked(metrics, TrainResult, str(output / MARKER), "train the model again")

@@ -1,4 +1,4 @@
-"""What every stage that trains has in common: claim the folder, train, write the checkpoint."""
+"""The steps that all training stages share: claim the folder, train, write the checkpoint."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -40,14 +40,14 @@ log = logging.getLogger("lathe")
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A model to train, and what its checkpoint says of it.
+    """A model to train, its hooks, and the metadata of its checkpoint.
 
     Attributes:
         model: whole, on the CPU; on the meta device where `weights` gives the values.
         weights: see `lathe.train.parallel.Weights`; None: the model's own.
         after_step: called with a part of the model, as this process trains it, and the group of
             processes that hold the same part, after every update.
-        before_save: last change to the whole trained model, e.g. writing ranges into its plan.
+        before_save: final change to the whole trained model, e.g. writing scales into its plan.
     """
 
     stage: str
@@ -78,7 +78,7 @@ def run_training(
 
     Raises:
         UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
-        Preempted: SIGTERM came; the same call goes on.
+        Preempted: SIGTERM was received; the same call resumes.
     """
     if teacher is not None:
         inputs = {**inputs, "teacher": checkpoint_digest(teacher)}

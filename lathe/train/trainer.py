@@ -66,8 +66,9 @@ class Trainer(Loop):
         else:
             self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage, teacher)
         config = stages[0].gpt.config
-        peak = peak_flops(workers.device, stages[0].dtype) * workers.size
-        self.mfu_of_speed = config.flops_per_token(self.seq_len) / peak
+        peak = peak_flops(workers.device, stages[0].dtype)
+        if peak is not None:
+            self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
 
     def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:

@@ -6,7 +6,7 @@ import pytest
 
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from tests.stages import prune, quantize
+from tests.support.stages import prune, quantize
 
 
 @pytest.mark.parametrize("engine", ["torch", "paddle"])

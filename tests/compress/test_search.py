@@ -14,7 +14,7 @@ from lathe.search.goal import Goal, parse_goal
 from lathe.search.ratios import next_ratios
 from lathe.search.result import require_met
 from lathe.search.trial import Trial
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 
 @pytest.mark.parametrize(

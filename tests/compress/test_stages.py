@@ -14,7 +14,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches, open_data
 from lathe.train.loss import next_token_loss
 from tests.report.conftest import sensitivity_analysis, write_json
-from tests.small_run import SMALL, kill_after_saves, records, run, start
+from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
 

@@ -12,7 +12,7 @@ from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
 from lathe.errors import UserError
 from lathe.storage import remove, upload, write_text
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 
 def test_what_is_no_choice_stays(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_what_is_no_choice_stays(tmp_path: Path) -> None:
 
 
 def test_in_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no whole corpus there"):
+    with pytest.raises(UserError, match="no complete corpus there"):
         resolve(f"newest:{tmp_path}")
     with pytest.raises(UserError, match="no such folder"):
         resolve(f"newest:{tmp_path}/corpora")
@@ -40,7 +40,7 @@ def test_below_a_prefix_only_what_is_whole(
     s3: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = f"newest:{s3}/corpora/"
-    with pytest.raises(UserError, match="no whole corpus there"):
+    with pytest.raises(UserError, match="no complete corpus there"):
         resolve(place)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/a.txt").write_text("a")

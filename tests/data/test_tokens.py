@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 from lathe.artifacts.kinds import DATA
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
-from lathe.data.tokens import WRITERS, TokenDataset
+from lathe.data.tokens import WRITERS, TokenDataset, read_data_metadata
 from lathe.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [65000], [8, 9]]
@@ -207,3 +208,10 @@ def test_a_failed_writer_leaves_no_index(tmp_path: Path) -> None:
     with pytest.raises(OverflowError), MegatronWriter(tmp_path / "x", 1000) as writer:
         writer.append([70000])
     assert not (tmp_path / "x.idx").exists()
+
+
+def test_a_pipe_in_place_of_the_metadata(tmp_path: Path) -> None:
+    """It is not opened, which would wait for ever."""
+    os.mkfifo(tmp_path / "data.json")
+    with pytest.raises(UserError, match=r"data\.json: a pipe, not a file"):
+        read_data_metadata(tmp_path)

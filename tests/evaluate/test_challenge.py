@@ -17,7 +17,7 @@ from lathe.production.golden import Golden
 from lathe.production.release import Pointer, releases_of
 from lathe.serve.repository import write_repository
 from lathe.storage import write_text
-from tests.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
+from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def go_live(recipe: Recipe, exported: Path, folder: Path) -> str:
     repository = write_repository(exported, folder, recipe.Serving, GenerationSettings())
     releases, now = releases_of(recipe), datetime.now(UTC)
     release = releases.publish(repository, Golden(published=now, max_tokens=1, prompts=()))
-    releases.point(Pointer().moved_to(release, now))
+    releases.point(Pointer().moved_to(release, now), seen=Pointer())
     return releases.address(release)
 
 

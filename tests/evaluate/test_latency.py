@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 
 from lathe.evaluate.latency import measure
 from lathe.model.config import GPTConfig
-from tests.small_export import UNIFORM, make_model, write_unproven
+from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
 def test_figures_of_two_models_in_one_run(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

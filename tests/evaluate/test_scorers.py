@@ -13,7 +13,7 @@ from lathe.evaluate.scorers import TorchScorer, onnx_scorer
 from lathe.evaluate.wikitext import token_losses
 from lathe.model.checkpoint import load_checkpoint
 from lathe.runtime.session import pad
-from tests.small_export import PRUNED, UNIFORM, make_model, write_unproven
+from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
 
 
 def ragged(n: int, longest: int, seed: int = 0) -> list[ClozeExample]:

@@ -13,7 +13,7 @@ from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
-from tests.small_export import UNIFORM, make_model, write_unproven
+from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
 @pytest.fixture
@@ -42,6 +42,10 @@ def test_data_folder_is_measured_and_recorded(
     assert result.n_examples == len(examples) == 22
     hits = sum(e["correct"] for e in examples)
     assert result.cloze_accuracy == metrics["cloze"]["accuracy"] == pytest.approx(hits / 22)
+    last_hits = sum(e["last_token_correct"] for e in examples)
+    assert result.last_token_accuracy == pytest.approx(last_hits / 22)
+    nats = -sum(e["log_likelihood"] for e in examples) / 22
+    assert result.word_perplexity == pytest.approx(math.exp(nats))
     assert result.perplexity == metrics["text"]["perplexity"]
     assert metrics["model"]["n_params"] == load_checkpoint(model_folder).model.config.n_params()
     assert metrics["model"]["bytes"] == (model_folder / "model.safetensors").stat().st_size

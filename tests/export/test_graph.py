@@ -14,7 +14,14 @@ from lathe.model.checkpoint import HFTensors
 from lathe.model.config import QuantizationPlan
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
-from tests.small_export import PRUNED, UNIFORM, make_model, random_tokens, save, write_unproven
+from tests.support.small_export import (
+    PRUNED,
+    UNIFORM,
+    make_model,
+    random_tokens,
+    save,
+    write_unproven,
+)
 
 
 def weights(model: GPT) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.model.config import GPTConfig
-from tests.small_export import make_model, save
+from tests.support.small_export import make_model, save
 
 CONVERT = """
 import re, sys

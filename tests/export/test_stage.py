@@ -20,7 +20,7 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.runtime.session import OnnxModel
 from lathe.storage import sha256
-from tests.small_export import (
+from tests.support.small_export import (
     PRUNED,
     UNIFORM,
     make_model,

@@ -3,6 +3,7 @@
 It reads a case's id, or what the fuzzer drew, as a line of JSON, and answers with the verdict.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -250,6 +251,7 @@ def main() -> None:
     os.dup2(2, 1)  # nothing but answers may come here
     scratch.mkdir(parents=True, exist_ok=True)
     import_everything()
+    gc.freeze()  # a fork that collects garbage would copy the pages of all that is imported
     if not good.exists():
         build(good, scratch)
     from tests.hostile.table import CASES

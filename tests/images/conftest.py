@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import lathe
-from tests.images import podman
 from tests.pipelines.conftest import corpus  # noqa: F401
 from tests.serve.conftest import checkpoint, exported, repository, serving  # noqa: F401
+from tests.support import podman
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("serve", "train", "paddle")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.images.conftest import NAMES
-from tests.images.podman import BASE, podman, run
+from tests.support.podman import BASE, podman, run
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 

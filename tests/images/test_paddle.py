@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from tests.images.podman import run
 from tests.images.test_contents import inspect
+from tests.support.podman import run
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from images.build import REFERENCES, ROOT
-from tests.images.podman import podman
+from tests.support.podman import podman
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 

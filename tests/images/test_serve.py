@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.images.podman import mount, podman, run, running
+from tests.support.podman import mount, podman, run, running
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lathe.model.checkpoint import Checkpoint
-from tests.images.podman import mount, run
 from tests.pipelines.conftest import RECIPE
+from tests.support.podman import mount, run
 
 pytestmark = [pytest.mark.containers, pytest.mark.slow]
 

@@ -6,22 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import TRAINJOBS
-
-RUN_ID = "5f0c31b2-run"
-
-
-def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:
-    """Make a step's pod; the environment that Kubeflow Pipelines gives it."""
-    containers = [{"name": "wait", "image": "argo"}, {"name": "main", "image": "lathe-train:1"}]
-    pod = {
-        "metadata": {"name": name, "labels": {"pipeline/runid": RUN_ID}},
-        "spec": {"containers": containers},
-        "status": {"phase": "Running"},
-    }
-    uid = server.create("pods", pod)["metadata"]["uid"]
-    return {"KFP_POD_NAME": name, "KFP_POD_UID": uid}
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import TRAINJOBS
+from tests.support.launchers import launcher_pod
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 
-from tests.fake_kubernetes import FakeKubernetes, Object
-from tests.fake_trainer import TRAINJOBS, Trainer
-from tests.launch.conftest import launcher_pod
-from tests.launch.launchers import eventually, launcher, run_until_told
+from tests.support.fake_kubernetes import FakeKubernetes, Object
+from tests.support.fake_trainer import TRAINJOBS, Trainer
+from tests.support.launchers import eventually, launcher, launcher_pod, run_until_told
 
 OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 

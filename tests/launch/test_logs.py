@@ -5,9 +5,9 @@ import time
 import pytest
 
 from lathe.cluster.logs import nanoseconds
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import Pod
-from tests.launch.launchers import launch, play, succeed
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import Pod
+from tests.support.launchers import launch, play, succeed
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from lathe.errors import UserError
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import TRAINJOBS
-from tests.launch.launchers import (
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import TRAINJOBS
+from tests.support.launchers import (
     COMMAND,
     eventually,
     launch,

@@ -16,13 +16,13 @@ from lathe.cluster import trainjob
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.storage import exists, fetch, upload, write_text
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import Pod, processes
-from tests.launch.launchers import QUICK, eventually, play, succeed
 from tests.paddle.conftest import paddle_python
-from tests.s3 import ACCESS_KEY, SECRET_KEY
-from tests.small_run import SMALL
-from tests.stages import prune
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import Pod, processes
+from tests.support.launchers import QUICK, eventually, play, succeed
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY
+from tests.support.small_run import SMALL
+from tests.support.stages import prune
 
 __all__ = ["paddle_python"]
 

@@ -1,4 +1,4 @@
-"""Launchers as processes that are killed, come up again, or are told to end."""
+"""Launchers as processes that are killed, restarted, or terminated."""
 
 import os
 import signal
@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import TRAINJOBS, Pod
-from tests.launch.launchers import asked, eventually, launcher, play, run_until_told, succeed
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import TRAINJOBS, Pod
+from tests.support.launchers import asked, eventually, launcher, play, run_until_told, succeed
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

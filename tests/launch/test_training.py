@@ -11,11 +11,11 @@ from lathe.cluster import trainjob
 from lathe.config.settings import LaunchSettings
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
-from tests.fake_kubernetes import FakeKubernetes
-from tests.fake_trainer import Pod, processes
-from tests.launch.launchers import QUICK, eventually, play
-from tests.s3 import ACCESS_KEY, SECRET_KEY
-from tests.small_run import SMALL
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import Pod, processes
+from tests.support.launchers import QUICK, eventually, play
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY
+from tests.support.small_run import SMALL
 from tests.train.test_mirror import BATCH, train_whole
 
 SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")

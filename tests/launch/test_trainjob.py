@@ -10,9 +10,9 @@ from lathe.cluster.reasons import NodeFailed
 from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError, UserError
 from lathe.launch.shape import Shape, WorkerFailed
-from tests.fake_kubernetes import USER, FakeKubernetes
-from tests.fake_trainer import Pod, Trainer, processes
-from tests.launch.launchers import (
+from tests.support.fake_kubernetes import USER, FakeKubernetes
+from tests.support.fake_trainer import Pod, Trainer, processes
+from tests.support.launchers import (
     QUICK,
     asked,
     eventually,

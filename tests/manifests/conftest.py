@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.manifests.rendered import VARIANTS, Object, variant
 from tests.serve.conftest import checkpoint, exported, repository, serving, triton
+from tests.support.rendered import VARIANTS, Object, variant
 
 __all__ = ["checkpoint", "exported", "repository", "serving", "triton"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.manifests.rendered import Object, of_kind, pods
+from tests.support.rendered import Object, of_kind, pods
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
 DEPLOY = {

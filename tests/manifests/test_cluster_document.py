@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lathe.config.settings import Recipe
-from tests.manifests.rendered import COMPONENTS, MANIFESTS, ROOT, Object, named
+from tests.support.rendered import COMPONENTS, MANIFESTS, ROOT, Object, named
 
 TEXT = (ROOT / "docs" / "cluster.md").read_text()
 COMMANDS = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S)).replace("\\\n", " ")

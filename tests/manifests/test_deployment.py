@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from tests.manifests.rendered import Object, named, of_kind, variant
+from tests.support.rendered import Object, named, of_kind, variant
 
 
 def test_time_to_drain(objects: list[Object]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from components.images import TRAIN
-from tests.manifests.rendered import MANIFESTS, OVERLAYS, ROOT, Object, pods, text, variant
+from tests.support.rendered import MANIFESTS, OVERLAYS, ROOT, Object, pods, text, variant
 
 GOLDEN = Path(__file__).parent / "golden"
 

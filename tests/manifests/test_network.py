@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.manifests.rendered import Object, matches, of_kind, pods, variant
+from tests.support.rendered import Object, matches, of_kind, pods, variant
 
 
 @dataclass(frozen=True)

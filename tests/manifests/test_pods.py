@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.manifests.rendered import Object, Pod, named, of_kind, pods
+from tests.support.rendered import Object, Pod, named, of_kind, pods
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
 VOLUMES |= {"projected", "secret", "name"}

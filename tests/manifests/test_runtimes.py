@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.manifests.rendered import Object, named, of_kind, variant
+from tests.support.rendered import Object, named, of_kind, variant
 
 
 def job(runtime: Object) -> Object:

@@ -23,8 +23,8 @@ from lathe.serve.environment import find_environment
 from lathe.serve.server import free_ports
 from lathe.serve.state import LOOPBACK
 from lathe.storage import upload
-from tests.manifests.rendered import MANIFESTS, ROOT, Object, named, of_kind
-from tests.s3 import ACCESS_KEY, SECRET_KEY
+from tests.support.rendered import MANIFESTS, ROOT, Object, named, of_kind
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 
 KEY = "not-a-secret"
 LONG = {"max_tokens": 400, "min_tokens": 400, "decode_strategy": "greedy_search"}

@@ -7,10 +7,10 @@ import pytest
 
 from lathe.backends.paddle_support import require_supported
 from lathe.config.recipe import load_recipe
-from tests import small_run
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL
-from tests.stages import prune
+from tests.support import small_run
+from tests.support.stages import prune
 
 PREAMBLE = """
 from lathe.paddle.environment import prepare

@@ -19,11 +19,11 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
-from tests import small_run
-from tests.fake_deployments import until
 from tests.paddle.conftest import run_paddle
 from tests.report.conftest import sensitivity_analysis, write_json
-from tests.stages import analyze, evaluate, export, prune, quantize
+from tests.support import small_run
+from tests.support.fake_deployments import until
+from tests.support.stages import analyze, evaluate, export, prune, quantize
 
 SMALL = (
     *(s for s in small_run.SMALL if "local_batch_size" not in s and "max_steps" not in s),

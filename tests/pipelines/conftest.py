@@ -2,12 +2,13 @@
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
 from pipelines import upload
-from tests import fake_kfp
-from tests.s3 import s3, s3_server
+from tests.support import fake_kfp
+from tests.support.s3 import s3, s3_server
 
 __all__ = ["s3", "s3_server"]
 
@@ -38,21 +39,19 @@ Gate: {max_accuracy_drop: 1.0, max_perplexity_increase: 10.0}
 """
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "micro.yaml"
+def write_recipe(folder: Path) -> Path:
+    path = folder / "micro.yaml"
     path.write_text(RECIPE)
     return path
 
 
-@pytest.fixture
-def corpus(tmp_path):
+def write_corpus(parent: Path) -> Path:
     """40 documents of sentences; a cloze passage needs its last word to have come before."""
     draw = random.Random(0)
     subjects = ["the turner", "a child", "the old clerk", "my neighbour", "the captain"]
     verbs = ["saw", "mended", "sold", "carried", "forgot"]
     things = ["lamp", "wheel", "ladder", "kettle", "drum", "letter", "basket"]
-    folder = tmp_path / "corpus"
+    folder = parent / "corpus"
     folder.mkdir()
     for n in range(40):
         told = [
@@ -61,6 +60,16 @@ def corpus(tmp_path):
         ]
         (folder / f"{n:02}.txt").write_text(" ".join(told))
     return folder
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return write_recipe(tmp_path)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from kfp import dsl
 
 from pipelines.cache import CheckedCache
 from pipelines.log import StageLog
-from tests.pipelines.test_run import start
 
 
 @pytest.fixture
@@ -88,19 +87,3 @@ def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
         f"{weights} has changed",
         f"{weights} is missing",
     ]
-
-
-def test_a_model_that_the_user_deleted_is_trained_again(tmp_path, recipe, corpus):
-    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
-    out, err = start(tmp_path, *arguments).communicate(timeout=200)
-    (model,) = tmp_path.glob("run/one/*/pretrain/model")
-    (model / "model.safetensors").unlink()
-    for path in tmp_path.glob("run/one/cache/*/*.json"):
-        if "evaluation" in path.read_text():
-            path.write_bytes(b"\xff")
-    again = start(tmp_path, *arguments)
-    out, err = again.communicate(timeout=200)
-    assert again.returncode == 0, out + err
-    assert "Traceback" not in out + err
-    assert f"pretrain is done again: {model / 'model.safetensors'} is missing" in out
-    assert out.count("reused") == 1 and "global step 3" in out

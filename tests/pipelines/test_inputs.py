@@ -63,7 +63,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"corpus": "blank.txt"}, "corpus blank.txt: no text in it"),
         ("full", {"corpus": "pipe"}, "corpus pipe: neither a file nor a folder"),
         ("full", {"corpus": "newest:nowhere"}, "newest:nowhere: no such folder"),
-        ("full", {"corpus": "newest:empty"}, "newest:empty: no whole corpus there"),
+        ("full", {"corpus": "newest:empty"}, "newest:empty: no complete corpus there"),
         ("full", {"corpus": "file.gz"}, "corpus file.gz: cannot be read"),
         ("full", {"corpus": "a\udcff"}, "corpus .*: not UTF-8"),
         ("full", {"tokenizer": "nowhere"}, "tokenizer: no such file or folder: nowhere"),

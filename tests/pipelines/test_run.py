@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.storage import fetch, list_uris, upload
 from pipelines.log import StageLog
 from pipelines.run import fingerprint
+from tests.pipelines.conftest import write_corpus, write_recipe
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen:
@@ -27,27 +29,61 @@ def start(folder: Path, *arguments: object) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_pretrain_runs_and_a_second_run_reuses_its_stages(tmp_path, recipe, corpus):
+@dataclass(frozen=True)
+class Finished:
+    """A run's folder, its arguments and what it printed."""
+
+    folder: Path
+    arguments: tuple[object, ...]
+    out: str
+
+    def again(self) -> str:
+        """What the same command prints."""
+        run = start(self.folder, *self.arguments)
+        out, err = run.communicate(timeout=200)
+        assert run.returncode == 0, out + err
+        assert "Traceback" not in out + err
+        return out
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("finished")
+    recipe, corpus = write_recipe(folder), write_corpus(folder)
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
-    first = start(tmp_path, *arguments)
-    out, err = first.communicate(timeout=60)
-    assert first.returncode == 0, out + err
-    assert re.findall(r"^\S.*", out, re.M)[:4] == [
+    run = start(folder, *arguments)
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 0, out + err
+    return Finished(folder, arguments, out)
+
+
+def test_pretrain_runs_and_a_second_run_reuses_its_stages(finished):
+    assert re.findall(r"^\S.*", finished.out, re.M)[:4] == [
         "resolve",
         "prepare",
         "pretrain",
         "evaluate-dense",
     ]
-    assert "global step 3" in out and "KFP" not in out and "executor_input" not in out
-    (model,) = tmp_path.glob("run/one/*/pretrain/model")
-    assert (model / "model.safetensors").is_file()
-    assert str(model) in out
+    assert "step 3/3, loss" in finished.out
+    assert "KFP" not in finished.out and "executor_input" not in finished.out
+    (weights,) = finished.folder.glob("run/one/*/pretrain/model/model.safetensors")
+    model = str(weights.parent)
+    assert model in finished.out
 
-    again = start(tmp_path, *arguments)
-    out, err = again.communicate(timeout=60)
-    assert again.returncode == 0, out + err
+    out = finished.again()
     assert out.count("reused") == 3
-    assert str(model) in out
+    assert model in out
+
+
+def test_a_model_that_the_user_deleted_is_trained_again(finished):
+    (weights,) = finished.folder.glob("run/one/*/pretrain/model/model.safetensors")
+    weights.unlink()
+    for path in finished.folder.glob("run/one/cache/*/*.json"):
+        if "evaluation" in path.read_text():
+            path.write_bytes(b"\xff")
+    out = finished.again()
+    assert f"pretrain is done again: {weights} is missing" in out
+    assert out.count("reused") == 1 and "step 3/3, loss" in out
 
 
 def test_a_stages_user_error_is_one_message(tmp_path, recipe):
@@ -69,7 +105,8 @@ def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpu
     run = start(tmp_path, *arguments, "--name", "nodes", *TWO_BY_TWO)
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, out + err
-    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", out).groups())
+    (log,) = tmp_path.glob("run/nodes/*/pretrain/model/steps.log")
+    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", log.read_text()).groups())
     assert round(total / each) == 4  # parts of the batch
     (figures,) = tmp_path.glob("run/nodes/*/pretrain/metrics")
     assert json.loads(figures.read_text())["step"] == 3
@@ -80,7 +117,7 @@ def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, co
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     workers = processes(tmp_path, "-m lathe pretrain")
     ranks = {environment(pid)["RANK"]: pid for pid in workers if "RANK" in environment(pid)}
@@ -133,7 +170,7 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     forever = ("-o", "Engine.max_steps=10000000")
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", corpus, *forever)
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     assert processes(tmp_path)
     run.send_signal(signal.SIGTERM)
@@ -147,7 +184,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=60)
@@ -180,7 +217,7 @@ def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, reci
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     (runner,) = processes(tmp_path, "pipelines.local")
     os.kill(runner, signal.SIGKILL)
@@ -235,14 +272,14 @@ def test_log_shows_lathe_and_keeps_a_defects_traceback():
     {
     }
     [lathe] pruned 3 heads
-    [rank0]:global step 1
-    [rank1]:global step 1
+    [rank0]:step 1/3, loss 5.2, 9 s left
+    [rank1]:step 1/3, loss 5.2, 9 s left
     Traceback (most recent call last):
       File "x.py", line 1, in <module>
     KeyError: 'h.0'
 10:00:01.000 - ERROR - Task \x1b[96m'prune'\x1b[0m finished with status \x1b[91mFAILURE\x1b[0m"""
     shown = [text for line in lines.splitlines() for text in log.feed(line)]
-    assert shown == ["prune", "    pruned 3 heads", "    global step 1"]
+    assert shown == ["prune", "    pruned 3 heads", "    step 1/3, loss 5.2, 9 s left"]
     assert log.failed == "prune"
     assert log.error().splitlines()[:2] == [
         "prune: failed",

@@ -19,8 +19,8 @@ from pipelines.compile import build
 from pipelines.resources import Pool
 from pipelines.server import VARIABLES
 from pipelines.submit import app
-from tests import fake_kfp
-from tests.fake_kfp import frame, task
+from tests.support import fake_kfp
+from tests.support.fake_kfp import frame, task
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,26 @@ def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> 
     dense, int8 = ([str(cell) for cell in row] for row in cells(rows))
     assert dense[2:] == ["4.00 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
     assert int8[2:] == ["1.00 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
+
+
+def test_last_tokens_and_words_stand_beside_the_strict_accuracy(make_candidate: Make) -> None:
+    dense, old = make_candidate("dense"), make_candidate("old")
+    assert dense.evaluation is not None
+    path = dense.evaluation / "metrics.json"
+    metrics = json.loads(path.read_text())
+    metrics["cloze"] |= {
+        "last_token_accuracy": 0.4,
+        "last_token_accuracy_stderr": 0.02,
+        "target_perplexity": 2075.7,
+        "target_perplexity_stderr": 53.9,
+    }
+    path.write_text(json.dumps(metrics))
+    rows = summarize([dense, old])
+    titles = [column.title for column in columns(rows)]
+    assert titles[-3:] == ["Cloze accuracy", "Last-token accuracy", "Cloze word perplexity"]
+    new, without = ([str(cell) for cell in row[-3:]] for row in cells(rows))
+    assert new == ["30.0 % ± 1.0", "40.0 % ± 2.0", "2076 ± 53.9"]
+    assert without == ["30.0 % ± 1.0", "-", "-"]
 
 
 def test_a_model_alone_is_a_row(make_candidate: Make) -> None:

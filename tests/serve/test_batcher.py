@@ -26,7 +26,7 @@ from lathe.runtime.params import Params
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
 from lathe.runtime.text_generator import TextGenerator
-from tests.small_export import PRUNED, make_model, write_unproven
+from tests.support.small_export import PRUNED, make_model, write_unproven
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
 

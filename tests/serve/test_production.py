@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError, UserError
 from lathe.production import publish as production
 from lathe.production.publish import publish_release, roll_back
-from lathe.production.release import Releases, name_of, releases_of
+from lathe.production.release import Pointer, Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
-from tests.small_release import RECIPE
+from tests.support.small_release import RECIPE
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 
@@ -153,6 +154,16 @@ def test_killed_after_the_upload_and_run_again(
     release = name_of(deployed / "repository")
     assert releases.published() == [release] and live(releases) is None
     assert publish_release(recipe, deployed).release == live(releases) == release
+
+
+def test_of_two_who_move_the_pointer_one_is_told(store: str) -> None:
+    releases, now = Releases(f"{store}/releases/gpt"), datetime.now(UTC)
+    one = Pointer().moved_to("sha256-1", now)
+    releases.point(one, seen=Pointer())
+    with pytest.raises(UserError, match=r"production\.json: another process has moved it"):
+        releases.point(Pointer().moved_to("sha256-2", now), seen=Pointer())
+    releases.point(one.moved_to("sha256-2", now), seen=one)
+    assert releases.pointer().previous == (one.live,)
 
 
 def test_the_commands(

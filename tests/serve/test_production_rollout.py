@@ -22,10 +22,10 @@ from lathe.production.publish import publish_release, roll_back
 from lathe.production.rehearsal import Request, greedy
 from lathe.production.release import Releases, name_of, releases_of
 from lathe.serve.state import LOOPBACK
-from tests.fake_deployments import NAME, Deployments, deployment, until
-from tests.fake_kubernetes import FakeKubernetes
-from tests.small_release import RECIPE
-from tests.triton_pods import Program, Service
+from tests.support.fake_deployments import NAME, Deployments, deployment, until
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.small_release import RECIPE
+from tests.support.triton_pods import Program, Service
 
 PROMPT = "The old clerk saw the"
 QUICK = {"POLL_SECONDS": 0.1, "RENEW_SECONDS": 0.5, "LOCK_SECONDS": 2.0}

@@ -36,15 +36,20 @@ def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(SENTENCE * 20)
+    questions = tmp_path / "questions.jsonl"
+    line = {"ctx": "All that glitters", "endings": ["is not gold", "told"], "label": 0}
+    questions.write_text(json.dumps(line) + "\n")
+    tasks = [("multiple_choice", questions)]
     folders = {name: tmp_path / name for name in ("served", "file", "checkpoint")}
-    evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc)
-    evaluate(RECIPE, exported, folders["file"], None, cloze, text)
-    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text)
+    evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc, tasks)
+    evaluate(RECIPE, exported, folders["file"], None, cloze, text, None, tasks)
+    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text, None, tasks)
     served = read_evaluation(folders["served"])
     for name, rtol in (("file", 1e-6), ("checkpoint", 1e-5)):
         other = read_evaluation(folders[name])
-        np.testing.assert_allclose(served.losses, other.losses, rtol=rtol)
-        np.testing.assert_array_equal(served.correct, other.correct)
+        for task, column in (("text", "loss"), ("cloze", "correct"), ("questions", "correct_norm")):
+            ours, theirs = (x.units[task].column(column) for x in (served, other))
+            np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
 
 def test_the_command_scores_a_server(

@@ -178,3 +178,15 @@ def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     with pytest.raises(UserError, match="nvidia-pytriton is not installed"):
         find_environment()
+
+
+def test_triton_may_be_installed_in_the_environment_that_runs(
+    triton: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = find_environment().python
+    monkeypatch.setattr("lathe.serve.environment.ROOT", tmp_path)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    with pytest.raises(UserError, match=r"pip install 'lathe\[serve\]'"):
+        find_environment()
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert find_environment().python == python

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from lathe.errors import UserError
 from lathe.runtime.session import PLAIN_ATTENTION, OnnxModel, pad, saturates
-from tests.small_export import PRUNED, make_model, random_tokens, write_unproven
+from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
 PROMPTS = [random_tokens(n, seed=n).tolist() for n in LENGTHS]

@@ -138,6 +138,16 @@ def test_nothing_but_our_own_is_replaced(tmp_path: Path, how: str) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_pipe_in_place_of_a_metadata_file(tmp_path: Path) -> None:
+    """It is not opened, which would wait for ever."""
+    write(tmp_path / "out", "old")
+    (tmp_path / "out" / "metadata.json").unlink()
+    os.mkfifo(tmp_path / "out" / "metadata.json")
+    for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
+        with pytest.raises(UserError, match=r"holds .*metadata\.json.*: not provably"):
+            attempt(tmp_path / "out")
+
+
 @pytest.mark.parametrize("given", ["out", "out/inner", "."])
 def test_inputs_and_outputs_stay_apart(tmp_path: Path, given: str) -> None:
     (tmp_path / "out" / "inner").mkdir(parents=True)

@@ -9,7 +9,7 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.storage import fetch
-from tests.s3 import free_port
+from tests.support.s3 import free_port
 
 
 def test_a_path_is_itself(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.result import CLAIM, begin, claim, claimed, remove_run
-from tests.small_run import SMALL
+from tests.support.small_run import SMALL
 
 OURS = {"settings": "a" * 64, "global_batch_size": 8, "data": "b" * 64}
 OTHERS = OURS | {"settings": "c" * 64}

@@ -15,7 +15,7 @@ from lathe.model.gpt import GPT
 from lathe.train import distill
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain
-from tests.small_run import SMALL, records, run
+from tests.support.small_run import SMALL, records, run
 
 B, T, C, V = 2, 7, 8, 31
 

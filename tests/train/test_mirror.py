@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch, upload
-from tests.s3 import free_port
-from tests.small_run import SMALL, run
+from tests.support.s3 import free_port
+from tests.support.small_run import SMALL, run
 
 BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=2")
 SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")

@@ -17,7 +17,7 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import Preempted, StageError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
-from tests.small_run import SMALL, kill_after_saves, records, run, start, workers_of
+from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
 
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
 TWO = (*DROPOUT, "Global.local_batch_size=4", "Engine.save_load.save_steps=3")
@@ -37,9 +37,16 @@ def wait_for_steps(process: subprocess.Popen[bytes], output: Path, steps: int) -
         time.sleep(0.002)
 
 
-def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run("pretrain", small_data, whole, overrides=DROPOUT)
+@pytest.fixture(scope="module")
+def whole(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with dropout that nothing happens to."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    run("pretrain", small_data, output, overrides=DROPOUT)
+    return output
+
+
+def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path, whole: Path) -> None:
+    killed = tmp_path / "killed"
     for saves in (1, 2):
         kill_after_saves(start("pretrain", small_data, killed, overrides=DROPOUT), killed, saves)
     run("pretrain", small_data, killed, overrides=DROPOUT)
@@ -108,7 +115,7 @@ def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == Preempted.status == 75
-    assert "the same command goes on" in errors.decode()
+    assert "run the same command to resume" in errors.decode()
     (state,) = saved_steps(ended / "state")
     assert int(state.name.removeprefix("step_")) == len(records(ended, "loss"))
     run("pretrain", small_data, ended, overrides=rare)
@@ -154,9 +161,8 @@ def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> Non
         np.testing.assert_allclose(records(moved, key), records(whole, key), atol=1e-4)
 
 
-def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run("pretrain", small_data, whole, overrides=DROPOUT)
+def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path, whole: Path) -> None:
+    broken = tmp_path / "broken"
     kill_after_saves(start("pretrain", small_data, broken, overrides=DROPOUT), broken, 2)
     newest = saved_steps(broken / "state")[-1]
     shard = next(newest.glob("*.safetensors"))

@@ -16,7 +16,7 @@ from lathe.train.batches import TrainBatches, open_data
 from lathe.train.optimizer import make_optimizer
 from lathe.train.pretrain import model_config, new_model, pretrain
 from lathe.train.schedule import learning_rate
-from tests.small_run import SMALL, records, run
+from tests.support.small_run import SMALL, records, run
 
 
 def test_loss_falls_and_the_checkpoint_loads(small_dense: Path) -> None:

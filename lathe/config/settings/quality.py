@@ -32,8 +32,13 @@ class GateSettings(Settings):
 
     max_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
     """Largest drop of the cloze accuracy, absolute: 0.02 allows 50 % to become 48 %."""
+    cloze_measure: Literal["accuracy", "word_perplexity"] = "accuracy"
+    """How models are compared on the cloze set: by the last words that they get right, or, for a
+    model that gets hardly any right, by the perplexity of those words."""
     max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
-    """Largest increase of the perplexity, relative to the baseline's: 0.1 allows 10 %."""
+    """Largest increase of a perplexity, relative to the baseline's: 0.1 allows 10 %."""
+    max_task_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest drop of an accuracy on a file of `lathe evaluate --task`, absolute."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence level of the interval around each difference."""
     on_inconclusive: Literal["pass", "fail"] = "pass"

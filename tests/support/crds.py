@@ -1,0 +1,41 @@
+"""The operators' own schemas of their custom resources, strict."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+CRDS = Path(__file__).resolve().parents[3] / "shared" / "crds"
+
+
+@functools.cache
+def validator(group: str, plural: str, version: str) -> jsonschema.Draft202012Validator | None:
+    """Refuses unknown fields; None where the schema is not at hand."""
+    path = CRDS / f"{group}_{plural}.yaml"
+    if not path.is_file():
+        return None
+    definition = yaml.load(path.read_text(), yaml.CSafeLoader)
+    (found,) = (v for v in definition["spec"]["versions"] if v["name"] == version)
+    schema = _closed(found["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(schema)
+
+
+def _closed(schema: Any) -> Any:
+    """A definition's OpenAPI schema as a JSON schema in which an unknown field is an error."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    closed = {name: _closed(part) for name, part in schema.items() if name != "properties"}
+    if "properties" in schema:
+        closed["properties"] = {name: _closed(part) for name, part in schema["properties"].items()}
+        if "x-kubernetes-preserve-unknown-fields" not in schema:
+            closed.setdefault("additionalProperties", False)
+    if schema.get("nullable"):
+        closed["type"] = [schema["type"], "null"]
+    return closed

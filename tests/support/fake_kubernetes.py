@@ -1,0 +1,259 @@
+"""A Kubernetes API server on 127.0.0.1 for the real client to talk to.
+
+Create, get, list, patch, replace, delete and watch of any resource (see `fake_store`), pod logs
+with `follow`, `sinceTime` and `timestamps`, a bearer token (401), verbs that RBAC denies (403),
+and faults to order. What acts on the objects, as a Deployment's controller does, is a `Controller`.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+from tests.support.fake_store import Event, Key, Object, Refused, Store, selected
+
+TOKEN = "token-of-the-test"
+USER = "system:serviceaccount:lathe:lathe-pipeline"
+PATH = re.compile(
+    r"/(?:api|apis/(?P<group>[^/]+))/v\w+(?:/namespaces/(?P<namespace>[^/]+)(?=/))?"
+    r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status|scale|log))?"
+)
+VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
+
+
+class FakeKubernetes(Store):
+    """A context manager that serves at `url`; tests and controllers call its methods directly.
+
+    Attributes:
+        denied: pairs of verb and plural that RBAC forbids, such as ("create", "trainjobs").
+        faults: each is asked about every request, as `fault(method, path)`, and may answer with
+            the status to refuse it with.
+        log_cuts: after how many lines the next log streams break off, in the middle of a line.
+        requests: method, and path with query, of every request that came.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: dict[tuple[str, str], list[tuple[datetime, str]]] = {}
+        self.denied: set[tuple[str, str]] = set()
+        self.faults: list[Callable[[str, str], int | None]] = []
+        self.log_cuts: list[int] = []
+        self.requests: list[tuple[str, str]] = []
+
+    def __enter__(self) -> "FakeKubernetes":
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._http.shutdown()
+        self._http.server_close()
+
+    def kubeconfig(self, folder: Path, namespace: str = "lathe") -> Path:
+        """Write a file for the environment variable KUBECONFIG."""
+        context = {"cluster": "fake", "user": "fake", "namespace": namespace}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "fake",
+            "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
+            "users": [{"name": "fake", "user": {"token": TOKEN}}],
+            "contexts": [{"name": "fake", "context": context}],
+        }
+        path = folder / "kubeconfig.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    def log(self, pod: str, line: str, namespace: str = "lathe") -> None:
+        with self.changed:
+            self.logs.setdefault((namespace, pod), []).append((datetime.now(UTC), line))
+            self.changed.notify_all()
+
+    def read_log(self, namespace: str, pod: str, query: dict[str, str]) -> Iterator[bytes]:
+        """Ends with the container; a cut one breaks off."""
+        if self._phase(namespace, pod) == "Pending":
+            raise Refused(400, "BadRequest", f'container "node" in pod "{pod}" is waiting to start')
+        since = datetime.min.replace(tzinfo=UTC)
+        if "sinceTime" in query:
+            since = datetime.fromisoformat(query["sinceTime"])
+        elif "sinceSeconds" in query:
+            since = datetime.now(UTC) - timedelta(seconds=int(query["sinceSeconds"]))
+        follow = query.get("follow") in ("true", "True")
+        cut = self.log_cuts.pop(0) if follow and self.log_cuts else -1
+        return self._log_lines(namespace, pod, since, follow, cut, "timestamps" in query)
+
+    def _log_lines(
+        self, namespace: str, pod: str, since: datetime, follow: bool, cut: int, stamped: bool
+    ) -> Iterator[bytes]:
+        lines = self.logs.setdefault((namespace, pod), [])
+        position = 0
+        while True:
+            with self.changed:
+                while position == len(lines):
+                    if not follow or self.stopped or self._phase(namespace, pod) != "Running":
+                        return
+                    self.changed.wait(1)
+                stamp, text = lines[position]
+            position += 1
+            if stamp < since:
+                continue
+            line = (stamp.strftime("%Y-%m-%dT%H:%M:%S.%f000Z ") * stamped + text).encode()
+            if cut == 0:
+                yield line[: len(line) - len(text) // 2]
+                raise BrokenPipeError
+            cut -= 1
+            yield line + b"\n"
+
+    def _phase(self, namespace: str, pod: str) -> str:
+        with suppress(Refused):
+            return str(self.get("pods", pod, namespace).get("status", {}).get("phase", "Pending"))
+        return "Gone"
+
+
+class Controller(threading.Thread):
+    """Calls `handle` for every event of the server, one after another, until it stops."""
+
+    def __init__(self, server: FakeKubernetes) -> None:
+        super().__init__(daemon=True)
+        self.server = server
+
+    def run(self) -> None:
+        for event in self.server.follow():
+            with suppress(Refused):  # the object has gone meanwhile
+                self.handle(event)
+
+    def handle(self, event: Event) -> None:
+        raise NotImplementedError
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    fake: FakeKubernetes
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _handle(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        self.fake.requests.append((self.command, self.path))
+        try:
+            for fault in self.fake.faults:
+                if status := fault(self.command, self.path):
+                    raise Refused(status, "InternalError", "a fault of the test")
+            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                raise Refused(401, "Unauthorized", "Unauthorized")
+            self._answer(body)
+        except Refused as refused:
+            self._send(refused.status["code"], refused.status)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _handle
+
+    def _answer(self, body: Any) -> None:
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        at = PATH.fullmatch(url.path)
+        if at is None:
+            raise Refused(404, "NotFound", f"no such path: {url.path}")
+        group, name, namespace = at["group"] or "", at["name"], at["namespace"] or ""
+        resource = f"{at['plural']}.{group}" if group else at["plural"]
+        watching = query.get("watch") in ("true", "True")
+        verb = VERBS.get(self.command, "get" if name else "watch" if watching else "list")
+        part = f"/{at['part']}" if at["part"] else ""
+        if (verb, at["plural"] + part) in self.fake.denied:
+            raise _forbidden(verb, at["plural"] + part, group, name, namespace)
+        if verb == "create":
+            self._send(201, self.fake.create(resource, body, namespace))
+        elif verb == "patch":
+            self._send(200, self._patch(resource, name, namespace, group, body))
+        elif verb == "update":
+            self._send(200, self.fake.replace(resource, name, lambda _: body, namespace))
+        elif verb == "delete":
+            policy = query.get("propagationPolicy") or body.get("propagationPolicy")
+            foreground = policy == "Foreground"
+            self._send(200, self.fake.delete(resource, name, namespace, foreground))
+        elif part == "/log":
+            self._stream(self.fake.read_log(namespace, name, query))
+        elif name:
+            self._send(200, self.fake.get(resource, name, namespace))
+        else:
+            selectors = query.get("labelSelector", ""), query.get("fieldSelector", "")
+            if watching:
+                self._stream(self._watch(resource, at["namespace"], query, *selectors))
+            else:
+                self._send(200, self._list(resource, at["namespace"], *selectors))
+
+    def _list(self, resource: str, namespace: str | None, labels: str, fields: str) -> Object:
+        with self.fake.changed:
+            items = self.fake.list(resource, namespace, labels, fields)
+            return {"metadata": {"resourceVersion": str(self.fake.version)}, "items": items}
+
+    def _watch(
+        self, resource: str, namespace: str | None, query: Object, labels: str, fields: str
+    ) -> Iterator[bytes]:
+        since = int(query.get("resourceVersion") or 0)
+        try:
+            if not since:
+                listed = self._list(resource, namespace, labels, fields)
+                since = int(listed["metadata"]["resourceVersion"])
+                for found in listed["items"]:
+                    yield _line("ADDED", found)
+            for event in self.fake.follow(since, float(query.get("timeoutSeconds", 300))):
+                here = event.key.resource == resource and namespace in (None, event.key.namespace)
+                if here and selected(event.object, labels, fields):
+                    yield _line(event.type, event.object)
+        except Refused as refused:
+            yield _line("ERROR", refused.status)
+
+    def _patch(self, resource: str, name: str, namespace: str, group: str, body: Any) -> Object:
+        """Built-in kinds take a strategic merge patch too; here it acts as a plain one."""
+        kind = self.headers["Content-Type"].removeprefix("application/").removesuffix("+json")
+        built_in = "." not in group or group.endswith(".k8s.io")
+        if kind != "merge-patch" and not (kind == "strategic-merge-patch" and built_in):
+            raise Refused(415, "UnsupportedMediaType", f"a patch of {group or 'v1'} as {kind}")
+        return self.fake.patch(resource, name, body, namespace)
+
+    def _stream(self, lines: Iterator[bytes]) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for line in lines:
+            self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _send(self, code: int, body: Object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _forbidden(verb: str, what: str, group: str, name: str | None, namespace: str) -> Refused:
+    return Refused(
+        403,
+        "Forbidden",
+        f'{what}.{group} "{name or ""}" is forbidden: User "{USER}" cannot {verb} resource '
+        f'"{what}" in API group "{group}" in the namespace "{namespace}"',
+    )
+
+
+def _line(kind: str, found: Object) -> bytes:
+    return json.dumps({"type": kind, "object": found}).encode() + b"\n"
+
+
+__all__ = ["TOKEN", "USER", "Controller", "Event", "FakeKubernetes", "Key", "Object", "Refused"]

@@ -1,0 +1,287 @@
+"""What Kubeflow's Trainer, JobSet and the kubelets do to a TrainJob, on the fake API server.
+
+A TrainJob becomes a JobSet and its pods, with the labels, the environment and the conditions that
+the real ones give them; what happens in a pod is a script, a function of its `Pod`. `processes`
+is the script that runs the pod's command for real, on this machine.
+"""
+
+import base64
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lathe.backends.paddle_process import find_python
+from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
+
+RUNTIMES = Path(__file__).parents[2] / "manifests" / "base" / "runtimes"
+TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
+QUEUE = "kueue.x-k8s.io/queue-name"
+JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
+KUBELET = "test/kubelet"  # the finalizer of a pod whose container may still run
+Script = Callable[["Pod"], None]
+
+
+class Pod:
+    """A pod as its script sees it. It is Pending until `start`.
+
+    Attributes:
+        node: its completion index; attempt: 1 for the first TrainJob of its name.
+        told_to_end: set when the pod is deleted, as by SIGTERM.
+    """
+
+    def __init__(self, server: FakeKubernetes, made: Object, node: int, attempt: int) -> None:
+        self.server, self.node, self.attempt = server, node, attempt
+        self.name, self.container = made["metadata"]["name"], made["spec"]["containers"][0]
+        self.told_to_end = threading.Event()
+
+    def unschedulable(self, message: str) -> None:
+        self._condition("PodScheduled", "False", "Unschedulable", message)
+
+    def wait(self, reason: str, message: str) -> None:
+        self._status("Pending", {"waiting": {"reason": reason, "message": message}})
+
+    def start(self) -> None:
+        self._condition("PodScheduled", "True", "", "")
+        self._status("Running", {"running": {"startedAt": _now()}})
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self.server.log(self.name, line)
+
+    def disrupt(self, reason: str, message: str) -> None:
+        """As by a drained node: the condition, then the request to end."""
+        self._condition("DisruptionTarget", "True", reason, message)
+        self.server.delete("pods", self.name)
+
+    def end(self, code: int = 0, reason: str | None = None) -> None:
+        reason = reason or ("Error" if code else "Completed")
+        ended = {"exitCode": code, "reason": reason, "finishedAt": _now()}
+        self._status("Failed" if code else "Succeeded", {"terminated": ended})
+
+    def _status(self, phase: str, state: Object) -> None:
+        status = {"name": "node", "state": state, "ready": "running" in state}
+        status |= {"image": "", "imageID": "", "restartCount": 0}
+        changes = {"status": {"phase": phase, "containerStatuses": [status]}}
+        self.server.patch("pods", self.name, changes)
+
+    def _condition(self, kind: str, status: str, reason: str, message: str) -> None:
+        found = self.server.get("pods", self.name)["status"].get("conditions", [])
+        made = {"type": kind, "status": status, "reason": reason, "message": message}
+        conditions = [*(c for c in found if c["type"] != kind), made]
+        self.server.patch("pods", self.name, {"status": {"conditions": conditions}})
+
+
+class Trainer(Controller):
+    """Plays `script` in every pod of every TrainJob.
+
+    Attributes:
+        created: every TrainJob that came, as it came.
+        admits: whether jobs with a queue start at once; else they are suspended until `admit`.
+    """
+
+    def __init__(self, server: FakeKubernetes, script: Script) -> None:
+        super().__init__(server)
+        self.script, self.admits = script, True
+        self.created: list[Object] = []
+        self._attempts: Counter[str] = Counter()
+        self._pods: dict[str, Pod] = {}
+
+    def handle(self, event: Event) -> None:
+        metadata = event.object["metadata"]
+        if event.key.resource == TRAINJOBS and event.type == "ADDED":
+            self.created.append(event.object)
+            self._attempts[event.key.name] += 1
+            if QUEUE in metadata["labels"] and not self.admits:
+                self.server.patch(TRAINJOBS, event.key.name, {"spec": {"suspend": True}})
+                self._set(event.key.name, "Suspended", "Suspended", "TrainJob is suspended")
+            else:
+                self._start(event.object)
+        if event.key.resource == "pods" and metadata["uid"] in self._pods:
+            if "deletionTimestamp" in metadata:
+                self._pods[metadata["uid"]].told_to_end.set()
+            self._judge(event.object)
+
+    def admit(self, name: str) -> None:
+        """As Kueue does when the queue has the quota."""
+        self._set(name, "Suspended", "Resumed", "TrainJob is resumed", "False")
+        self._start(self.server.patch(TRAINJOBS, name, {"spec": {"suspend": False}}))
+
+    def _start(self, job: Object) -> None:
+        name = job["metadata"]["name"]
+        jobset = {"metadata": {"name": name, "ownerReferences": [_owner("TrainJob", job)]}}
+        jobset = self.server.create(JOBSETS, jobset)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for node in range(job["spec"]["trainer"]["numNodes"]):
+            made = self.server.create("pods", _pod(job, jobset, node, port))
+            pod = Pod(self.server, made, node, self._attempts[name])
+            self._pods[made["metadata"]["uid"]] = pod
+            threading.Thread(target=self._play, args=(pod,), daemon=True).start()
+        timer = threading.Timer(job["spec"]["activeDeadlineSeconds"], self._expire, (name,))
+        timer.daemon = True
+        timer.start()
+
+    def _play(self, pod: Pod) -> None:
+        with suppress(Refused):
+            try:
+                self.script(pod)
+            finally:
+                self.server.patch("pods", pod.name, {"metadata": {"finalizers": []}})
+
+    def _judge(self, pod: Object) -> None:
+        labels, phase = pod["metadata"]["labels"], pod["status"].get("phase")
+        name = labels[JOBSET_NAME]
+        if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
+            return  # of an earlier one of that name
+        if phase == "Failed":
+            self._fail(name, "FailedJobs", f"jobset failed, first failed job: {name}-node-0")
+        phases = [other["status"].get("phase") for other in self._pods_of(name)]
+        if phase == "Succeeded" and set(phases) == {"Succeeded"}:
+            self._set(name, "Complete", "AllJobsCompleted", "jobset completed successfully")
+
+    def _expire(self, name: str) -> None:
+        with suppress(Refused):
+            self._fail(name, "DeadlineExceeded", "TrainJob exceeded its active deadline")
+
+    def _fail(self, name: str, reason: str, message: str) -> None:
+        self._set(name, "Failed", reason, message)
+        for pod in self._pods_of(name):
+            if pod["status"].get("phase") not in ("Succeeded", "Failed"):
+                self.server.delete("pods", pod["metadata"]["name"])
+
+    def _pods_of(self, name: str) -> list[Object]:
+        uid = self.server.get(JOBSETS, name)["metadata"]["uid"]
+        return self.server.list("pods", labels=f"{JOBSET_UID}={uid}")
+
+    def _set(self, name: str, kind: str, reason: str, message: str, status: str = "True") -> None:
+        made = {"type": kind, "status": status, "reason": reason, "message": message}
+        made["lastTransitionTime"] = _now()
+        found = self.server.get(TRAINJOBS, name).get("status", {}).get("conditions", [])
+        if not any(c["type"] in ("Complete", "Failed") for c in found):
+            conditions = [*(c for c in found if c["type"] != kind), made]
+            self.server.patch(TRAINJOBS, name, {"status": {"conditions": conditions}})
+
+
+def processes(pod: Pod) -> None:
+    """Run the container's command on this machine, with its environment and a home of its own.
+
+    SIGTERM ends it.
+    """
+    with tempfile.TemporaryDirectory(prefix="pod-") as home:
+        _run_process(pod, home)
+
+
+def _run_process(pod: Pod, home: str) -> None:
+    named = {v["name"]: v["value"] if "value" in v else _secret(pod.server, v) for v in _env(pod)}
+    inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    program, *arguments = [*pod.container["command"], *pod.container["args"]]
+    command = [*_on_this_machine(program), *arguments]
+    pod.start()
+    with subprocess.Popen(
+        command,
+        env=inherited | named | {"HOME": home, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        threading.Thread(target=_end_when_told, args=(pod, process), daemon=True).start()
+        for line in process.stdout:
+            pod.say(line.rstrip("\n"))
+    pod.end(process.returncode if process.returncode >= 0 else 128 - process.returncode)
+    pod.told_to_end.set()
+
+
+def _on_this_machine(program: str) -> list[str]:
+    """What is of that name in the images."""
+    if program == "/opt/paddle/python":
+        return [str(find_python())]
+    return [sys.executable, "-m", program]
+
+
+def _end_when_told(pod: Pod, process: "subprocess.Popen[str]") -> None:
+    pod.told_to_end.wait()
+    process.terminate()
+
+
+def _env(pod: Pod) -> list[Object]:
+    return list(pod.container["env"])
+
+
+def _secret(server: FakeKubernetes, variable: Object) -> str:
+    reference = variable["valueFrom"]["secretKeyRef"]
+    data = server.get("secrets", reference["name"])["data"]
+    return base64.b64decode(data[reference["key"]]).decode()
+
+
+def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
+    """As JobSet 0.11 and Job make it, of the runtime's bare container and the job's patch."""
+    name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
+    patched = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
+    template = patched["replicatedJobs"][0]["template"]["spec"]["template"]
+    torch = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": str(node),
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(port),
+    }
+    env = trainer["env"] + [{"name": name, "value": value} for name, value in torch.items()]
+    container: dict[str, Any] = {"name": "node", "image": trainer["image"], "env": env}
+    runtime = job["spec"]["runtimeRef"]["name"].removeprefix("lathe-")
+    container |= {"command": _command(runtime), "args": trainer["args"]}
+    index = {"batch.kubernetes.io/job-completion-index": str(node)}
+    labels = {
+        **template["metadata"]["labels"],
+        **index,
+        "batch.kubernetes.io/job-name": f"{name}-node-0",
+        JOBSET_NAME: name,
+        JOBSET_UID: jobset["metadata"]["uid"],
+        "jobset.sigs.k8s.io/replicatedjob-name": "node",
+        "jobset.sigs.k8s.io/job-index": "0",
+        "jobset.sigs.k8s.io/restart-attempt": "0",
+    }
+    metadata = {
+        "generateName": f"{name}-node-0-{node}-",
+        "labels": labels,
+        "annotations": index,
+        "finalizers": [KUBELET],
+        "ownerReferences": [_owner("JobSet", jobset)],
+    }
+    return {
+        "metadata": metadata,
+        "spec": {**template["spec"], "containers": [container]},
+        "status": {"phase": "Pending"},
+    }
+
+
+@cache
+def _command(runtime: str) -> list[str]:
+    """The container's, as manifests/ has it."""
+    made = yaml.safe_load((RUNTIMES / f"{runtime}.yaml").read_text())
+    (job,) = made["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return list(container["command"])
+
+
+def _owner(kind: str, owner: Object) -> Object:
+    names = {"name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
+    return {"apiVersion": "v1", "kind": kind, "controller": True, **names}
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

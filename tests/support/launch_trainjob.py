@@ -1,0 +1,29 @@
+"""A launcher as a process: `python -m tests.support.launch_trainjob JSON`.
+
+The JSON has `command`, and may have `shape` (nodes, processes), `settings` and `patience`.
+"""
+
+import json
+import sys
+
+from lathe.cluster import trainjob
+from lathe.cluster.follow import Patience
+from lathe.config.settings import LaunchSettings
+from lathe.console import log_to_stderr
+from lathe.errors import StageError, UserError
+from lathe.launch.shape import Shape
+
+
+def main(work: dict) -> None:
+    log_to_stderr()
+    shape = Shape(*work.get("shape", (1, 1)))
+    settings = LaunchSettings(nodes=shape.nodes, **work.get("settings", {}))
+    try:
+        trainjob.run(work["command"], shape, settings, Patience(**work.get("patience", {})))
+    except (UserError, StageError) as error:
+        print(f"{error.kind}: {error}", file=sys.stderr)
+        sys.exit(error.status)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,90 @@
+"""Launchers, in this process or in one of their own, and what happens in their pods."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lathe.cluster import trainjob
+from lathe.cluster.follow import Patience
+from lathe.config.settings import LaunchSettings
+from lathe.launch.shape import Shape
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import Pod, Script, Trainer
+
+COMMAND = ["pretrain", "--data", "s3://bucket/data", "--output", "s3://bucket/dense"]
+RUN_ID = "5f0c31b2-run"
+QUICK = Patience(look=1, scheduling=2.0, starting=1.0)
+
+
+def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:
+    """Make a step's pod; the environment that Kubeflow Pipelines gives it."""
+    containers = [{"name": "wait", "image": "argo"}, {"name": "main", "image": "lathe-train:1"}]
+    pod = {
+        "metadata": {"name": name, "labels": {"pipeline/runid": RUN_ID}},
+        "spec": {"containers": containers},
+        "status": {"phase": "Running"},
+    }
+    uid = server.create("pods", pod)["metadata"]["uid"]
+    return {"KFP_POD_NAME": name, "KFP_POD_UID": uid}
+
+
+def eventually(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+    return found
+
+
+def asked(server: FakeKubernetes, method: str, name: str) -> int:
+    """How often the TrainJob of that name was."""
+    return sum(m == method and path.endswith(f"/trainjobs/{name}") for m, path in server.requests)
+
+
+def play(server: FakeKubernetes, script: Script) -> Trainer:
+    trainer = Trainer(server, script)
+    trainer.start()
+    return trainer
+
+
+def launch(nodes: int = 1, processes: int = 1, **settings: Any) -> None:
+    shape = Shape(nodes, processes)
+    trainjob.run(COMMAND, shape, LaunchSettings(nodes=nodes, **settings), QUICK)
+
+
+def succeed(pod: Pod) -> None:
+    pod.start()
+    pod.say(*(f"node {pod.node}, step {step}" for step in range(5)))
+    pod.end()
+
+
+def run_until_told(pod: Pod) -> None:
+    pod.start()
+    pod.say("training")
+    pod.told_to_end.wait()
+    pod.say("saved")
+    pod.end(75)
+
+
+@contextmanager
+def launcher(
+    server: FakeKubernetes, pod: str = "step-1", **work: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher process in a pod of its own; `in_pod` has made `step-1`."""
+    environment = dict(os.environ)
+    if pod != "step-1":
+        environment |= launcher_pod(server, pod)
+    work = {"command": COMMAND, "patience": {"look": 1}, **work}
+    command = [sys.executable, "-m", "tests.support.launch_trainjob", json.dumps(work)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

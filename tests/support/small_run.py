@@ -1,0 +1,129 @@
+"""A small model's settings, and stages that train it, here or in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
+from lathe.train.pretrain import pretrain
+from lathe.train.saved import saved_steps
+
+SMALL = (
+    "Model.hidden_size=32",
+    "Model.num_layers=2",
+    "Model.num_attention_heads=4",
+    "Model.max_position_embeddings=32",
+    "Data.Train.dataset.max_seq_len=32",
+    "Data.Eval.dataset.max_seq_len=32",
+    "Global.local_batch_size=8",
+    "Global.micro_batch_size=4",
+    "Engine.max_steps=20",
+    "Engine.eval_freq=10",
+    "Engine.eval_iters=2",
+    "Engine.save_load.save_steps=4",
+    "Optimizer.lr.max_lr=2e-3",
+    "Optimizer.lr.min_lr=2e-4",
+)
+
+Work = tuple[str, str, tuple[str, ...], tuple[Path, ...]]
+"""Stage, recipe, overrides, and paths of which the last is the output."""
+
+STAGES = {"pretrain": pretrain, "prune": prune, "quantize": quantize}
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.console import log_to_stderr
+from lathe.errors import StageError
+from lathe.config.recipe import load_recipe
+from lathe.train.pretrain import pretrain
+log_to_stderr()
+stage, *paths = sys.argv[1].split(",")
+recipe = load_recipe("tiny", sys.argv[2:])
+try:
+    {"pretrain": pretrain, "prune": prune, "quantize": quantize}[stage](recipe, *map(Path, paths))
+except StageError as error:
+    print(error.kind, error, file=sys.stderr)
+    os._exit(error.status)
+"""
+
+
+def start(
+    stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1
+) -> subprocess.Popen[bytes]:
+    """`stage(recipe, *paths)` in one process, or under torchrun; the last path is its output."""
+    script = paths[-1].parent / "stage.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    command = [sys.executable, *(launcher if workers > 1 else []), str(script)]
+    return subprocess.Popen(
+        [*command, ",".join([stage, *map(str, paths)]), *SMALL, *overrides],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1) -> None:
+    """As `start`, to its end: alone in this process, which has imported torch, else in `workers`
+    processes."""
+    if workers == 1:
+        STAGES[stage](load_recipe("tiny", [*SMALL, *overrides]), *paths)
+    else:
+        run_group(workers, [(stage, "tiny", (*SMALL, *overrides), paths)])
+
+
+def run_layouts(data: Path, runs: dict[Path, tuple[str, ...]], workers: int) -> None:
+    """Pretrain with every output's recipe and overrides, in one group of `workers` processes."""
+    run_group(workers, [("pretrain", r, tuple(o), (data, path)) for path, (r, *o) in runs.items()])
+
+
+def run_group(workers: int, work: Sequence[Work]) -> None:
+    """One piece of work after another in the same `workers` processes."""
+    command = [sys.executable, "-m", "tests.support.group", str(workers)]
+    done = subprocess.run(
+        [*command, json.dumps([[s, r, o, [str(p) for p in paths]] for s, r, o, paths in work])],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        stderr=subprocess.PIPE,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-8000:]
+
+
+def kill_after_saves(
+    process: subprocess.Popen[bytes], output: Path, saves: int, newer_than: int = 0
+) -> None:
+    """SIGKILL to all its processes as soon as `output` holds that many committed states, the
+    newest of a step after `newer_than`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        states = saved_steps(output / "state")
+        if len(states) >= saves and int(states[-1].name.removeprefix("step_")) > newer_than:
+            break
+        time.sleep(0.002)
+    for pid in (*workers_of(process), process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert not (output / "lathe.json").exists()
+
+
+def workers_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that torchrun started."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def records(folder: Path, key: str) -> list[float]:
+    """All values of `key` in a run's trace."""
+    lines = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    return [line[key] for line in lines if key in line]
