@@ -107,15 +107,13 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     bytes but `table`, `ends` and `parameters`, which are elements.
     """
     C, V = config.n_embd, config.vocab_size / layout.mp
-    N, n = _tokens(recipe, layout)
-    _, stream = _bytes(recipe)
+    (N, n), (_, stream) = _tokens(recipe, layout), _bytes(recipe)
     is_first, is_last = rank == 0, rank == layout.pp - 1
     layers = layout.layers(rank, config.n_layer)
     table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
     state = _state(parameters, ends, block, recipe, layout)
 
-    # 1F1B holds the activations of as many micro-batches as are under way, not of all of a step.
     in_flight = _micro_batches_in_flight(rank, layout)
     before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
     passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
@@ -138,8 +136,7 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     # together with the loss, in float32; they live until the backward pass has used them.
     head_gradients = FLOAT * (table + N * C) if is_last else 0.0
     moments = []
-    # The loss of a micro-batch, or its last block's forward pass, for which recomputation casts
-    # weights that it does not keep.
+    # The loss of a micro-batch, or its last block's forward pass with the weights cast for it.
     cast = passed * block.cast if layout.recompute == "full" else 0.0
     head = head_gradients + _head(V, C, recipe, layout) if is_last else 0.0
     moments.append(moment(state.weights, first, kept, max(head, cast)))
@@ -152,8 +149,7 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     others = max(first, state.gradients * (1 - (block.parameters + ends) / parameters))
     sums = state.element * table
     moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
-    # the embedding's: of a tied table the head's gradient, the embedding's, and their sum, less
-    # the one that `state.gradients` counts where nothing was there before;
+    # the embedding's: the two gradients of one tied table and their sum;
     rest -= block.kept
     copies = (3 if is_first and is_last else 1) - (not before)
     moments.append(moment(late, state.gradients, rest, copies * sums))
