@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 
 from lathe.evaluate.latency import measure
 from lathe.export.graph import build
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import HFTensors
-from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.runtime.session import METADATA, MODEL
 

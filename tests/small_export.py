@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.export.export import write
 from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig, QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.runtime.session import OnnxModel
 

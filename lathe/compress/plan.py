@@ -5,15 +5,8 @@ from pathlib import Path
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import QuantizationSettings
 from lathe.errors import UserError
-from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
-
-# PaddleFleetX's names in `skip_tensor_map`.
-SEED_NAMES = {
-    "qkv": "attn.c_attn",
-    "out": "attn.c_proj",
-    "linear1": "mlp.c_fc",
-    "linear2": "mlp.c_proj",
-}
+from lathe.model.architecture import HEAD
+from lathe.model.config import GPTConfig, QuantizationPlan
 
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
@@ -41,6 +34,7 @@ def skip_names(
 ) -> frozenset[str]:
     """Linears to leave in float, from the recipe's map and from a sensitivity analysis."""
     names = set()
+    named = {linear.skip_name: linear.name for linear in config.architecture.linears}
     for block, linears in settings.skip_tensor_map.items():
         index = block.removeprefix("block_")
         if not index.isdigit() or int(index) >= config.n_layer:
@@ -48,7 +42,7 @@ def skip_names(
                 f"Compress.Quantization.skip_tensor_map names {block!r}",
                 f"the model's blocks are block_0 to block_{config.n_layer - 1}",
             )
-        names |= {f"h.{int(index)}.{SEED_NAMES[linear]}" for linear in linears}
+        names |= {f"h.{int(index)}.{named[linear]}" for linear in linears}
     if sensitivity is not None:
         chosen = read_analysis(sensitivity).skip
         unknown = set(chosen) - {*quantizable(config, settings), HEAD}

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import by_projection
-from lathe.model.config import HEAD
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 from lathe.runtime.session import OnnxModel, open_session
@@ -66,7 +66,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
         assert isinstance(linear, FakeQuantLinear)
         observer, weight = linear.observer, linear.quantized(linear.weight)
         expected = linear(inputs)
-        if name.endswith("c_attn"):
+        if model.config.architecture.is_fused(name):
             expected = by_projection(expected.movedim(-1, 0), model.config.head_dim).movedim(0, -1)
     allowed = ROUNDING * expected.abs().max() + _on_the_edge(inputs, observer.scale, weight)
     return float(((torch.from_numpy(found) - expected).abs() / allowed).max())

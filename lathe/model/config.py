@@ -1,5 +1,7 @@
 """The shape of a GPT and its JSON form, which is HF's `config.json` for an unpruned model."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,14 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lathe.artifacts.kinds import checked, read_json
 from lathe.errors import UserError
+from lathe.model.architecture import GPT2, HEAD, Architecture, Units
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
 
 MOST_LAYERS = 100_000
 _Size = Annotated[int, Field(gt=0, lt=2**31)]
-
-LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-HEAD = "lm_head"
 
 
 def largest(bits: int) -> int:
@@ -56,6 +56,10 @@ class GPTConfig:
     quantization: QuantizationPlan | None = None
 
     @property
+    def architecture(self) -> Architecture:
+        return GPT2
+
+    @property
     def n_layer(self) -> int:
         return len(self.n_head)
 
@@ -67,15 +71,37 @@ class GPTConfig:
 
     def n_params(self) -> int:
         """Parameters, biases and both embeddings counted, the tied head once."""
-        C = self.n_embd
-        attention = sum(h * self.head_dim * (4 * C + 3) + C for h in self.n_head)
-        mlp = sum(f * (2 * C + 1) + C for f in self.n_inner)
-        embeddings = (self.vocab_size + self.n_positions) * C
-        return embeddings + attention + mlp + (2 * self.n_layer + 1) * 2 * C
+        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
+
+    def unit_size(self, units: Units) -> int:
+        """How wide one head or FFN channel is."""
+        return self.head_dim if units == "heads" else 1
+
+    def widths(self, units: Units) -> list[int]:
+        """Of all heads, or all FFN channels, of every layer."""
+        counts = self.n_head if units == "heads" else self.n_inner
+        return [self.unit_size(units) * count for count in counts]
 
     def linear_names(self) -> list[str]:
         """Paths of every block linear, first layer first."""
-        return [f"h.{i}.{name}" for i in range(self.n_layer) for name in LINEARS]
+        names = [linear.name for linear in self.architecture.linears]
+        return [f"h.{i}.{name}" for i in range(self.n_layer) for name in names]
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of every parameter; linears are (in, out)."""
+        C, family = self.n_embd, self.architecture
+        for name, rows in zip(family.embeddings, (self.vocab_size, self.n_positions), strict=True):
+            yield f"{name}.weight", (rows, C)
+        widths = {linear.units: self.widths(linear.units) for linear in family.linears}
+        for i in range(self.n_layer):
+            for linear in family.linears:
+                n_in, n_out = linear.shape(C, widths[linear.units][i])
+                yield f"h.{i}.{linear.name}.weight", (n_in, n_out)
+                yield f"h.{i}.{linear.name}.bias", (n_out,)
+        norms = [f"h.{i}.{norm}" for i in range(self.n_layer) for norm in family.block_norms]
+        for name in (*norms, family.final_norm):
+            yield f"{name}.weight", (C,)
+            yield f"{name}.bias", (C,)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Multiplications and additions of a forward and a backward pass, for each token of a
@@ -87,11 +113,12 @@ class GPTConfig:
         causal kernel may skip half of it, but published figures count it, and a count that
         followed the kernel would not compare.
         """
-        attention_widths = [heads * self.head_dim for heads in self.n_head]
-        linears = sum(4 * self.n_embd * width for width in attention_widths)
-        linears += sum(2 * self.n_embd * width for width in self.n_inner)
+        linears = sum(
+            math.prod(linear.shape(self.n_embd, sum(self.widths(linear.units))))
+            for linear in self.architecture.linears
+        )
         head = self.vocab_size * self.n_embd
-        return 6.0 * (linears + head) + 12.0 * sum(attention_widths) * seq_len
+        return 6.0 * (linears + head) + 12.0 * sum(self.widths("heads")) * seq_len
 
     def to_json(self) -> dict[str, Any]:
         """HF's GPT2Config keys, and the group `lathe` with what HF does not know."""
@@ -234,7 +261,8 @@ class _Shape(_Part):
                 f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
             )
         if self.quantization is not None:
-            names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in LINEARS}
+            linears = [linear.name for linear in GPT2.linears]
+            names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in linears}
             scales = self.quantization.activation_scales.keys()
             if unknown := scales - names - {HEAD}:
                 raise ValueError(f"activation_scales has {min(unknown)}, which is no linear of it")

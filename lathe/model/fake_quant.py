@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lathe.model.config import HEAD, QuantizationPlan, WeightQuantizeType, largest
+from lathe.model.architecture import HEAD
+from lathe.model.config import QuantizationPlan, WeightQuantizeType, largest
 from lathe.model.gpt import GPT, Embedding
 
 LEVELS = largest(8)

@@ -23,7 +23,8 @@ from lathe.compress.sensitivity.rank import (
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.model.config import HEAD, QuantizationPlan, largest
+from lathe.model.architecture import HEAD
+from lathe.model.config import QuantizationPlan, largest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Checkpoint, load_checkpoint
 from lathe.paddle.gpt import GPT, next_token_loss

@@ -23,7 +23,7 @@ from lathe.artifacts.kinds import PADDLE_EXPORT
 from lathe.config.settings import Recipe
 from lathe.errors import StageError
 from lathe.export.prompts import held_out_prompts
-from lathe.model.config import HEAD
+from lathe.model.architecture import HEAD
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Arrays, load_checkpoint, set_weights, weights_of

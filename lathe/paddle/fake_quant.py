@@ -23,7 +23,8 @@ from paddle.nn.quant.quant_layers import (
     QuantizedRowParallelLinear,
 )
 
-from lathe.model.config import HEAD, QuantizationPlan, largest
+from lathe.model.architecture import HEAD
+from lathe.model.config import QuantizationPlan, largest
 from lathe.paddle.gpt import GPT
 
 LEVELS = largest(8)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lathe.model import fake_quant
-from lathe.model.config import LINEARS, QuantizationPlan
+from lathe.model.config import QuantizationPlan
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 
@@ -15,7 +15,7 @@ TOKENS = torch.arange(40).view(2, 20)
 
 
 def full_plan(model: GPT, scale: float = 0.0) -> QuantizationPlan:
-    names = [f"h.{i}.{linear}" for i in range(2) for linear in LINEARS]
+    names = model.config.linear_names()
     return QuantizationPlan(
         quantize_embedding=True, activation_scales=dict.fromkeys([*names, "lm_head"], scale)
     )

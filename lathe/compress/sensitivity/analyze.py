@@ -24,8 +24,9 @@ from lathe.compress.sensitivity.statistics import input_distributions, weight_di
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.config import HEAD, QuantizationPlan
+from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device

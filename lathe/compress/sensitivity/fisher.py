@@ -26,7 +26,8 @@ from lathe.compress.sensitivity.statistics import (
     fake_quantize_weight,
     weight_of,
 )
-from lathe.model.config import HEAD, QuantizationPlan
+from lathe.model.architecture import HEAD
+from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
 from lathe.train.loss import linear_cross_entropy
 

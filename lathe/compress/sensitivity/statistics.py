@@ -8,7 +8,8 @@ from torch import Tensor
 from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.result import Distribution
 from lathe.model import fake_quant
-from lathe.model.config import HEAD, QuantizationPlan
+from lathe.model.architecture import HEAD
+from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
 
 
@@ -21,7 +22,8 @@ def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
 
 def weight_of(model: GPT, name: str) -> Tensor:
     """The weight (out, in) of a linear; of the tied head the embedding's table."""
-    return model.get_parameter("wte.weight" if name == HEAD else f"{name}.weight")
+    table = model.config.architecture.table
+    return model.get_parameter(table if name == HEAD else f"{name}.weight")
 
 
 def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
