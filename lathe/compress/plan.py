@@ -6,7 +6,14 @@ from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import QuantizationSettings
 from lathe.errors import UserError
 from lathe.model.architecture import HEAD
-from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import (
+    INT8,
+    ActivationFormat,
+    LinearFormat,
+    QuantizationPlan,
+    WeightFormat,
+)
 
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
@@ -20,12 +27,12 @@ def make_plan(
 ) -> QuantizationPlan:
     """A plan for every quantizable linear but `skip`, its scales not known yet (0)."""
     names = [name for name in quantizable(config, settings) if name not in skip]
+    weight = WeightFormat(settings.weight_quantize_type, settings.weight_bits)
+    activation: ActivationFormat | None = (
+        None if settings.activation_quantize_type == "none" else "int8"
+    )
     return QuantizationPlan(
-        weight_quantize_type=settings.weight_quantize_type,
-        weight_bits=settings.weight_bits,
-        activation_bits=settings.activation_bits,
-        quantize_embedding=HEAD in names,
-        activation_scales=dict.fromkeys(names, 0.0),
+        {name: LinearFormat(INT8 if name == HEAD else weight, activation) for name in names}
     )
 
 

@@ -2,44 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lathe.artifacts.kinds import checked, read_json
 from lathe.errors import UserError
 from lathe.model.architecture import GPT2, HEAD, Architecture, Units
-
-WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
+from lathe.model.quantization import PlanJson, QuantizationPlan
 
 MOST_LAYERS = 100_000
 _Size = Annotated[int, Field(gt=0, lt=2**31)]
-
-
-def largest(bits: int) -> int:
-    """Magnitude of a symmetric signed integer: 127 of 8 bits, 7 of 4."""
-    return int(2 ** (bits - 1) - 1)
-
-
-@dataclass(frozen=True)
-class QuantizationPlan:
-    """What is INT8 and at which scales: enough to rebuild the integer model from float weights.
-
-    Attributes:
-        weight_quantize_type: one scale a tensor, or one an output channel.
-        weight_bits: of the linears; the embedding's and the head's are 8.
-        quantize_embedding: the tied embedding and head are int8, one scale a vocabulary row.
-        activation_scales: module path (`h.0.attn.c_attn`, `lm_head`) -> scale s of its input,
-            which is read as `clip(round(x / s), -128, 127)`. A linear not listed is float.
-    """
-
-    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
-    weight_bits: int = 8
-    activation_bits: int = 8
-    quantize_embedding: bool = False
-    activation_scales: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,7 +114,7 @@ class GPTConfig:
                 "head_dim": self.head_dim,
                 "n_head": list(self.n_head),
                 "n_inner": list(self.n_inner),
-                "quantization": asdict(self.quantization) if self.quantization else None,
+                "quantization": self.quantization.to_json() if self.quantization else None,
             },
         }
 
@@ -185,7 +160,7 @@ class GPTConfig:
             n_head=tuple(shape.n_head),
             n_inner=tuple(shape.n_inner),
             layer_norm_epsilon=shape.layer_norm_epsilon,
-            quantization=QuantizationPlan(**plan.model_dump()) if plan else None,
+            quantization=plan.plan() if plan else None,
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -217,17 +192,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-class _Plan(_Part):
-    """A `QuantizationPlan` as JSON, whose scales are all known."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
-    weight_bits: Literal[4, 8] = 8
-    activation_bits: Literal[8] = 8
-    quantize_embedding: bool = False
-    activation_scales: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
-
-
 class _HFShape(_Part):
     """`n_embd`, `n_layer` and `n_head` of HF."""
 
@@ -250,7 +214,7 @@ class _Shape(_Part):
     n_head: Annotated[list[_Size], Field(min_length=1, max_length=MOST_LAYERS)]
     n_inner: list[_Size]
     layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 1e-5
-    quantization: _Plan | None = None
+    quantization: PlanJson | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "_Shape":
@@ -263,7 +227,7 @@ class _Shape(_Part):
         if self.quantization is not None:
             linears = [linear.name for linear in GPT2.linears]
             names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in linears}
-            scales = self.quantization.activation_scales.keys()
-            if unknown := scales - names - {HEAD}:
-                raise ValueError(f"activation_scales has {min(unknown)}, which is no linear of it")
+            found = self.quantization.plan().linears.keys()
+            if unknown := found - names - {HEAD}:
+                raise ValueError(f"quantization has {min(unknown)}, which is no linear of it")
         return self
