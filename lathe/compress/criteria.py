@@ -58,17 +58,27 @@ def importance(model: GPT, criterion: str, batches: Iterable[Tensor]) -> Importa
 
 
 def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
-    """Scores of the rows (units, weights) of a layer's first linears; no data is read."""
+    """Score the rows (units, weights) of a layer's first linears, without data."""
 
     def of_model(model: GPT, _: Iterable[Tensor]) -> Importance:
-        heads, channels = [], []
+        heads, channels, family = [], [], model.config.architecture
         for block in model.h:
             assert isinstance(block, Block)
-            heads.append(score(block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)))
-            channels.append(score(block.mlp.c_fc.weight.detach()))
+            qkv = block.get_parameter(f"{family.column('heads').name}.weight")
+            heads.append(score(qkv.detach().view(block.attn.n_head, -1)))
+            ffn = block.get_parameter(f"{family.column('channels').name}.weight")
+            channels.append(score(ffn.detach()))
         return Importance(heads, channels)
 
     return of_model
+
+
+def _readers(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Of every layer, the linear that reads the heads and the one that reads the channels."""
+    family = model.config.architecture
+    names = family.row("heads").name, family.row("channels").name
+    found = [[block.get_submodule(name) for name in names] for block in model.h]
+    return found  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -89,10 +99,9 @@ def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
         return norms
 
     hooks = []
-    for block, of_head, of_channel in zip(model.h, heads, channels, strict=True):
-        assert isinstance(block, Block)
-        hooks.append(block.attn.c_proj.register_forward_pre_hook(watch(of_head, of_heads)))
-        hooks.append(block.mlp.c_proj.register_forward_pre_hook(watch(of_channel, torch.abs)))
+    for (attention, mlp), of_head, of_channel in zip(_readers(model), heads, channels, strict=True):
+        hooks.append(attention.register_forward_pre_hook(watch(of_head, of_heads)))
+        hooks.append(mlp.register_forward_pre_hook(watch(of_channel, torch.abs)))
     try:
         for batch in track(list(batches), "importance"):
             model.hidden(batch[:, :-1])
@@ -107,7 +116,7 @@ def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
     """Every unit's output is multiplied by a 1 of its own for each sequence; the loss's gradient
     to that 1 is what zeroing it changes, to first order."""
     head_dim = model.config.head_dim
-    linears = [(b.attn.c_proj, b.mlp.c_proj) for b in model.h if isinstance(b, Block)]
+    linears = _readers(model)
     heads = [torch.zeros(n) for n in model.config.n_head]
     channels = [torch.zeros(n) for n in model.config.n_inner]
     gates: dict[nn.Module, Tensor] = {}

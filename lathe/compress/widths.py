@@ -32,8 +32,12 @@ class Cost:
 
     @classmethod
     def parameters(cls, config: GPTConfig) -> "Cost":
-        C, D = config.n_embd, config.head_dim
-        return cls(head=4.0 * C * D + 3 * D, channel=2.0 * C + 1)
+        C, family = config.n_embd, config.architecture
+        costs = dict.fromkeys((linear.units for linear in family.linears), 0.0)
+        for linear in family.linears:
+            size = config.unit_size(linear.units)
+            costs[linear.units] += linear.n_params(C, size) - linear.n_params(C, 0)
+        return cls(head=costs["heads"], channel=costs["channels"])
 
 
 def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
@@ -125,10 +129,11 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     )
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
-        _keep_outputs(state, f"h.{i}.attn.c_attn", _spans(layer.heads, 3 * config.head_dim))
-        _keep_inputs(state, f"h.{i}.attn.c_proj", _spans(layer.heads, config.head_dim))
-        _keep_outputs(state, f"h.{i}.mlp.c_fc", layer.channels)
-        _keep_inputs(state, f"h.{i}.mlp.c_proj", layer.channels)
+        for linear in config.architecture.linears:
+            units = layer.heads if linear.units == "heads" else layer.channels
+            index = _spans(units, linear.parts * config.unit_size(linear.units))
+            keep = _keep_outputs if linear.style == "column" else _keep_inputs
+            keep(state, f"h.{i}.{linear.name}", index)
     return _like(model, config, state)
 
 
@@ -194,9 +199,9 @@ def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
     return scores.topk(keep).indices.sort().values
 
 
-def _spans(heads: Tensor, length: int) -> Tensor:
-    """Indexes of the heads' rows or columns, `length` of them a head."""
-    return (heads[:, None] * length + torch.arange(length)).flatten()
+def _spans(units: Tensor, length: int) -> Tensor:
+    """Indexes of the units' rows or columns, `length` of them a unit."""
+    return (units[:, None] * length + torch.arange(length)).flatten()
 
 
 def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 from tests.conftest import small_config
 
 SCALES = {"h.0.mlp.c_proj": 0.03, "lm_head": 0.05}
-PLAN = QuantizationPlan(quantize_embedding=True, activation_scales=SCALES)
+PLAN = QuantizationPlan.w8a8(SCALES)
 
 
 @pytest.fixture

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from lathe.compress.sensitivity.statistics import (
     fake_quantize_input,
-    fake_quantize_weight,
     weight_of,
 )
-from lathe.model.config import HEAD, QuantizationPlan
+from lathe.model.architecture import HEAD
+from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 from lathe.train.loss import linear_cross_entropy
 
 
@@ -41,7 +42,7 @@ def estimate_costs(
 
     Args:
         model: in float; its parameters' gradients are None afterwards.
-        plan: the scales of `names`.
+        plan: the formats and scales of `names`.
         batches: tokens (B, T + 1) each.
     """
     costs = {name: torch.zeros((), dtype=torch.float64) for name in names}
@@ -55,14 +56,15 @@ def estimate_costs(
         def consume(weight: Tensor) -> None:
             assert weight.grad is not None
             with torch.no_grad():
-                add(name, weight.grad, fake_quantize_weight(weight, plan, name) - weight)
+                quantized = fake_quantize_weight(weight, plan.linears[name].weight)
+                add(name, weight.grad, quantized - weight)
             weight.grad = None
 
         weight: Any = weight_of(model, name)
         handles.append(weight.register_post_accumulate_grad_hook(consume))
 
     def watch_input(name: str, x: Any) -> None:
-        error = fake_quantize_input(x.detach(), plan.activation_scales[name]) - x.detach()
+        error = fake_quantize_input(x.detach(), plan.linears[name]) - x.detach()
         x.register_hook(lambda gradient: add(name, gradient, error))
 
     for name in names:

@@ -3,8 +3,8 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -28,7 +28,6 @@ from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
-from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
 from lathe.storage import atomic_folder, claim_output_folder, digest
 from lathe.train.batches import EvalBatches, open_data
@@ -198,12 +197,6 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
             "give validation a larger share of Data.Eval.dataset.split",
         )
     return batches
-
-
-def part_of(plan: QuantizationPlan, names: Iterable[str]) -> QuantizationPlan:
-    """The plan with `names` alone in INT8."""
-    scales = {n: scale for n, scale in plan.activation_scales.items() if n in frozenset(names)}
-    return replace(plan, quantize_embedding=HEAD in scales, activation_scales=scales)
 
 
 def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
