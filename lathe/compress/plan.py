@@ -1,4 +1,4 @@
-"""Which linears become INT8: all but those that the recipe or an analysis leaves in float."""
+"""Choose the linears to quantize: all except those that the recipe or an analysis excludes."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lathe.model.quantization import (
 
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
-    """Paths of all linears that may be INT8; the tied head only with the embedding."""
+    """Paths of all quantizable linears; the tied head only together with the embedding."""
     head = [HEAD] if settings.quantize_embedding else []
     return config.linear_names() + head
 
@@ -56,7 +56,7 @@ def skip_names(
         if unknown:
             raise UserError(
                 f"{sensitivity}: skips {sorted(unknown)}, which this model does not have",
-                "analyze this model, not another one",
+                "analyze this model instead",
             )
         names |= set(chosen)
     return frozenset(names)

@@ -1,4 +1,4 @@
-"""The stage that makes a model INT8 by quantization-aware training."""
+"""The quantize stage: quantization-aware training to INT8."""
 
 import logging
 from pathlib import Path
@@ -28,10 +28,10 @@ log = logging.getLogger("lathe")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> TrainResult:
-    """Insert fake quantization, calibrate it, train through it, write a checkpoint with its plan.
+    """Insert fake quantization, calibrate it, train with it, write a checkpoint with its plan.
 
     Args:
-        sensitivity: a folder of `analyze`; its skips stay float, as do `skip_tensor_map`'s.
+        sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s.
 
     Raises:
         UserError: `model` is already quantized, the analysis is of another one, a skip names no

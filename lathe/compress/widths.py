@@ -1,4 +1,4 @@
-"""Choose which heads, FFN channels and layers stay, and cut the rest out of a GPT.
+"""Choose which heads, FFN channels and layers to keep, and remove the rest from a GPT.
 
 Targets are those of PaddleFleetX's `Prune`, heads and FFN channels, and whole layers beside. Hidden
 size and embeddings stay.
@@ -25,7 +25,7 @@ class KeptUnits:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a head and an FFN channel cost, in a unit of the caller's: parameters, seconds."""
+    """Cost of a head and of an FFN channel, in any unit: parameters, seconds."""
 
     head: float
     channel: float
@@ -41,7 +41,7 @@ class Cost:
 
 
 def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
-    """Drop the lowest `round(n * ratio)` heads and channels of every layer, never all of them.
+    """Remove the lowest `round(n * ratio)` heads and channels of every layer, but never all.
 
     Args:
         multiple: channels that stay are a multiple of it, rounded up; n where n is smaller.
@@ -55,8 +55,8 @@ def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[
 def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
 ) -> list[KeptUnits]:
-    """Drop the units that matter least for their cost, whichever layer they are in, until as much
-    cost is gone as `choose_uniform` removes, so that the two compare at one size. One head and
+    """Remove the units with the lowest score per cost, in any layer, until as much cost is removed
+    as by `choose_uniform`, so that the two compare at the same size. One head and
     `multiple` channels a layer stay.
 
     Args:
@@ -85,7 +85,7 @@ def choose_global(
 
 
 def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: int) -> list[int]:
-    """The layers to keep: one after the other the one goes whose absence costs the least loss.
+    """The layers to keep: repeatedly remove the one whose absence increases the loss least.
 
     Args:
         loss: of the model with these layers alone, in their order.
@@ -138,7 +138,7 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
 
 
 class _Group:
-    """The units of one layer and kind, the least important first."""
+    """The units of one layer and kind, least important first."""
 
     def __init__(self, scores: Tensor, multiple: int, cost: float, comparable: bool) -> None:
         self.scores = scores.double()

@@ -1,6 +1,6 @@
-"""Which linears INT8 hurts, and which to leave in float.
+"""The analyze stage: rank linears by what INT8 costs, and choose those to leave in float.
 
-After PaddleSlim's analysis of sensitivity, whose two modes these are; `fisher` is added.
+The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,11 +34,11 @@ from lathe.train.workers import choose_device
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
     """Rank the linears of a checkpoint and choose skips.
 
-    Writes `sensitivity.json` and a page for people, `sensitivity.html`; see `run_analysis`.
+    Writes `sensitivity.json` and an HTML page, `sensitivity.html`; see `run_analysis`.
 
     Raises:
-        UserError: `Sensitivity.mode` is not for this checkpoint, the validation part cannot fill
-            one sequence, or an unfinished analysis of something else is in the way.
+        UserError: `Sensitivity.mode` does not apply to this checkpoint, the validation part cannot
+            fill one sequence, or there is an unfinished analysis of something else.
     """
     checkpoint = load_checkpoint(model)
 
@@ -89,7 +89,7 @@ class TorchModel:
 
 
 def without_quantization(model: GPT) -> GPT:
-    """A float model of the same weights, in the same memory."""
+    """A float model that shares the weights."""
     weights = model.state_dict()
     with torch.device("meta"):
         bare = GPT(replace(model.config, quantization=None))

@@ -1,8 +1,8 @@
-"""What INT8 in each linear will cost, estimated for all linears at once from gradients.
+"""Estimate what INT8 costs in each linear, for all linears at once, from gradients.
 
-A small change d of a model's weights or activations moves its predictions by
-KL = 1/2 d'Fd nats a token, F the Fisher information. With F's diagonal alone, and for it the
-squares of gradients g that backpropagation finds, a linear costs
+A small change d of a model's weights or activations changes its predictions by
+KL = 1/2 d'Fd nats a token, F the Fisher information. Approximating F by its
+diagonal, and that by squared gradients g, the cost of a linear is
 
     1/2 * (sum over weights of E[g^2] (w_q - w)^2 + sum over inputs of E[g^2] (x_q - x)^2).
 
@@ -11,8 +11,8 @@ arXiv:2210.08502); squared gradients for the diagonal, element by element, those
 (2017, arXiv:1612.01543) and SqueezeLLM (Kim et al. 2023, arXiv:2306.07629). HAWQ (Dong et al.
 2019, arXiv:1905.03696) takes the Hessian where this takes the Fisher matrix.
 
-The term of first order, E[g] d, is left out: at a trained model it is nothing but the noise of a
-few batches, of which it drowns the rest.
+The first-order term, E[g] d, is omitted: for a trained model it is mostly sampling noise, which
+would dominate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,8 +37,8 @@ def estimate_costs(
 ) -> dict[str, float]:
     """Estimated KL(float || INT8 in this linear alone), nats a token, by name.
 
-    Takes one forward and backward pass a batch; every gradient of a weight is dropped as soon as
-    it is squared.
+    Takes one forward and backward pass per batch; weight gradients are freed as soon as they are
+    squared.
 
     Args:
         model: in float; its parameters' gradients are None afterwards.

@@ -1,4 +1,4 @@
-"""What there is to quantize: the spread of every linear's weights and inputs."""
+"""Statistics of every linear's weights and inputs, which show how hard they are to quantize."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ def weight_of(model: GPT, name: str) -> Tensor:
 def weight_distributions(
     model: GPT, plan: QuantizationPlan, names: Sequence[str]
 ) -> dict[str, Distribution]:
-    """Of the weights (out, in) of `names`, by name."""
+    """Statistics of the weights (out, in) of `names`, by name."""
     found = {}
     for name in names:
         weight = weight_of(model, name)
@@ -45,7 +45,7 @@ def weight_distributions(
 def input_distributions(
     model: GPT, plan: QuantizationPlan, names: Sequence[str], batches: Sequence[Tensor]
 ) -> dict[str, Distribution]:
-    """Of what the linears `names` of a float model read, by name.
+    """Statistics of the inputs of the linears `names` of a float model, by name.
 
     Args:
         plan: the scales of `names`.
