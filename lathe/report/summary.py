@@ -111,7 +111,7 @@ COLUMNS = (
     ),
     Column(
         "Cloze word perplexity",
-        lambda x: f"{x:.4g}",
+        lambda x: f"{x:.0f}" if x >= 100 else f"{x:.2f}",
         lambda r: r.word_perplexity,
         lambda r: r.word_perplexity_stderr,
     ),

@@ -47,14 +47,14 @@ def test_last_tokens_and_words_stand_beside_the_strict_accuracy(make_candidate: 
         "last_token_accuracy": 0.4,
         "last_token_accuracy_stderr": 0.02,
         "target_perplexity": 2075.7,
-        "target_perplexity_stderr": 53.9,
+        "target_perplexity_stderr": 365.4,
     }
     path.write_text(json.dumps(metrics))
     rows = summarize([dense, old])
     titles = [column.title for column in columns(rows)]
     assert titles[-3:] == ["Cloze accuracy", "Last-token accuracy", "Cloze word perplexity"]
     new, without = ([str(cell) for cell in row[-3:]] for row in cells(rows))
-    assert new == ["30.0 % ± 1.0", "40.0 % ± 2.0", "2076 ± 53.9"]
+    assert new == ["30.0 % ± 1.0", "40.0 % ± 2.0", "2076 ± 365"]
     assert without == ["30.0 % ± 1.0", "-", "-"]
 
 
