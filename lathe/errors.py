@@ -143,8 +143,11 @@ def os_errors(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def printable(name: object) -> str:
-    """A name for a message, on one line, whatever bytes it is made of; shortened when very long."""
+def printable(name: object, most: int = 300) -> str:
+    """A name or a value for a message, on one line, whatever bytes it is made of: at most so many
+    characters, the beginning and the end of what is longer."""
     text = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 300 else f"{text[:200]}...{text[-80:]}"
+    text = text if len(text) <= 2 * most else text[:most] + text[-most:]
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    end = most // 4
+    return plain if len(plain) <= most else f"{plain[: most - end - 3]}...{plain[-end:]}"

@@ -164,6 +164,18 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
 
 
+def first_mistake(error: Any) -> str:
+    """What a pydantic ValidationError says first, as `where: reason (found value)`.
+
+    This module itself does not import pydantic, which some of its users do without.
+    """
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    found = f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
+    return f"{where}: {reason}{found}" if where else reason
+
+
 def require_text(text: str, where: str) -> str:
     """Return the text; raises UserError if it has a lone surrogate, which UTF-8 cannot encode."""
     try:

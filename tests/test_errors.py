@@ -89,7 +89,8 @@ def test_a_full_disk_as_it_comes() -> None:
 def test_a_name_of_any_bytes_can_be_printed(name: object, shown: str) -> None:
     assert printable(name) == shown
     printable(name).encode()
-    assert len(printable("x" * 5000)) < 300
+    assert len(printable("x" * 5000)) == 300
+    assert printable("a\n" * 50, 20) == r"a\na\na\na\n...\na\n"
 
 
 def test_an_error_without_an_errno_keeps_its_words() -> None:

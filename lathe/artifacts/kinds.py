@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lathe.artifacts.metadata import ExportMetadata, Files, Metadata
 from lathe.errors import UserError
-from lathe.inputs import open_file, parse_json
+from lathe.inputs import first_mistake, open_file, parse_json
 from lathe.storage.ownership import FileKind, Kind
 from lathe.storage.verified import require_intact
 
@@ -68,7 +68,7 @@ def read_metadata(path: Path, model: type[M], hint: str) -> M:
     try:
         metadata = model.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {_first(error)}", hint) from None
+        raise UserError(f"{path}: {first_mistake(error)}", hint) from None
     metadata._raw = values
     return metadata
 
@@ -83,7 +83,7 @@ def checked(values: Any, kind: type[T], where: str, hint: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {_first(error)}", hint) from None
+        raise UserError(f"{where}: {first_mistake(error)}", hint) from None
 
 
 def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False) -> Any:
@@ -128,11 +128,3 @@ def open_export(folder: Path) -> ExportMetadata:
     require_intact(folder, {"model.onnx": metadata.sha256}, EXPORT.metadata_file, hint)
     check_files(folder, EXPORT.metadata_file, metadata.files, hint)
     return metadata
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    reason = first["msg"].removeprefix("Value error, ")
-    found = f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
-    return f"{where}: {reason}{found}" if where else reason

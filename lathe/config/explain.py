@@ -12,8 +12,7 @@ from typing import Any
 
 from lathe.config.schema_words import shown, type_of, values_of
 from lathe.config.settings import Recipe
-from lathe.config.text import shorten
-from lathe.errors import UserError
+from lathe.errors import UserError, printable
 
 PAGE = """# Settings
 
@@ -68,7 +67,7 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
     inside = [group for group in found if f"{group.key}.".startswith(f"{key}.")]
     if not inside:
         known = [group.key for group in found] + [setting.key for setting in settings]
-        raise UserError(f"unknown key {shorten(key)}", _nearest(key, known))
+        raise UserError(f"unknown key {printable(key)}", _nearest(key, known))
     blocks = []
     for group in inside:
         blocks.append(f"{group.key}\n{_indented(group.description)}")

@@ -19,8 +19,8 @@ from pydantic_core import ErrorDetails
 from lathe.config import fleetx
 from lathe.config.references import check_references, place, resolve_references
 from lathe.config.settings import Recipe
-from lathe.config.text import MOST_BYTES, Mistake, parse, shorten
-from lathe.errors import UserError
+from lathe.config.text import MOST_BYTES, Mistake, parse
+from lathe.errors import UserError, printable
 
 log = logging.getLogger("lathe")
 
@@ -90,7 +90,7 @@ def _find(name: str | Path) -> Path:
     near = difflib.get_close_matches(given[:80], shipped_recipes(), 1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"no recipe '{shorten(given)}'{wrong}",
+        f"no recipe '{printable(given)}'{wrong}",
         f"{hint}give a YAML file, or one of {', '.join(shipped_recipes())}",
     )
 
@@ -107,7 +107,7 @@ def _real(path: str) -> Path:
         return real
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not the name of a file"
-        raise UserError(f"{shorten(path)}: {reason}", "give a YAML file") from None
+        raise UserError(f"{printable(path)}: {reason}", "give a YAML file") from None
 
 
 def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
@@ -149,7 +149,7 @@ def _find_base(base: Any, path: Path, root: Path) -> Path:
     found = _real(str(path.parent / base))
     if found.parent != SHIPPED and not found.is_relative_to(root):
         raise UserError(
-            f"{file}: _base_ {shorten(base)} is not below {root}",
+            f"{file}: _base_ {printable(base)} is not below {root}",
             "copy it beside the recipe, or name a recipe that ships with Lathe",
         )
     if found.is_file():
@@ -162,7 +162,7 @@ def _find_base(base: Any, path: Path, root: Path) -> Path:
 
 def _read_override(override: str) -> _Layer:
     key, equals, text = override.partition("=")
-    source = f"-o {shorten(override)}"
+    source = f"-o {printable(override)}"
     if not equals or not re.fullmatch(r"\w+(\.\w+){0,8}", key):
         raise UserError(f"{source}: not of the form Group.key=value", FORM)
     try:
@@ -203,17 +203,17 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], path: Path) ->
     if errors[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
-        return UserError(f"{origin}: unknown key {shorten(dotted)}", hint)
+        return UserError(f"{origin}: unknown key {printable(dotted)}", hint)
     same = [e for e in errors if _setting(e["loc"]) == dotted]
     reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
     is_group = errors[0]["type"] == "model_type" or isinstance(errors[0]["input"], dict)
     seen = "" if is_group else f" (found {_value(errors[0]['input'])})"
-    return UserError(f"{origin}: {shorten(dotted)}: {reasons}{seen}", "give a value that fits")
+    return UserError(f"{origin}: {printable(dotted)}: {reasons}{seen}", "give a value that fits")
 
 
 def _value(found: Any) -> str:
     try:
-        return shorten(repr(found), 60)
+        return printable(repr(found), 60)
     except ValueError:  # a number of thousands of digits
         return "a number that is too large"
 

@@ -12,8 +12,8 @@ from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
 from omegaconf.grammar_parser import parse
 from omegaconf.grammar_visitor import GrammarVisitor
 
-from lathe.config.text import MOST_VALUES, shorten
-from lathe.errors import UserError
+from lathe.config.text import MOST_VALUES
+from lathe.errors import UserError, printable
 
 MOST_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
 MOST_REFERENCES = 64  # in a text; the grammar takes seconds for hundreds
@@ -100,7 +100,7 @@ class _References:
                 found = found[int(part)] if isinstance(found, list) else found[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise self._mistake(
-                    chain, f"name {shorten(_dotted(path))}, which is not there"
+                    chain, f"name {printable(_dotted(path))}, which is not there"
                 ) from None
         return self.resolved(found, path, chain)
 
@@ -151,7 +151,7 @@ def _parsed(text: str, where: str) -> Any:
         ) from None
     if resolver is not None:
         raise UserError(
-            f"{where}: ${{{shorten(resolver)}:...}} is not looked up in a recipe",
+            f"{where}: ${{{printable(resolver)}:...}} is not looked up in a recipe",
             "write the value itself; ${Group.key} takes it from another key of the recipe",
         )
     return tree

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from lathe.errors import printable
+
 MOST_BYTES = 2**16
 MOST_VALUES = 10_000  # every alias counted as what it stands for
 MOST_LEVELS = 32  # of nesting
@@ -114,10 +116,10 @@ def _check(
                 raise Mistake(f"a key{_of(path)}: not text", line)
             if "." in key.value:
                 raise Mistake(
-                    f"a dot in the key {shorten(key.value)}: write groups in groups", line
+                    f"a dot in the key {printable(key.value)}: write groups in groups", line
                 )
             if key.value in known:
-                raise Mistake(f"duplicate key {shorten(key.value)}{_of(path)}", line)
+                raise Mistake(f"duplicate key {printable(key.value)}{_of(path)}", line)
             known.add(key.value)
             inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
             yield inner, line
@@ -125,7 +127,7 @@ def _check(
 
 
 def _of(path: str) -> str:
-    return f" of {shorten(path)}" if path else ""
+    return f" of {printable(path)}" if path else ""
 
 
 def _copy(value: Any) -> Any:
@@ -133,9 +135,3 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value
-
-
-def shorten(text: str, most: int = 80) -> str:
-    """For a message: one line of printable characters, at most so many."""
-    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: most + 1])
-    return plain if len(plain) <= most else f"{plain[: most - 3]}..."

@@ -207,7 +207,7 @@ def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
     parts = list(zip(PARTS, pairwise(metadata["boundaries"]), metadata["part_tokens"], strict=True))
     for part, (first, end), tokens in parts:
         if part == PARTS[0]:
-            require_sample(f"{named(source)}: {part} part", end - first, tokens, seq_len)
+            require_sample(f"{source}: {part} part", end - first, tokens, seq_len)
         elif 0 < tokens <= seq_len:
             log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
 

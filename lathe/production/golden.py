@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from lathe.artifacts.kinds import read_json
 from lathe.errors import StageError, UserError
 from lathe.evaluate.results import read_metrics
+from lathe.inputs import first_mistake
 from lathe.production.rehearsal import ask, greedy
 from lathe.serve.client import Client
 
@@ -49,9 +50,8 @@ class Golden(BaseModel):
         try:
             return Golden.model_validate_json(text)
         except ValidationError as error:
-            problem = error.errors()[0]
             raise UserError(
-                f"{where}: broken: {problem['loc']}: {problem['msg']}",
+                f"{where}: broken: {first_mistake(error)}",
                 "remove it, and publish the release again",
             ) from error
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
+from lathe.inputs import first_mistake
 from lathe.production.golden import Golden
 from lathe.storage import (
     digest,
@@ -144,7 +145,7 @@ class Releases:
             return Pointer.model_validate_json(text) if text is not None else Pointer()
         except ValidationError as error:
             raise UserError(
-                f"{self.root}/{POINTER}: broken: {error.errors()[0]['msg']}",
+                f"{self.root}/{POINTER}: broken: {first_mistake(error)}",
                 "write it anew with `lathe deploy`",
             ) from error
 

@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, build_opener
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lathe.errors import UserError
+from lathe.inputs import first_mistake
 from lathe.serve.environment import unlink_backends
 from lathe.serve.guard import SHARED_MEMORY, clear_shared_memory
 from lathe.serve.process import Process, ends_within, send
@@ -150,11 +151,8 @@ def read(folder: Path) -> ServerState | None:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", _HINT) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"{path}: not the state of a server: {where + ': ' if where else ''}{first['msg']}",
-            _HINT,
+            f"{path}: not the state of a server: {first_mistake(error)}", _HINT
         ) from None
 
 

@@ -105,22 +105,17 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
 def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
     """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it.
 
-    Weights, gradients and moments of Adam are all through a step what `_state` says (ZeRO, section
-    5); activations rise to `kept` in the forward passes and fall block by block in the backward
-    passes; a block, the head and the embedding add what they need while they are at work. Bytes
-    but for `table`, `ends` and `parameters`, which are elements.
+    Weights, gradients and Adam's moments last through a step (`_state`; ZeRO, section 5);
+    activations rise to `kept` in the forward passes and fall block by block in the backward passes;
+    a block, the head and the embedding add what they need while they are at work. Everything is in
+    bytes but `table`, `ends` and `parameters`, which are elements.
     """
     C, V = config.n_embd, config.vocab_size / layout.mp
     N, n = _tokens(recipe, layout)
     _, stream = _bytes(recipe)
     is_first, is_last = rank == 0, rank == layout.pp - 1
     layers = layout.layers(rank, config.n_layer)
-    # Elements outside of the blocks: the token embedding, which the last rank has as its head too;
-    # the position embedding; the last norm's weight and bias.
-    table = V * C
-    ends = table if is_first or is_last else 0.0
-    ends += config.n_positions / layout.mp * C if is_first else 0
-    ends += 2 * C if is_last else 0
+    table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
     state = _state(parameters, ends, block, recipe, layout)
 
@@ -170,6 +165,15 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     if in_flight > 1:
         moments.append(moment(weights, state.gradients, rest, backward))
     return max(moments, key=lambda memory: memory.total)
+
+
+def _ends(config: GPTConfig, layout: Layout, is_first: bool, is_last: bool) -> float:
+    """Elements outside of the blocks: the token embedding, which the last rank has as its head,
+    the position embedding, and the last norm's weight and bias."""
+    C, mp = config.n_embd, layout.mp
+    ends = config.vocab_size / mp * C if is_first or is_last else 0.0
+    ends += config.n_positions / mp * C if is_first else 0
+    return ends + (2 * C if is_last else 0)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from lathe.config.settings import Recipe
-from lathe.config.text import shorten
-from lathe.errors import UserError
+from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
@@ -133,7 +132,7 @@ def parse_memory(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([mgt]i?)b?\s*", text.lower())
     size = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < size <= MOST_MEMORY:
-        raise UserError(f"--memory {shorten(text)}: not a size", "write it as 80GB, 24g or 40GiB")
+        raise UserError(f"--memory {printable(text)}: not a size", "write it as 80GB, 24g or 40GiB")
     return size
 
 

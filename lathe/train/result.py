@@ -20,9 +20,10 @@ from lathe.storage.outputs import remove_files
 from lathe.storage.ownership import Source, in_the_way, listed_files
 from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
+from lathe.train.trace import EVENTS, LOG, TRACE
 
 CLAIM = "run.json"
-TRACES = ("train.jsonl", "steps.log", "tensorboard/events.out.*")
+TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")
 Identity = dict[str, str | int]
 
 # Settings that may differ when a killed run is resumed. The parallel layout is among them: what a
@@ -79,21 +80,16 @@ def run_identity(
     }
 
 
-def claim(output: Path, identity: Identity, *inputs: Source) -> None:
-    """Decide, before any work, whether `output` is, or may become, the folder of this run.
+def claim(output: Path, identity: Identity) -> None:
+    """Decide, before any work, whether the folder `output` is, or may become, that of this run.
 
     The folder of a run that was ended before it saved anything is free for another.
 
     Raises:
-        UserError: it is another run's, or holds something else; it is an input, or lies in one or
-            holds one.
+        UserError: it is another run's, or holds something else.
     """
-    require_apart(output, *inputs)
-    if "\udc80" <= max(str(output)) <= "\udcff":  # bytes that TensorBoard and safetensors refuse
-        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output}: is a file", "give another --output")
-    if not output.is_dir() or not (names := sorted(path.name for path in output.iterdir())):
+    names = sorted(path.name for path in output.iterdir())
+    if not names:
         return
     found = _read_claim(output)
     if found is None:
@@ -108,20 +104,23 @@ def claim(output: Path, identity: Identity, *inputs: Source) -> None:
 
 @contextmanager
 def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]:
-    """`claim`, and hold the folder while the block works for it.
+    """`claim` a folder, which is made if need be, and hold it while the block works for it.
 
     Where the block fails before its first step, what it has written goes again.
 
     Raises:
-        UserError: see `claim`; another process holds it.
+        UserError: see `claim`; it is an input, or lies in one or holds one; its path is not UTF-8
+            or no folder's; another process holds it.
     """
     require_apart(output, *inputs)
+    if "\udc80" <= max(str(output)) <= "\udcff":  # bytes that TensorBoard and safetensors refuse
+        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
     with locked(output):
         claim(output, identity)
         try:
             yield
         except BaseException:
-            if not _has_results(output) and not (output / TRACES[0]).exists():
+            if not _has_results(output) and not (output / TRACE).exists():
                 remove_run(output)
             raise
 
@@ -162,7 +161,7 @@ def _read_claim(output: Path) -> dict[str, Any] | None:
 
 def _has_results(output: Path) -> bool:
     """Whether a run has saved anything that another run would destroy."""
-    begun = {CLAIM, STATE, *(Path(name).parts[0] for name in TRACES)}
+    begun = {CLAIM, STATE, TRACE, LOG, EVENTS}
     others = {path.name for path in output.iterdir()} - begun
     return bool(others or committed_steps(output / STATE))
 
