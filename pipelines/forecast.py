@@ -2,23 +2,24 @@
 
 from lathe.progress import duration
 
-# Seconds of each stage of `full` with its defaults on two quiet cores.
+# About the seconds of each stage of `full` with its defaults on two free cores, in proportion to
+# the CPU time that they were measured to take.
 SECONDS = {
     "resolve": 2,
     "prepare": 8,
-    "pretrain": 100,
-    "prune": 45,
-    "analyze": 12,
-    "quantize": 22,
-    "evaluate-dense": 12,
-    "export-dense": 7,
-    "evaluate-pruned": 12,
-    "export-pruned": 7,
-    "evaluate-int8": 14,
-    "export-int8": 9,
+    "pretrain": 110,
+    "prune": 38,
+    "analyze": 15,
+    "quantize": 21,
+    "evaluate-dense": 8,
+    "export-dense": 6,
+    "evaluate-pruned": 8,
+    "export-pruned": 6,
+    "evaluate-int8": 13,
+    "export-int8": 6,
     "gate": 2,
-    "deploy": 15,
-    "report": 9,
+    "deploy": 10,
+    "report": 6,
 }
 TRUST = 20.0  # seconds of stages from which on this machine's own pace counts for more
 

@@ -211,6 +211,12 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         ("Engine: 5\n", r"recipe.yaml:1: Engine: .*dictionary"),
         ("Model: {num_layers: '${Model.layers}'}\n", r"recipe.yaml:1: .*Model.layers"),
         ("Compress: {Quantization: {skip_tensor_map: {3: [qkv]}}}\n", r"skip_tensor_map: "),
+        ("Compress: {Quantization: {weight_bits: 4}}\n", r"weight_bits: .*8 \(found 4\)"),
+        (
+            "Compress: {Quantization: {activation_quantize_type: none, "
+            "activation_preprocess_type: PACT}}\n",
+            r"PACT clips activations",
+        ),
         ("Engine: {max_steps: 3\n", r"recipe.yaml: not YAML"),
         ("Engine: {eval_freq: 1, eval_freq: 2}\n", r"recipe.yaml: not YAML.*duplicate"),
         ("- Engine\n", r"recipe.yaml: not a mapping"),

@@ -21,9 +21,9 @@ from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.errors import UserError
+from lathe.model.architecture import GPT2
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
-    PREFIX,
     WEIGHTS,
     checkpoint_digest,
     non_finite,
@@ -39,18 +39,7 @@ from lathe.storage import atomic_folder, claim_output_folder
 PART = "mp_00_sharding_00_pp_00"
 FILE = "model.pdparams"
 ROOT = "gpt."
-OURS = {
-    "embeddings.word_embeddings": "wte",
-    "embeddings.position_embeddings": "wpe",
-    "decoder.norm": "ln_f",
-    "norm1": "ln_1",
-    "norm2": "ln_2",
-    "self_attn.qkv_proj": "attn.c_attn",
-    "self_attn.out_proj": "attn.c_proj",
-    "linear1": "mlp.c_fc",
-    "linear2": "mlp.c_proj",
-}
-THEIRS = {ours: theirs for theirs, ours in OURS.items()}
+OURS = {theirs: ours for ours, theirs in GPT2.fleetx_names.items()}
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 Arrays = dict[str, NDArray[Any]]
@@ -76,7 +65,7 @@ def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Pat
     heads = recipe.Model.num_attention_heads
     config = _shape({_own_name(name, path): array for name, array in stored.items()}, heads, path)
     weights = {
-        name: by_projection(array, config.head_dim) if ".c_attn." in name else array
+        name: by_projection(array, config.head_dim) if GPT2.is_fused(name) else array
         for name, array in ((_own_name(n, path), a.astype(np.float32)) for n, a in stored.items())
     }
     for name, array in weights.items():
@@ -86,7 +75,7 @@ def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Pat
     _require_vocabulary(speaks, config, tokenizer)
 
     def write_weights(file: Path) -> None:
-        save_file({PREFIX + name: array for name, array in weights.items()}, file, {"format": "pt"})
+        save_file({GPT2.prefix + n: array for n, array in weights.items()}, file, {"format": "pt"})
 
     with atomic_folder(output, CHECKPOINT) as work:
         write_folder(work, write_weights, config, speaks, "import", recipe, engine="paddlefleetx")
@@ -107,8 +96,8 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     read_marker(folder)
     require_size(folder / WEIGHTS, config)
     arrays: Arrays = {}
-    for name, array in read_tensors(folder / WEIGHTS, "np"):
-        if ".c_attn." in name:
+    for name, array in read_tensors(folder / WEIGHTS, "np", GPT2):
+        if GPT2.is_fused(name):
             array = by_head(array, config.head_dim)
         arrays[_their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
@@ -170,15 +159,16 @@ def _own_name(theirs: str, path: Path) -> str:
 
 def _their_name(ours: str) -> str:
     if match := re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", ours):
-        return f"{ROOT}decoder.layers.{match[1]}.{THEIRS[match[2]]}.{match[3]}"
+        return f"{ROOT}decoder.layers.{match[1]}.{GPT2.fleetx_names[match[2]]}.{match[3]}"
     module, _, kind = ours.rpartition(".")
-    return f"{ROOT}{THEIRS[module]}.{kind}"
+    return f"{ROOT}{GPT2.fleetx_names[module]}.{kind}"
 
 
 def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
     """The shape that the tensors have; heads are of `hidden / n_head`."""
     try:
-        V, C = arrays["wte.weight"].shape
+        V, C = arrays[GPT2.table].shape
+        positions = GPT2.embeddings[1]
         layers = 1 + max(int(name.split(".")[1]) for name in arrays if name.startswith("h."))
         if C % n_head:
             raise UserError(
@@ -186,19 +176,21 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
                 "give the recipe of this model",
             )
         D = C // n_head
+        qkv, ffn = GPT2.column("heads"), GPT2.column("channels")
         config = GPTConfig(
             vocab_size=V,
-            n_positions=arrays["wpe.weight"].shape[0],
+            n_positions=arrays[f"{positions}.weight"].shape[0],
             n_embd=C,
             head_dim=D,
             n_head=tuple(
-                arrays[f"h.{i}.attn.c_attn.weight"].shape[1] // (3 * D) for i in range(layers)
+                arrays[f"h.{i}.{qkv.name}.weight"].shape[1] // (qkv.parts * D)
+                for i in range(layers)
             ),
-            n_inner=tuple(arrays[f"h.{i}.mlp.c_fc.weight"].shape[1] for i in range(layers)),
+            n_inner=tuple(arrays[f"h.{i}.{ffn.name}.weight"].shape[1] for i in range(layers)),
         )
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{path}: not a whole GPT: {error}", "give a GPT checkpoint") from error
-    require_fit(path, {name: a.shape for name, a in arrays.items()}, _shapes(config))
+    require_fit(path, {name: a.shape for name, a in arrays.items()}, dict(config.tensor_shapes()))
     return config
 
 
@@ -208,28 +200,3 @@ def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, path: Path) -> 
             f"{path}: the tokenizer has {vocab_size(tokenizer)} ids, the model {config.vocab_size}",
             "give the tokenizer that the model was trained with",
         )
-
-
-def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a file, linears (in, out)."""
-    C = config.n_embd
-    shapes: dict[str, tuple[int, ...]] = {
-        "wte.weight": (config.vocab_size, C),
-        "wpe.weight": (config.n_positions, C),
-    }
-    linears = []
-    norms = ["ln_f"]
-    for i, (heads, inner) in enumerate(zip(config.n_head, config.n_inner, strict=True)):
-        width = heads * config.head_dim
-        linears += [
-            (f"h.{i}.attn.c_attn", C, 3 * width),
-            (f"h.{i}.attn.c_proj", width, C),
-            (f"h.{i}.mlp.c_fc", C, inner),
-            (f"h.{i}.mlp.c_proj", inner, C),
-        ]
-        norms += [f"h.{i}.ln_1", f"h.{i}.ln_2"]
-    for name, n_in, n_out in linears:
-        shapes |= {f"{name}.weight": (n_in, n_out), f"{name}.bias": (n_out,)}
-    for name in norms:
-        shapes |= {f"{name}.weight": (C,), f"{name}.bias": (C,)}
-    return shapes

@@ -15,13 +15,19 @@ def require_supported(verb: str, recipe: Recipe) -> None:
     """Whether the engine does `prune`, `quantize` or `evaluate` as the recipe says.
 
     Raises:
-        UserError: it has no such pruning, distillation, sequence parallelism, pipeline,
-            division of weights or precision.
+        UserError: it has no such pruning, quantization, distillation, sequence parallelism,
+            pipeline, division of weights or precision.
     """
     if verb == "evaluate":
         require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
     if verb == "prune":
         _require_pruner(recipe.Compress.Prune)
+    if verb == "quantize" and recipe.Compress.Quantization.activation_quantize_type == "none":
+        raise UserError(
+            "Compress.Quantization.activation_quantize_type is none: PaddleSlim quantizes the "
+            "weight and the input of a linear together",
+            f"-o Compress.Quantization.activation_quantize_type=moving_average_abs_max, {HINT}",
+        )
     if verb in ("prune", "quantize"):
         _require_training(recipe)
 

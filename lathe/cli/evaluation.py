@@ -22,7 +22,7 @@ from lathe.cli.options import (
     output_option,
 )
 from lathe.console import show, with_error
-from lathe.errors import printable
+from lathe.errors import UserError, printable
 
 if TYPE_CHECKING:
     pass
@@ -117,9 +117,10 @@ def gate(
 @app.command(epilog="Example: lathe report run/dense run/pruned run/int8 --output report.html")
 def report(
     models: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            help="Checkpoint folders; the others are compared with the first.", parser=input_path
+            metavar="[NAME=]FOLDER...",
+            help="Checkpoint folders; the others are compared with the first.",
         ),
     ],
     sensitivity: Annotated[Path | None, input_option("Folder of `lathe analyze`.")] = None,
@@ -129,6 +130,8 @@ def report(
     output: Annotated[Path, output_option("HTML file to write.")] = RUN / "report.html",
 ) -> None:
     """Compare models in one self-contained HTML page: quality, size, latency, curves, samples.
+
+    NAME is what the page calls a model, its folder's name where none is given.
 
     Beside a MODEL it finds MODEL-eval and MODEL-onnx, where `lathe evaluate` and `lathe export`
     put them. The last one is judged against the first by the recipe's Gate.
@@ -140,14 +143,33 @@ def report(
     from lathe.report.summary import Candidate, summary_table
 
     candidates = [
-        Candidate(
-            printable(m.name), m, _if_folder(beside(m, "eval")), _if_folder(beside(m, "onnx"))
-        )
-        for m in models
+        Candidate(name, m, _if_folder(beside(m, "eval")), _if_folder(beside(m, "onnx")))
+        for name, m in named_models(models)
     ]
     rows = report_run(settings, candidates, output, sensitivity, deployed)
     Console().print(summary_table(rows))
     show(report=output)
+
+
+def named_models(given: list[str]) -> list[tuple[str, Path]]:
+    """Name and folder of every `[NAME=]FOLDER`; a folder whose own name has an equals sign is one.
+
+    Raises:
+        UserError: two of one name.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        is_named = equals and name and "/" not in name and not Path(text).is_dir()
+        path = input_path(folder if is_named else text)
+        name = printable(name if is_named else path.name)
+        if name in found:
+            raise UserError(
+                f"{printable(text)}: a second model named {name}",
+                f"give it another name: {name}-2={path}",
+            )
+        found[name] = path
+    return list(found.items())
 
 
 def _if_folder(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""The stage that removes layers, heads and FFN channels and finetunes what is left."""
+"""The prune stage: remove layers, heads and FFN channels, then finetune."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
     Each of the `rounds` but the last leaves a checkpoint beside `output` until the end, so that a
-    killed run goes on with its round.
+    killed run resumes in its round.
 
     The result's `first_eval_loss` is the loss right after the last pruning, before its finetuning.
 
@@ -67,7 +67,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 def _one_round(
     recipe: Recipe, index: int, model: Path, start: Path, data: Path, output: Path
 ) -> TrainResult:
-    """The `index`-th round, from 1: what is left of `model` in `start` loses its share."""
+    """The `index`-th round, from 1: prune `start`, what is left of `model`, and finetune."""
     settings = recipe.Compress.Prune
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
@@ -104,13 +104,13 @@ def cut(
     index: int = 1,
     calibration: Sequence[Tensor] = (),
 ) -> GPT:
-    """The next smaller GPT: layers go in the first round, heads and channels in equal proportions
-    of what is left in every round.
+    """The pruned GPT of a round: layers are removed in the first round, and in each round an equal
+    proportion of the remaining heads and channels.
 
     Args:
-        dense: the shape that `ratio` is of.
+        dense: the original shape, which `ratio` refers to.
         index: of the round, from 1.
-        calibration: tokens (B, T + 1) for criteria that look at data, and for layers.
+        calibration: tokens (B, T + 1) for criteria that use data, and for removing layers.
     """
     if index == 1 and settings.layers:
         model = keep_layers(model, _best_layers(model, settings.layers, calibration))

@@ -1,7 +1,6 @@
-"""The stage that makes a model INT8 by quantization-aware training."""
+"""The quantize stage: quantization-aware training to INT8."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,9 +13,9 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import QuantizationPlan
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
@@ -29,10 +28,10 @@ log = logging.getLogger("lathe")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> TrainResult:
-    """Insert fake quantization, calibrate it, train through it, write a checkpoint with its plan.
+    """Insert fake quantization, calibrate it, train with it, write a checkpoint with its plan.
 
     Args:
-        sensitivity: a folder of `analyze`; its skips stay float, as do `skip_tensor_map`'s.
+        sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s.
 
     Raises:
         UserError: `model` is already quantized, the analysis is of another one, a skip names no
@@ -56,7 +55,8 @@ def quantize(
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         fake_quant.calibrate(trainable, map(torch.from_numpy, calibration_batches(recipe, tokens)))
-        log.info("%d linears are INT8", len(plan.activation_scales))
+        n_inputs = len(plan.activation_scales)
+        log.info("%d linears are INT8, of %d of them the input too", len(plan.linears), n_inputs)
 
         def after_step(part: GPT, group: ProcessGroup) -> None:
             fake_quant.fold_observers(part, settings.moving_rate, group)
@@ -80,5 +80,4 @@ def quantize(
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:
     """Put the observers' scales into the model's configuration."""
     scales = {name: observer.scale for name, observer in fake_quant.observers(model)}
-    ordered = {name: scales[name] for name in plan.activation_scales}
-    model.config = model.config.with_quantization(replace(plan, activation_scales=ordered))
+    model.config = model.config.with_quantization(plan.with_scales(scales))

@@ -1,4 +1,4 @@
-"""Choose which heads, FFN channels and layers stay, and cut the rest out of a GPT.
+"""Choose which heads, FFN channels and layers to keep, and remove the rest from a GPT.
 
 Targets are those of PaddleFleetX's `Prune`, heads and FFN channels, and whole layers beside. Hidden
 size and embeddings stay.
@@ -25,19 +25,23 @@ class KeptUnits:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a head and an FFN channel cost, in a unit of the caller's: parameters, seconds."""
+    """Cost of a head and of an FFN channel, in any unit: parameters, seconds."""
 
     head: float
     channel: float
 
     @classmethod
     def parameters(cls, config: GPTConfig) -> "Cost":
-        C, D = config.n_embd, config.head_dim
-        return cls(head=4.0 * C * D + 3 * D, channel=2.0 * C + 1)
+        C, family = config.n_embd, config.architecture
+        costs = dict.fromkeys((linear.units for linear in family.linears), 0.0)
+        for linear in family.linears:
+            size = config.unit_size(linear.units)
+            costs[linear.units] += linear.n_params(C, size) - linear.n_params(C, 0)
+        return cls(head=costs["heads"], channel=costs["channels"])
 
 
 def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
-    """Drop the lowest `round(n * ratio)` heads and channels of every layer, never all of them.
+    """Remove the lowest `round(n * ratio)` heads and channels of every layer, but never all.
 
     Args:
         multiple: channels that stay are a multiple of it, rounded up; n where n is smaller.
@@ -51,8 +55,8 @@ def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[
 def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
 ) -> list[KeptUnits]:
-    """Drop the units that matter least for their cost, whichever layer they are in, until as much
-    cost is gone as `choose_uniform` removes, so that the two compare at one size. One head and
+    """Remove the units with the lowest score per cost, in any layer, until as much cost is removed
+    as by `choose_uniform`, so that the two compare at the same size. One head and
     `multiple` channels a layer stay.
 
     Args:
@@ -81,7 +85,7 @@ def choose_global(
 
 
 def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: int) -> list[int]:
-    """The layers to keep: one after the other the one goes whose absence costs the least loss.
+    """The layers to keep: repeatedly remove the one whose absence increases the loss least.
 
     Args:
         loss: of the model with these layers alone, in their order.
@@ -125,15 +129,16 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     )
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
-        _keep_outputs(state, f"h.{i}.attn.c_attn", _spans(layer.heads, 3 * config.head_dim))
-        _keep_inputs(state, f"h.{i}.attn.c_proj", _spans(layer.heads, config.head_dim))
-        _keep_outputs(state, f"h.{i}.mlp.c_fc", layer.channels)
-        _keep_inputs(state, f"h.{i}.mlp.c_proj", layer.channels)
+        for linear in config.architecture.linears:
+            units = layer.heads if linear.units == "heads" else layer.channels
+            index = _spans(units, linear.parts * config.unit_size(linear.units))
+            keep = _keep_outputs if linear.style == "column" else _keep_inputs
+            keep(state, f"h.{i}.{linear.name}", index)
     return _like(model, config, state)
 
 
 class _Group:
-    """The units of one layer and kind, the least important first."""
+    """The units of one layer and kind, least important first."""
 
     def __init__(self, scores: Tensor, multiple: int, cost: float, comparable: bool) -> None:
         self.scores = scores.double()
@@ -194,9 +199,9 @@ def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
     return scores.topk(keep).indices.sort().values
 
 
-def _spans(heads: Tensor, length: int) -> Tensor:
-    """Indexes of the heads' rows or columns, `length` of them a head."""
-    return (heads[:, None] * length + torch.arange(length)).flatten()
+def _spans(units: Tensor, length: int) -> Tensor:
+    """Indexes of the units' rows or columns, `length` of them a unit."""
+    return (units[:, None] * length + torch.arange(length)).flatten()
 
 
 def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:

@@ -26,6 +26,7 @@ from lathe.runtime.session import MODEL, OnnxModel, open_session, pad
 log = logging.getLogger("lathe")
 
 INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm")
+FLOAT_KERNELS = ("MatMul", "FusedMatMul", "Gemm", "MatMulNBits")
 # Limits of the mean error. First: onnxruntime is seen at 1 to 2 in float32, where a GELU of the
 # wrong kind is at 20, and at 0.3 in float16, where positions that are 1 % off are at 3. Second: two
 # roundings of one model that have nothing to do with each other are at 1.4.
@@ -84,17 +85,18 @@ def prove(
     """Compare an exported folder with the (fake-quantized) model it was made from.
 
     - The graph passes onnx's checker, and shape inference gives every tensor a type.
-    - onnxruntime, after its own optimizations, runs one integer kernel for each quantized linear
-      and no float one beyond the rest.
+    - onnxruntime, after its own optimizations, runs one integer kernel for each linear with a
+      quantized input and no float one beyond the rest.
     - Logits at every position of every prompt. float32: the largest error is at most `tolerance`.
       float32 and float16: the mean one is at most `NOISE_FACTOR` times what moving every linear's
       input by one unit in the last place of that type does to torch's own logits. int8: another
       order of summation moves an activation that lies on the edge between two levels by a whole
       one, and the layers behind round otherwise from there on, so that torch in float64 parts from
       torch in float32 as far as either from the float model: the mean error is at most
-      `QUANTIZATION_SHARE` of what quantization did.
-    - int8: every linear, given the graph's own input, says what torch's says but for the last bits
-      of a sum, and one level where an input lies on an edge.
+      `QUANTIZATION_SHARE` of what quantization did. int8 weights with float inputs are as float32:
+      both sides multiply the same dequantized weights.
+    - int8: every quantized linear, given the graph's own input, says what torch's says but for the
+      last bits of a sum, and one level where an input lies on an edge.
     - A ragged batch gives each row what it gets alone.
     - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's; a
       row may part from it only at tokens whose logits differ in torch by less than the largest
@@ -105,7 +107,7 @@ def prove(
     """
     kernels = count_kernels(model, folder / MODEL)
     onnx_model = OnnxModel(folder, threads=torch.get_num_threads())
-    is_exact = model.config.quantization is None and onnx_model.dtype == np.float32
+    is_exact = not _rounds_inputs(model) and onnx_model.dtype == np.float32
     with bar("prove the export", 3 * len(prompts)) as progress:
         logits = _compare_logits(model, onnx_model, prompts, progress)
         linear_error = _require_linears(model, onnx_model, folder / MODEL, prompts)
@@ -148,10 +150,10 @@ def count_kernels(model: GPT, path: Path) -> int:
         open_session(path, optimized=optimized)
         ops = Counter(node.op_type for node in onnx.load(optimized).graph.node)
     plan = model.config.quantization
-    wanted = len(plan.activation_scales) if plan else 0
+    wanted = len(plan.activation_scales) if plan else 0  # with float inputs it is a float product
     integer = sum(ops[op] for op in INTEGER_KERNELS)
-    in_float = ops["MatMul"] + ops["FusedMatMul"] + ops["Gemm"]
-    total = 4 * model.config.n_layer + 1
+    in_float = sum(ops[op] for op in FLOAT_KERNELS)
+    total = len(model.config.linear_names()) + 1  # and the head
     if (integer, in_float) != (wanted, total - wanted):
         raise ProofError(
             f"{path}: onnxruntime runs {integer} integer and {in_float} float matrix products "
@@ -175,8 +177,8 @@ def _compare_logits(
     model: GPT, onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], progress: Bar
 ) -> _Logits:
     largest, error, change, variance, n, same = 0.0, 0.0, 0.0, 0.0, 0, 0
-    is_int8 = model.config.quantization is not None
-    float_model = _without_quantization(model)
+    is_int8 = _rounds_inputs(model)
+    changed_model = _without_quantization(model) if is_int8 else model
     for i, prompt in enumerate(prompts):
         tokens = torch.tensor([list(prompt)])
         logits = model(tokens)  # (1, T, V)
@@ -184,7 +186,7 @@ def _compare_logits(
         difference = (found - logits).abs()
         same += int((found.argmax(-1) == logits.argmax(-1)).sum())
         with nullcontext() if is_int8 else _rounded_otherwise(model, onnx_model.dtype, seed=i):
-            changed = float_model(tokens)
+            changed = changed_model(tokens)
         change += float((changed - logits).abs().sum(dtype=torch.float64))
         largest = max(largest, float(difference.max()))
         error += float(difference.sum(dtype=torch.float64))
@@ -209,21 +211,25 @@ def _require_logits(logits: _Logits, max_limit: float) -> None:
 def _require_linears(
     model: GPT, onnx_model: OnnxModel, path: Path, prompts: Sequence[Sequence[int]]
 ) -> float:
-    """The error of the worst integer linear, which is at most 1; 0 where there is none."""
+    """The error of the worst quantized linear, which is at most 1; 0 where there is none."""
     errors = linear_errors(model, onnx_model, path, prompts)
     for name, error in errors.items():
         if not error <= 1:
             raise ProofError(
-                f"{name}: the integer linear parts from torch's on the same input, "
+                f"{name}: the quantized linear parts from torch's on the same input, "
                 f"{error:.3g} times as far as rounding explains"
             )
     return max(errors.values(), default=0.0)
 
 
+def _rounds_inputs(model: GPT) -> bool:
+    """Whether a linear reads integers; int8 weights alone leave the arithmetic float."""
+    plan = model.config.quantization
+    return plan is not None and bool(plan.activation_scales)
+
+
 def _without_quantization(model: GPT) -> GPT:
-    """The float model of the same weights, which it shares; `model` itself if it is float."""
-    if model.config.quantization is None:
-        return model
+    """The float model of the same weights, which it shares."""
     with torch.device("meta"):
         plain = GPT(model.config.with_quantization(None))
     weights = {name: t for name, t in model.state_dict().items() if name in plain.state_dict()}

@@ -21,16 +21,15 @@ from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
-from lathe.model.config import LINEARS, GPTConfig, read_config
+from lathe.model.architecture import Architecture
+from lathe.model.config import GPTConfig, read_config
 from lathe.storage import sha256
 from lathe.storage.verified import require_intact
 
 WEIGHTS = "model.safetensors"
 MARKER = CHECKPOINT.metadata_file
-PREFIX = "transformer."
 FLOATS = ("F32", "F16", "BF16", "F64")
 SMALLEST = 2  # bytes of one of them
-HF_BUFFERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -108,8 +107,10 @@ def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
     return tokenizer
 
 
-def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
-    """(name without `transformer.`, tensor) of a safetensors file, one in memory at a time.
+def read_tensors(
+    path: Path, framework: str, architecture: Architecture
+) -> Iterator[tuple[str, Any]]:
+    """(name without the family's prefix, tensor) of a safetensors file, one in memory at a time.
 
     Args:
         framework: `pt` for torch's tensors, `np` for arrays.
@@ -124,13 +125,15 @@ def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
     hint = "copy the file again"
     try:
         with safe_open(path, framework) as file:
-            stored = [name for name in file.keys() if not name.endswith(HF_BUFFERS)]  # noqa: SIM118
+            names = list(file.keys())
+            stored = [name for name in names if not name.endswith(architecture.not_weights)]
             types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not safetensors: {error}", hint) from None
-    names = [name.removeprefix(PREFIX) for name in stored]
+    prefix = architecture.prefix
+    names = [name.removeprefix(prefix) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{path}: holds {twice[0]} twice, with {PREFIX} and without", hint)
+        raise UserError(f"{path}: holds {twice[0]} twice, with {prefix} and without", hint)
     for name, dtype in types.items():
         if dtype not in FLOATS:
             raise UserError(
@@ -173,11 +176,6 @@ def require_fit(
 
 def non_finite(path: Path, name: str) -> UserError:
     return UserError(f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint")
-
-
-def is_conv1d(name: str) -> bool:
-    """Whether HF stores this tensor as its Conv1D does, (in, out)."""
-    return name.endswith(tuple(f"{linear}.weight" for linear in LINEARS))
 
 
 def write_folder(

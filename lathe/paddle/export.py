@@ -23,7 +23,7 @@ from lathe.artifacts.kinds import PADDLE_EXPORT
 from lathe.config.settings import Recipe
 from lathe.errors import StageError
 from lathe.export.prompts import held_out_prompts
-from lathe.model.config import HEAD
+from lathe.model.architecture import HEAD
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Arrays, load_checkpoint, set_weights, weights_of
@@ -91,7 +91,7 @@ def export(
         _save(net, qat, work / NAME)
         differences = {"paddle.inference": compare("model.pdmodel", _inference(work / NAME))}
         graph = _onnx(weights, config, model)
-        wanted = len(plan.activation_scales) if plan else 0
+        wanted = len(plan.linears) if plan else 0
         if (count := count_quantized(graph)) != wanted:
             raise ProofError(
                 f"paddle2onnx's graph has {count} quantized MatMuls where the plan has {wanted}"
@@ -144,13 +144,12 @@ def _onnx(weights: Arrays, config: Any, source: Path) -> Any:
     table = head = None
     if plan is not None:
         head = plan.activation_scales.get(HEAD)
-        linears = {name: s for name, s in plan.activation_scales.items() if name != HEAD}
+        linears = plan.part(plan.linears.keys() - {HEAD})
         if plan.quantize_embedding:
             net, _ = _build(weights, config, source)
             table = net.table().numpy()
-            weights = weights | {"wte.weight": table}
-        bare = replace(plan, quantize_embedding=False, activation_scales=linears)
-        config = replace(config, quantization=bare if linears else None)
+            weights = weights | {config.architecture.table: table}
+        config = replace(config, quantization=linears if linears.linears else None)
     with TemporaryDirectory(prefix="lathe-paddle-") as scratch:
         _save(*_build(weights, config, source), Path(scratch) / NAME)
         return convert(Path(scratch) / NAME, head, table)

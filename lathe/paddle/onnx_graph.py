@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from lathe.errors import StageError
-from lathe.paddle.fake_quant import LEVELS
+from lathe.model.quantization import INT8
 
 OPSET = 13
 
@@ -91,14 +91,14 @@ class _Graph:
             axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
             if scale.size > 1:
                 scale = scale.reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
-            integers = np.clip(np.rint(weight / scale), -LEVELS, LEVELS).astype(np.int8)
+            integers = np.clip(np.rint(weight / scale), -INT8.levels, INT8.levels).astype(np.int8)
             self.constants[node.output[0]] = integers
             self.nodes.remove(node)
 
     def quantize_table(self, table: NDArray[np.float32]) -> None:
         """The float embedding -> DequantizeLinear of integers, a scale a row."""
         name = next(n for n, array in self.constants.items() if array.shape == table.shape)
-        scale = np.abs(table).max(1) / LEVELS
+        scale = np.abs(table).max(1) / INT8.levels
         scale = np.where(scale > 0, scale, 1).astype(np.float32)
         self.constants |= {
             f"{name}.int8": np.rint(self.constants.pop(name) / scale[:, None]).astype(np.int8),

@@ -86,7 +86,8 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         )
     names = {name: parameter.name for name, parameter in model.named_parameters()}
     masks: dict[str, Any] = {}
-    for linear, n_head in (("attn.c_attn", full), ("mlp.c_fc", -1)):
+    qkv, ffn = (config.architecture.column(units).name for units in ("heads", "channels"))
+    for linear, n_head in ((qkv, full), (ffn, -1)):
         pruner = PRUNERS[settings.criterion](
             model,
             [[1, min(16, config.n_positions)]],
@@ -100,10 +101,10 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         masks |= {target: plan.masks[target][0].mask for target in targets}
     kept = []
     for i in range(config.n_layer):
-        columns = np.asarray(masks[names[f"h.{i}.attn.c_attn.weight"]]).astype(bool)
+        columns = np.asarray(masks[names[f"h.{i}.{qkv}.weight"]]).astype(bool)
         heads = columns.reshape(full, 3 * config.head_dim)
         assert (heads.all(1) | ~heads.any(1)).all()  # whole heads
-        channels = np.asarray(masks[names[f"h.{i}.mlp.c_fc.weight"]]).astype(bool)
+        channels = np.asarray(masks[names[f"h.{i}.{ffn}.weight"]]).astype(bool)
         kept.append(KeptUnits(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
     small = replace(
         config,

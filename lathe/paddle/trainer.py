@@ -54,7 +54,7 @@ class Trainer(Loop):
         trained = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
         self.names = {p.name: n for n, p in trained}
         self.sums = GradientSums([p for _, p in trained], workers)
-        settings = recipe.Optimizer
+        settings, family = recipe.Optimizer, model.config.architecture
         self.optimizer = paddle.optimizer.AdamW(
             learning_rate=settings.lr.max_lr,
             beta1=settings.beta1,
@@ -62,7 +62,7 @@ class Trainer(Loop):
             epsilon=settings.epsilon,
             parameters=self.sums.owned,
             weight_decay=settings.weight_decay,
-            apply_decay_param_fun=lambda name: is_decayed(self.names[name]),
+            apply_decay_param_fun=lambda name: is_decayed(self.names[name], family),
         )
         if paddle.device.get_device() != "cpu":
             peak = _peak_flops() * workers.size
@@ -166,7 +166,8 @@ class Trainer(Loop):
         copies = workers.size // workers.sharding
         for parameter in self.sums.owned:
             if parameter.grad is not None:
-                is_divided = axis_of(self.names[parameter.name]) is not None
+                axis = axis_of(self.names[parameter.name], self.model.config.architecture)
+                is_divided = axis is not None
                 holders = copies // workers.mp if is_divided else copies
                 total += float(parameter.grad.square().sum()) / holders
         return total

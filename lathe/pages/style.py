@@ -19,7 +19,7 @@ WEB_FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours; `series` in the order of the candidates."""
+    """Colours; `series`, the eight of Okabe and Ito, in the order of the candidates."""
 
     name: str
     ink: str
@@ -38,7 +38,10 @@ LIGHT = Theme(
     muted="#5b6570",
     grid="#e3e7eb",
     accent="#D55E00",
-    series=("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"),
+    series=(
+        *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"),
+        *("#C9B718", "#7A7A7A"),  # yellow and black, moved to where they are seen on white
+    ),
 )
 DARK = Theme(
     name="dark",
@@ -46,7 +49,10 @@ DARK = Theme(
     muted="#9aa5b1",
     grid="#343b43",
     accent="#F58A4B",
-    series=("#56B4E9", "#F0B429", "#2CC79A", "#E29CC4", "#9AD0F5", "#F58A4B"),
+    series=(
+        *("#56B4E9", "#F0B429", "#2CC79A", "#E29CC4", "#9AD0F5", "#F58A4B"),
+        *("#F0E442", "#B0B0B0"),
+    ),
 )
 
 

@@ -22,13 +22,13 @@ from lathe.compress.sensitivity.page import section
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
+from lathe.evaluate.results import read_metrics
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
 from lathe.report.achieved import find_achieved
 from lathe.report.figures import Measure, comparison, loss_curve
 from lathe.report.summary import (
-    COLUMNS,
     Candidate,
     Row,
     cells,
@@ -90,23 +90,12 @@ def report(
 
 
 def _comparisons(rows: Sequence[Row]) -> list[Picture]:
-    units = {
-        "File": ("File size", "megabytes", 1e-6),
-        "Perplexity": ("Perplexity, lower is better", "perplexity, with 95 % interval", 1.0),
-        "Cloze accuracy": (
-            "Cloze accuracy, higher is better",
-            "% of last words right, with 95 % interval",
-            100.0,
-        ),
-        "Prefill": ("Latency: prefill", "ms for the prompt, batch of 1", 1.0),
-        "Decode, a token": ("Latency: decode", "ms per generated token, batch of 1", 1.0),
-    }
     pictures = []
-    for column in COLUMNS:
-        values = [column.of(row) for row in rows]
-        if column.title not in units or not any(value is not None for value in values):
+    for column in columns(rows):
+        if column.panel is None:
             continue
-        title, unit, factor = units[column.title]
+        title, unit, factor = column.panel.title, column.panel.axis, column.panel.factor
+        values = [column.of(row) for row in rows]
         stderr = column.stderr
         measure = Measure(
             title=title,
@@ -231,7 +220,8 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
     found = [(f"{c.name} checkpoint", checkpoint_digest(c.model)) for c in candidates]
     for candidate in candidates:
         if candidate.evaluation:
-            digests = read_json(candidate.evaluation / EVALUATION.metadata_file, HINT)["digests"]
+            metrics = read_metrics(candidate.evaluation)
+            digests = metrics["digests"] | {n: t["sha256"] for n, t in metrics["tasks"].items()}
             found += [
                 (f"{name} evaluated on" if name != "tokenizer" else name, digest)
                 for name, digest in digests.items()

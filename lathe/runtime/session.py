@@ -225,6 +225,8 @@ def open_session(
     options.log_severity_level = 3
     # Idle threads spin within a run, where it pays off, but not between runs.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    # A float input of an int8 weight stays float32; by default it would be rounded to int8 too.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if saturates(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""):
         # Exact, but several times slower on other CPUs: it disables the fast kernels.
         options.add_session_config_entry("session.x64quantprecision", "1")

@@ -1,4 +1,4 @@
-"""The closed loop: how much to prune so that an INT8 model meets a target and is still good."""
+"""Search for the least pruned INT8 model that meets a target within a budget of quality."""
 
 import json
 import logging
@@ -44,15 +44,15 @@ def compress(
     cloze: Path | None = None,
     run: Perform | None = None,
 ) -> SearchResult:
-    """Try INT8 alone, then as much pruning as the target seems to need, nearer each time; write
-    `compress.json` and `compress.html`, a picture of all trials.
+    """Try INT8 alone, then pruning ratios that converge on the target; write `compress.json` and
+    `compress.html`, a picture of all trials.
 
     Every trial prunes, finetunes, ranks linears, quantizes, exports and evaluates, in a folder of
-    its own under `output`; a killed search goes on with the trial, and the stage, it was in.
+    its own under `output`; a killed search resumes in the same trial and stage.
 
     Args:
-        recipes: of evaluation and export, of pruning, and of quantization.
-        trials: at most so many.
+        recipes: for evaluation and export, for pruning, and for quantization.
+        trials: maximum number of trials.
         run: runs a training stage; it may do so on several processes. In this one unless given.
 
     Raises:

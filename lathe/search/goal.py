@@ -1,4 +1,4 @@
-"""What a search for a smaller model aims at, and how the command line says it."""
+"""The target and budget of a search, and their form on the command line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

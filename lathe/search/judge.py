@@ -1,4 +1,4 @@
-"""What an INT8 model is worth beside the dense one, and the choice among several."""
+"""Compare INT8 models with the dense one, and choose among them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def choose(
     candidates: Sequence[tuple[float, Path, Path]],
     output: Path,
 ) -> SearchResult:
-    """The judgement of a search, of models that were made elsewhere.
+    """Judge models that were made elsewhere, like the trials of a search.
 
     Args:
         dense: evaluation and export folder.
@@ -47,10 +47,11 @@ def gather(
     evaluations: Sequence[Path],
     exports: Sequence[Path],
 ) -> list[tuple[float, Path, Path]]:
-    """The candidates of `choose`, whose checkpoints are whole.
+    """Collect the candidates of `choose` and check their checkpoints.
 
     Raises:
-        UserError: not as many of each, a ratio that is none, or a model that is no checkpoint.
+        UserError: lists of different lengths, an invalid ratio, or a model that is not a
+        checkpoint.
     """
     counts = [len(part) for part in (ratios, models, evaluations, exports)]
     if len(set(counts)) > 1 or not ratios:

@@ -1,4 +1,4 @@
-"""The page of a search: what every trial costs and what it is worth."""
+"""The page of a search: cost and quality of every trial."""
 
 from matplotlib.axes import Axes
 

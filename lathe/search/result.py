@@ -1,4 +1,4 @@
-"""What a search found: the best trial, `compress.json`, and `compress.html`."""
+"""The result of a search: the best trial, `compress.json` and `compress.html`."""
 
 import json
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ def conclude(
 
 
 def require_met(result: SearchResult) -> Trial:
-    """The best trial.
+    """Return the best trial.
 
     Raises:
-        StageError: there is none.
+        StageError: no trial met the goal.
     """
     if result.best is not None:
         return result.best

@@ -1,4 +1,4 @@
-"""What a search for a smaller model tried."""
+"""A trial of a search."""
 
 from dataclasses import dataclass
 

@@ -78,7 +78,11 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     branch = FLOAT * n * C + narrow * N * C + dropout
     attention = branch + narrow * 4 * N * W + FLOAT * N * heads  # q, k, v, output; log-sum-exp
     mlp = branch + narrow * 2 * N * F  # GELU's input and output
-    attention_matrices, mlp_matrices = 4 * C * W + 3 * W + C, 2 * C * F + F + C
+    family, widths = config.architecture, {"heads": W, "channels": F}
+    attention_matrices, mlp_matrices = (
+        sum(x.n_params(C, width) for x in family.linears if x.units == units)
+        for units, width in widths.items()
+    )
     autocast = narrow if _is_autocast(recipe) else 0
     attention_cast, mlp_cast = autocast * attention_matrices, autocast * mlp_matrices
     everything = attention + mlp + attention_cast + mlp_cast
@@ -90,7 +94,7 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     }[layout.recompute]
     weight_gradient = (FLOAT + (narrow if narrow < FLOAT else 0)) * C * F
     return _Block(
-        parameters=attention_matrices + mlp_matrices + 4 * C,
+        parameters=attention_matrices + mlp_matrices + 2 * C * len(family.block_norms),
         cast=attention_cast + mlp_cast,
         kept=kept,
         again=again,

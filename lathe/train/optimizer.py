@@ -6,11 +6,14 @@ import torch
 from torch import nn
 
 from lathe.config.settings import OptimizerSettings
+from lathe.model.architecture import Architecture
 from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
 
 
 def make_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: OptimizerSettings,
+    architecture: Architecture,
 ) -> torch.optim.AdamW:
     """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`.
 
@@ -22,7 +25,7 @@ def make_optimizer(
             continue
         if name.endswith("alpha"):
             bounds.append(parameter)
-        elif is_decayed(name):
+        elif is_decayed(name, architecture):
             decayed.append(parameter)
         else:
             plain.append(parameter)

@@ -167,16 +167,11 @@ def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     row = RowwiseParallel(output_layouts=residual)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
     norm = SequenceParallel(use_local_output=True) if stage.sequence_parallel else _Replicated()
+    family = stage.gpt.config.architecture
     styles: dict[str, ParallelStyle] = {
-        "wte": embedding,
-        "wpe": embedding,
-        "ln_f": norm,
-        "ln_1": norm,
-        "attn.c_attn": column,
-        "attn.c_proj": row,
-        "ln_2": norm,
-        "mlp.c_fc": column,
-        "mlp.c_proj": row,
+        **dict.fromkeys(family.embeddings, embedding),
+        **dict.fromkeys((*family.block_norms, family.final_norm), norm),
+        **{linear.name: column if linear.style == "column" else row for linear in family.linears},
     }
     plan = {
         name: style

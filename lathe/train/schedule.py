@@ -3,13 +3,14 @@
 import math
 
 from lathe.config.settings import LearningRate
+from lathe.model.architecture import Architecture
 
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
 
 
-def is_decayed(name: str) -> bool:
+def is_decayed(name: str, architecture: Architecture) -> bool:
     """Whether weight decay is for the parameter: not for biases, norms and clipping bounds."""
-    return not name.endswith(("bias", "alpha")) and "ln_" not in name
+    return not name.endswith(("bias", "alpha")) and not architecture.is_norm(name)
 
 
 def learning_rate(step: int, settings: LearningRate) -> float:

@@ -54,18 +54,21 @@ class Trainer(Loop):
     ) -> None:
         super().__init__(recipe, data, output, workers)
         self.workers, self.stages, self.observe = workers, stages, observe
-        frozen = recipe.Compress.Quantization.freeze_embedding
+        config = stages[0].gpt.config
+        embeddings = [f"{name}.weight" for name in config.architecture.embeddings]
+        frozen = embeddings if recipe.Compress.Quantization.freeze_embedding else []
         for name, parameter in self._named_parameters():
-            parameter.requires_grad_(not (frozen and name in ("wte.weight", "wpe.weight")))
+            parameter.requires_grad_(name not in frozen)
         self.parameters = [p for _, p in self._named_parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self._named_parameters(), recipe.Optimizer)
+        self.optimizer = make_optimizer(
+            self._named_parameters(), recipe.Optimizer, config.architecture
+        )
         self.tied = TiedEmbedding(stages, workers)
         self.passes: Passes | PipelinePasses
         if workers.mesh["pp"].size() > 1:
             self.passes = PipelinePasses(stages, recipe, self.batch, workers)
         else:
             self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage, teacher)
-        config = stages[0].gpt.config
         peak = peak_flops(workers.device, stages[0].dtype)
         if peak is not None:
             self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)

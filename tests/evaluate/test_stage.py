@@ -11,8 +11,9 @@ from lathe.errors import UserError
 from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
@@ -111,10 +112,8 @@ def test_pruned_and_quantized_checkpoints_are_measured(
     pruned = GPT(config)
     pruned.initialize(std=0.4, seed=5)
     save_checkpoint(tmp_path / "pruned", pruned, tokenizer, "prune", recipe)
-    plan = QuantizationPlan(
-        activation_scales=dict.fromkeys([*pruned.config.linear_names(), "lm_head"], 0.05),
-        quantize_embedding=True,
-    )
+    scales = dict.fromkeys([*pruned.config.linear_names(), "lm_head"], 0.05)
+    plan = QuantizationPlan.w8a8(scales)
     quantized = GPT(config.with_quantization(plan))
     quantized.load_state_dict(pruned.state_dict())
     save_checkpoint(tmp_path / "int8", quantized, tokenizer, "quantize", recipe)

@@ -1,6 +1,6 @@
-"""Which linears INT8 hurts, and which to leave in float.
+"""The analyze stage: rank linears by what INT8 costs, and choose those to leave in float.
 
-After PaddleSlim's analysis of sensitivity, whose two modes these are; `fisher` is added.
+The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,6 @@ from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import (
-    part_of,
     run_analysis,
     validation_batches,
 )
@@ -24,9 +23,10 @@ from lathe.compress.sensitivity.statistics import input_distributions, weight_di
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.config import HEAD, QuantizationPlan
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
 
@@ -34,11 +34,11 @@ from lathe.train.workers import choose_device
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
     """Rank the linears of a checkpoint and choose skips.
 
-    Writes `sensitivity.json` and a page for people, `sensitivity.html`; see `run_analysis`.
+    Writes `sensitivity.json` and an HTML page, `sensitivity.html`; see `run_analysis`.
 
     Raises:
-        UserError: `Sensitivity.mode` is not for this checkpoint, the validation part cannot fill
-            one sequence, or an unfinished analysis of something else is in the way.
+        UserError: `Sensitivity.mode` does not apply to this checkpoint, the validation part cannot
+            fill one sequence, or there is an unfinished analysis of something else.
     """
     checkpoint = load_checkpoint(model)
 
@@ -64,13 +64,13 @@ class TorchModel:
         self.plan = checkpoint.model.config.quantization or _calibrated(
             recipe, self.model, self.calibration, journal
         )
-        self.names: Sequence[str] = list(self.plan.activation_scales)
+        self.names: Sequence[str] = list(self.plan.linears)
         possible = quantizable(self.model.config, recipe.Compress.Quantization)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
-        with fake_quant.inserted(self.model, part_of(self.plan, quantized)):
+        with fake_quant.inserted(self.model, self.plan.part(quantized)):
             return self._measure(self.model)
 
     def estimates(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class TorchModel:
 
 
 def without_quantization(model: GPT) -> GPT:
-    """A float model of the same weights, in the same memory."""
+    """A float model that shares the weights."""
     weights = model.state_dict()
     with torch.device("meta"):
         bare = GPT(replace(model.config, quantization=None))
@@ -107,5 +107,4 @@ def _calibrated(
         with fake_quant.inserted(model, plan):
             return fake_quant.calibrate(model, batches)
 
-    scales = journal.recall("scales", find, dict)
-    return replace(plan, activation_scales={name: scales[name] for name in plan.activation_scales})
+    return plan.with_scales(journal.recall("scales", find, dict))

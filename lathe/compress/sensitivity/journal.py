@@ -1,4 +1,4 @@
-"""What an analysis has found so far, a JSON line a finding, so that a killed one goes on."""
+"""The findings of an analysis, one JSON line each, so that a killed analysis can resume."""
 
 import json
 import logging
@@ -22,17 +22,17 @@ HINT = "move the file away, or give another --output"
 class Journal:
     """Findings by name, in a file that outlives the process.
 
-    JSON keeps every bit of a float, so a finding that is read back is the one that was made.
+    JSON preserves every bit of a float, so findings are read back exactly.
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
-        """Go on with the file `path`, or begin it.
+        """Resume from the file `path`, or create it.
 
         Args:
             identity: digests of what the findings depend on.
 
         Raises:
-            UserError: the file is of another identity, or no journal: it is then left as it is.
+            UserError: the file has another identity or is not a journal; it is left unchanged.
         """
         self.path = path
         self.found: dict[str, object] = {}
@@ -42,7 +42,7 @@ class Journal:
             return
         with open_file(path, HINT) as file:
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # a kill may have cut the last line
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete after a kill
         first, *lines = whole.splitlines() or [b""]
         found = _identity(first, path)
         different = [k for k, v in identity.items() if found.get(k) != v]
@@ -61,11 +61,10 @@ class Journal:
         log.info("%s: %d findings are there already", path, len(lines))
 
     def recall(self, name: str, find: Callable[[], T], kind: type = object) -> T:
-        """The finding `name`, which is made by `find` unless it is there: numbers, in lists and
-        dictionaries.
+        """The finding `name`, computed by `find` if missing: numbers in lists and dictionaries.
 
         Raises:
-            UserError: what is there is not of the kind.
+            UserError: the stored value has another type.
         """
         if name not in self.found:
             self.found[name] = find()

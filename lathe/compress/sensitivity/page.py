@@ -1,4 +1,4 @@
-"""The sensitivity of linears to INT8: a section of a run's page, and a page of its own."""
+"""Render an analysis of sensitivity as a page, or as a section of a run's report."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ Linears = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Achieved:
-    """What INT8 cost the model that was trained with the analysis's choice.
+    """The actual cost of INT8 in the model that was quantized by the analysis's choice.
 
     Attributes:
-        name, parent: of the model and of the float one that it was made from.
+        name, parent: names of the model and of the float model it was made from.
         before, after: perplexity of parent and model on the held-out text.
     """
 
@@ -44,7 +44,7 @@ class Achieved:
 
 @dataclass(frozen=True)
 class Section:
-    """What the template shows of `sensitivity.json`."""
+    """The template's view of `sensitivity.json`."""
 
     analysis: Mapping[str, Any]
     unit: str
@@ -88,7 +88,7 @@ def sensitivity_page(analysis: Mapping[str, Any]) -> str:
 
 
 def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme) -> str:
-    """Ranked bars of what INT8 in one linear costs; those left in float stand out.
+    """Bar chart of the cost of INT8 in each linear; those left in float are highlighted.
 
     Args:
         linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their

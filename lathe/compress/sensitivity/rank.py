@@ -1,10 +1,10 @@
-"""The analysis itself, of a model in any framework: which linears INT8 hurts."""
+"""Rank the linears of a model in any framework by what INT8 costs, and choose skips."""
 
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -28,7 +28,6 @@ from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
-from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
 from lathe.storage import atomic_folder, claim_output_folder, digest
 from lathe.train.batches import EvalBatches, open_data
@@ -39,11 +38,11 @@ WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for t
 
 
 class AnalyzedModel(Protocol):
-    """A model that the analysis quantizes in part.
+    """A model that can be quantized in part, for the analysis.
 
     Attributes:
-        names: its linears that may be INT8.
-        float_already: those that the checkpoint has in float.
+        names: its quantizable linears.
+        float_already: those that the checkpoint already leaves in float.
         engine: the framework that computes.
     """
 
@@ -52,10 +51,10 @@ class AnalyzedModel(Protocol):
     engine: str
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
-        """The metric of every validation batch, with `quantized` alone in INT8."""
+        """The metric of every validation batch, with only `quantized` in INT8."""
 
     def estimates(self) -> dict[str, float]:
-        """KL that INT8 in each linear alone adds, nats a token, as gradients foretell it."""
+        """KL that INT8 in each linear alone adds, nats a token, estimated from gradients."""
 
     def weights(self) -> dict[str, Distribution]: ...
 
@@ -84,16 +83,16 @@ def run_analysis(
 ) -> SensitivityResult:
     """Rank the linears, choose skips, write `output`.
 
-    What is found is kept in `OUTPUT.unfinished.jsonl` until then: the same call after a kill goes
-    on from there, to the same result.
+    Findings are kept in `OUTPUT.unfinished.jsonl` until then; after a kill the same call resumes
+    from there, with the same result.
 
     Args:
-        checkpoint: what is loaded from `model`.
+        checkpoint: the loaded `model`.
         open_model: what needs calibrating recalls it from the journal.
 
     Raises:
-        UserError: `Sensitivity.mode` is not for this checkpoint, or an unfinished analysis of
-            something else is in the way.
+        UserError: `Sensitivity.mode` does not apply to this checkpoint, or there is an unfinished
+            analysis of something else.
     """
     claim_output_folder(output, SENSITIVITY, model, data)
     config = checkpoint.model.config
@@ -185,7 +184,7 @@ def _one_at_a_time(
 
 
 def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
-    """What the metric is measured on.
+    """The validation batches that the metric is measured on.
 
     Raises:
         UserError: the validation part cannot fill one sequence.
@@ -198,12 +197,6 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
             "give validation a larger share of Data.Eval.dataset.split",
         )
     return batches
-
-
-def part_of(plan: QuantizationPlan, names: Iterable[str]) -> QuantizationPlan:
-    """The plan with `names` alone in INT8."""
-    scales = {n: scale for n, scale in plan.activation_scales.items() if n in frozenset(names)}
-    return replace(plan, quantize_embedding=HEAD in scales, activation_scales=scales)
 
 
 def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
@@ -220,7 +213,7 @@ def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path
 
 
 def _spearman(linears: Sequence[LinearScore]) -> float | None:
-    """None where all are the same, or there is but one."""
+    """Spearman's rank correlation; None if all values are equal or there is only one."""
     scores, estimates = [x.score for x in linears], [x.estimate for x in linears]
     if len(set(scores)) < 2 or len(set(estimates)) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What an analysis of sensitivity finds, and the linears to leave in float that follow from it."""
+"""The result of a sensitivity analysis, and the choice of linears to leave in float."""
 
 import math
 from collections.abc import Sequence
@@ -49,11 +49,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class LinearScore:
-    """What INT8 in one linear costs.
+    """The cost of INT8 in one linear.
 
     Attributes:
         score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
-        estimate: KL added, nats a token, as the gradients foretell it.
+        estimate: KL added, nats a token, estimated from gradients.
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
 
@@ -68,13 +68,13 @@ class LinearScore:
 
 @dataclass(frozen=True)
 class SensitivityResult:
-    """Ranking, worst first, and the skips that follow from it; all in the metric's unit.
+    """The ranking, worst first, and the resulting skips; all in the metric's unit.
 
     Attributes:
         model: digest of the analyzed checkpoint.
         baseline: the metric of the float model; in mode qat of the quantized one.
-        skip: the linears to leave in float, with those that the analyzed checkpoint has so.
-        predicted: what INT8 costs with `skip` in float.
+        skip: the linears to leave in float, including those that the checkpoint already does.
+        predicted: cost of INT8 with `skip` in float.
         rank_correlation: Spearman's, of scores and estimates; None where nothing was measured to
             correlate.
     """
@@ -97,7 +97,7 @@ def choose_skips(
 ) -> tuple[list[str], float]:
     """Apply `RULE` to scores that are sorted worst first: (names to skip, predicted cost).
 
-    A negative score is noise, not a gain, and counts as none.
+    Negative scores are noise, not gains, and count as zero.
     """
     costs = [max(linear.score, 0.0) for linear in ranked]
     for n in range(len(ranked) + 1):
@@ -108,7 +108,7 @@ def choose_skips(
 
 
 def read_analysis(folder: Path) -> SensitivityResult:
-    """Of a folder that `lathe analyze` wrote.
+    """Read the folder that `lathe analyze` wrote.
 
     Raises:
         UserError: there is none, or it is broken.

@@ -62,17 +62,18 @@ class QuantizationSettings(Settings):
     True."""
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
     """Scales of a weight: one for all of it, or one for each output channel."""
-    activation_quantize_type: Literal["moving_average_abs_max"] = "moving_average_abs_max"
-    """Name of the only way to find the scale of an activation, a moving average of its largest
-    absolute value; it states a fact and changes nothing."""
+    activation_quantize_type: Literal["moving_average_abs_max", "none"] = "moving_average_abs_max"
+    """Scale of an activation: from a moving average of its largest absolute value. `none` leaves
+    activations in float and quantizes the weights alone: the file shrinks as much, and nothing is
+    computed in integers."""
     activation_preprocess_type: Literal["PACT"] | None = None
     """PACT clips activations at a bound that is learned; null does not clip."""
     moving_rate: Probability = 0.9
     """Weight of the past in the moving average of an activation's largest absolute value."""
-    weight_bits: Literal[4, 8] = 8
-    """Bits of a quantized weight."""
+    weight_bits: Literal[8] = 8
+    """Bits of a quantized weight; it states a fact, there are no others."""
     activation_bits: Literal[8] = 8
-    """Bits of a quantized activation."""
+    """Bits of a quantized activation; likewise."""
     freeze_embedding: bool = False
     """Whether to leave the token and position embeddings untrained."""
     quantize_embedding: bool = False
@@ -81,6 +82,15 @@ class QuantizationSettings(Settings):
         default={}
     )
     """Linear layers to leave in float, by block: `{block_0: [qkv, linear2]}`."""
+
+    @model_validator(mode="after")
+    def _pact_clips_what_is_quantized(self) -> "QuantizationSettings":
+        if self.activation_preprocess_type and self.activation_quantize_type == "none":
+            raise ValueError(
+                "activation_preprocess_type PACT clips activations that activation_quantize_type "
+                "none leaves in float: leave it empty"
+            )
+        return self
 
 
 class CompressSettings(Settings):
