@@ -21,6 +21,7 @@ class PlainLines(logging.Handler):
 
 
 def log_to_stderr() -> None:
+    """Print Lathe's log lines, and nobody else's, on stderr."""
     log = logging.getLogger("lathe")
     log.addHandler(PlainLines())
     log.setLevel(logging.INFO)

@@ -43,6 +43,7 @@ class Bar:
         self._started = self._logged = time.monotonic()
 
     def advance(self, n: int = 1, status: str = "") -> None:
+        """Count n more; off a terminal, log the position now and then."""
         self.done += n
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=n, status=status)

@@ -162,6 +162,8 @@ Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class EvaluatedModel(BaseModel):
+    """The model that an evaluation measured."""
+
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     n_params: Positive
     bytes: Positive
@@ -175,6 +177,8 @@ class Figures(BaseModel):
 
 
 class ClozeFigures(Figures):
+    """Figures of a cloze set."""
+
     examples: Positive
     accuracy: Share
     accuracy_stderr: Error | None = None
@@ -185,6 +189,8 @@ class ClozeFigures(Figures):
 
 
 class TextFigures(Figures):
+    """Figures of a text."""
+
     blocks: Positive
     perplexity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     perplexity_stderr: Error | None = None
@@ -216,6 +222,8 @@ class EvaluationMetadata(Metadata):
 
 
 class Rehearsed(BaseModel):
+    """What a deployment's report says of its rehearsal."""
+
     model_config = ConfigDict(extra="allow", strict=True)
     prompt: str
     text: str

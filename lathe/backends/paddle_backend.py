@@ -23,10 +23,12 @@ TRAINJOB_RUNTIME: str | None = "lathe-paddle"
 
 
 def starts_processes(verb: str) -> bool:
+    """Paddle's own launcher starts the workers that train."""
     return verb in ("prune", "quantize")
 
 
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
+    """Prune with PaddleSlim."""
     from lathe.train.result import read_result
 
     require_enabled("Prune", recipe.Compress.Prune.enable)
@@ -37,6 +39,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> "TrainResult":
+    """Quantization-aware training with PaddleSlim."""
     from lathe.train.result import read_result
 
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
@@ -46,6 +49,7 @@ def quantize(
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
+    """Rank the linears, measured with Paddle."""
     from lathe.compress.sensitivity.result import read_analysis
 
     start("analyze", recipe, model, "--data", data, "--output", output)
@@ -90,10 +94,12 @@ def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResu
 
 
 def check_environment() -> None:
+    """Check that Paddle's environment exists."""
     find_python()
 
 
 def check_support(verb: str, recipe: Recipe, has_gpu: bool) -> None:
+    """Refuse what Paddle or PaddleSlim cannot do."""
     require_supported(verb, recipe)
     if verb in ("prune", "quantize") and not has_gpu:
         require_no_gpu_needed(recipe)

@@ -16,10 +16,12 @@ TRAINJOB_RUNTIME: str | None = None
 
 
 def starts_processes(verb: str) -> bool:
+    """Lathe starts torch's workers."""
     return False
 
 
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
+    """See `lathe.compress.prune.prune`."""
     from lathe.compress.prune import prune
 
     return prune(recipe, model, data, output)
@@ -28,12 +30,14 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> "TrainResult":
+    """See `lathe.compress.quantize.quantize`."""
     from lathe.compress.quantize import quantize
 
     return quantize(recipe, model, data, output, sensitivity)
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
+    """See `lathe.compress.sensitivity.analyze.analyze`."""
     from lathe.compress.sensitivity.analyze import analyze
 
     return analyze(recipe, model, data, output)
@@ -49,12 +53,14 @@ def evaluate(
     endpoint: str | None = None,
     tasks: "Sequence[GivenTask]" = (),
 ) -> "EvalResult":
+    """See `lathe.evaluate.evaluate.evaluate`."""
     from lathe.evaluate.evaluate import evaluate
 
     return evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
 
 
 def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
+    """See `lathe.export.export.export`."""
     from lathe.export.export import export
 
     return export(recipe, model, data, output)

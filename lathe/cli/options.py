@@ -28,14 +28,17 @@ Overrides = Annotated[
 
 
 def input_option(help: str) -> Any:
+    """An option that takes the path or address of an input."""
     return typer.Option(help=help, parser=input_path, metavar="PATH")
 
 
 def input_argument(help: str) -> Any:
+    """An argument that takes the path or address of an input."""
     return typer.Argument(help=help, parser=input_path)
 
 
 def output_option(help: str) -> Any:
+    """An option that takes the path or address of an output."""
     return typer.Option(help=help, parser=_output_path, metavar="PATH")
 
 
@@ -69,6 +72,7 @@ OutputBeside = Annotated[Path | None, output_option("Folder to write.")]
 
 
 def load(name: str, overrides: list[str] | None) -> "Recipe":
+    """Load a recipe; imports pydantic only now."""
     from lathe.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
@@ -87,10 +91,12 @@ def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:
 
 
 def as_options(overrides: list[str] | None) -> list[str]:
+    """The overrides as options of another command line."""
     return [part for value in overrides or [] for part in ("-o", value)]
 
 
 def beside(model: Path, suffix: str) -> Path:
+    """The default output folder beside a model, `MODEL-SUFFIX`."""
     if not model.name:
         raise UserError(f"{model}: has no name to put {suffix} behind", "give --output")
     return model.with_name(f"{model.name}-{suffix}")

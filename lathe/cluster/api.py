@@ -55,6 +55,7 @@ class Cluster:
         return self.ask(creating, *self._jobs, body=job, unless=409) is not None
 
     def get(self, name: str) -> TrainJob | None:
+        """The TrainJob of this name, or None."""
         getting = self._custom.get_namespaced_custom_object
         return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
 
@@ -81,6 +82,7 @@ class Cluster:
         return self.ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)
 
     def pods(self, labels: str | None = None) -> list[Any]:
+        """The V1Pods that match a label selector."""
         listing = self._core.list_namespaced_pod
         return list(self.ask(listing, self.namespace, label_selector=labels).items)
 

@@ -166,6 +166,7 @@ _OUTPUT = threading.Lock()
 
 
 def print_line(line: str) -> None:
+    """Print a line of a pod's log at once."""
     with _OUTPUT:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

@@ -44,6 +44,7 @@ class LogFollower(threading.Thread):
         self.join(seconds)
 
     def run(self) -> None:
+        """Read until the container has ended, reconnecting as needed."""
         tries = 0
         while tries < LAST_TRIES:
             ended = self._ended.is_set()

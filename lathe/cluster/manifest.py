@@ -48,6 +48,7 @@ class Launcher:
 
     @property
     def owner(self) -> dict[str, str]:
+        """The owner reference of the launcher's pod."""
         return {"apiVersion": "v1", "kind": "Pod", "name": self.pod, "uid": self.uid}
 
 

@@ -38,19 +38,23 @@ class NodeFailed(WorkerFailed):
 
 
 def node_of(pod: Pod) -> int:
+    """The rank of the node that a pod is."""
     labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
     return int(labels.get(INDEX, annotations.get(INDEX, 0)))
 
 
 def has_started(pod: Pod) -> bool:
+    """Whether the pod's container has started."""
     return pod.status.phase not in (None, "Pending")
 
 
 def has_ended(pod: Pod) -> bool:
+    """Whether the pod has succeeded or failed."""
     return pod.status.phase in ("Succeeded", "Failed")
 
 
 def exit_code(pod: Pod) -> int | None:
+    """The exit code of the pod's container, or None."""
     ended = _terminated(pod)
     return None if ended is None else int(ended.exit_code)
 
@@ -85,6 +89,7 @@ def not_startable(pod: Pod, image: str) -> UserError | None:
 
 
 def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError:
+    """The error for pods that could not be scheduled in time."""
     pool = f"Launch.node_pool={settings.node_pool}" if settings.node_pool else "the cluster"
     asked = [f"{settings.gpus_per_node} GPUs"] if settings.gpus_per_node else []
     asked += [f"{settings.cpus_per_node} CPUs", f"{settings.memory_per_node} of memory"]

@@ -32,6 +32,7 @@ class Cost:
 
     @classmethod
     def parameters(cls, config: GPTConfig) -> "Cost":
+        """Costs in parameters of a model of this shape."""
         C, family = config.n_embd, config.architecture
         costs = dict.fromkeys((linear.units for linear in family.linears), 0.0)
         for linear in family.linears:

@@ -7,6 +7,7 @@ NAMES = {"string": "text", "array": "list", "object": "mapping"}
 
 
 def type_of(kind: dict[str, Any]) -> str:
+    """The name of a schema's type."""
     return NAMES.get(kind["type"], str(kind["type"]))
 
 

@@ -52,6 +52,7 @@ class MegatronWriter:
         self._bin = self.files[0].open("wb")
 
     def append(self, tokens: Sequence[int]) -> None:
+        """Append a document."""
         self._bin.write(np.asarray(tokens, self._dtype).tobytes())
         self.sizes.append(len(tokens))
 

@@ -41,6 +41,7 @@ class PaddleWriter:
         self._body = self._ids.tell()
 
     def append(self, tokens: Sequence[int]) -> None:
+        """Append a document."""
         self._ids.write(np.asarray(tokens, self._dtype).tobytes())
         self.sizes.append(len(tokens))
 

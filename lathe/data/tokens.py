@@ -74,10 +74,12 @@ class TokenDataset(ABC):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, one more than the largest."""
         return int(self.metadata["vocab_size"])
 
     @property
     def eos_id(self) -> int:
+        """The id of `<|endoftext|>`."""
         return int(self.metadata["eos_id"])
 
 

@@ -64,6 +64,7 @@ class HellaSwagLine:
     activity_label: str | None = None
 
     def prompt(self) -> str:
+        """The text before the endings."""
         prompt = self.ctx
         if self.ctx_a is not None and self.ctx_b is not None:
             prompt = f"{self.ctx_a} {self.ctx_b.capitalize()}"
@@ -72,6 +73,8 @@ class HellaSwagLine:
 
 @dataclass(frozen=True)
 class ArcChoices:
+    """The choices of an ARC question."""
+
     text: list[str]
     label: list[str]
 

@@ -17,6 +17,8 @@ Generate = Callable[[list[list[int]], GenerationSettings], list[list[int]]]
 
 @dataclass(frozen=True)
 class Sample:
+    """A prompt and its continuation."""
+
     prompt: str
     text: str
 

@@ -19,6 +19,8 @@ Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 
 class Scorer(Protocol):
+    """Anything that scores tokens: torch, an ONNX file, a server."""
+
     def score(
         self,
         tokens: NDArray[np.int64],

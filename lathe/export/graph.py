@@ -126,19 +126,23 @@ class Graph:
         self.attentions: list[onnx.ValueInfoProto] = []
 
     def op(self, op_type: str, *inputs: str, name: str = "", **attributes: Any) -> str:
+        """Add a node; returns the name of its output."""
         output = name or f"{op_type}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(op_type, inputs, [output], name=output, **attributes))
         return output
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
+        """Add an initializer; returns its name."""
         self.made.setdefault(name, value)
         return name
 
     def weight(self, name: str) -> str:
+        """The name of a float weight, added when it is first used."""
         self.kept.add(name)
         return name
 
     def layer_norm(self, name: str, x: str) -> str:
+        """Layer norm of x (B, T, C)."""
         return self.op(
             "LayerNormalization",
             x,
@@ -156,6 +160,7 @@ class Graph:
         return self.op("GatherND", x, index, batch_dims=1)
 
     def attention(self, i: int, x: str, n_head: int, head_dim: int) -> str:
+        """Causal self-attention of x (B, T, C) over the cache."""
         qkv = self.linear(f"h.{i}.attn.c_attn", x)  # (batch, length, 3 * n_head * head_dim)
         output = f"h.{i}.attn"
         past = [f"past_key_{i}", f"past_value_{i}"]
@@ -175,6 +180,7 @@ class Graph:
         return output
 
     def embedding(self, tokens: str) -> str:
+        """Token and position embeddings (B, T, C) of ids (B, T)."""
         if not (self.plan and self.plan.quantize_embedding):
             return self.op("Gather", self.weight("wte.weight"), tokens)
         table, scale = self._quantized_embedding()
@@ -183,6 +189,7 @@ class Graph:
         return self.op("Mul", rows, self.op("Unsqueeze", self.op("Gather", scale, tokens), last))
 
     def head(self, x: str) -> None:
+        """The output projection: logits (B, k, V) at the requested positions."""
         if not (self.plan and self.plan.quantize_embedding):
             transposed = self.op("Transpose", self.weight("wte.weight"), perm=[1, 0])
             if self.dtype == TensorProto.FLOAT:
@@ -199,6 +206,7 @@ class Graph:
         self.op("MatMul", self._rounded(HEAD, x), weight, name="logits")
 
     def linear(self, name: str, x: str) -> str:
+        """A linear of x, quantized as the plan says."""
         weight, bias = f"{name}.weight", self.weight(f"{name}.bias")
         if not (self.plan and name in self.plan.linears):
             product = self.op("MatMul", x, self.weight(weight), name=f"{name}.matmul")
@@ -240,6 +248,7 @@ class Graph:
         return sum(value.nbytes for _, value in self.initializers())
 
     def initializers(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """All initializers with their values."""
         yield from self.made.items()
         for name in sorted(self.kept):
             yield name, self.weights[name]
@@ -260,6 +269,7 @@ class Graph:
                 file.write(part.SerializeToString())
 
     def without_weights(self, config: GPTConfig, opset: int) -> onnx.ModelProto:
+        """The model with the initializers' names and shapes but not their values."""
         int64, int32 = TensorProto.INT64, TensorProto.INT32
         inputs = [
             _value("input_ids", int64, "batch", "length"),

@@ -75,6 +75,7 @@ class Proof:
     ties: list[Tie]
 
     def to_json(self) -> dict[str, Any]:
+        """The figures for `export.json`."""
         return asdict(self)
 
 

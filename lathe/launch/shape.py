@@ -15,6 +15,7 @@ class Shape:
 
     @property
     def processes(self) -> int:
+        """Total number of processes."""
         return self.nodes * self.processes_per_node
 
 

@@ -55,6 +55,7 @@ class BeamSearch:
 
     @property
     def done(self) -> bool:
+        """Whether no running beam can still win."""
         return self.tokens.shape[2] == self.settings.max_dec_len or not any(self.is_open)
 
     def result(self) -> list[list[int]]:

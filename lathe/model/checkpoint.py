@@ -40,10 +40,12 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
+        """Identity of the checkpoint's weights and configuration."""
         return checkpoint_digest(self.folder)
 
     @property
     def eos_id(self) -> int:
+        """The id of `<|endoftext|>`."""
         return eos_id(self.tokenizer)
 
 

@@ -32,10 +32,12 @@ class GPTConfig:
 
     @property
     def architecture(self) -> Architecture:
+        """The description of the model family."""
         return GPT2
 
     @property
     def n_layer(self) -> int:
+        """Number of Transformer blocks."""
         return len(self.n_head)
 
     @property
@@ -164,6 +166,7 @@ class GPTConfig:
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
+        """A copy with this plan, or without one."""
         return replace(self, quantization=plan)
 
 

@@ -47,6 +47,7 @@ def weight_scale(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
 
 
 def fake_quantize_weight(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
+    """Round a weight (out, in) to its format and back, with straight-through gradients."""
     return _fake_quantize(weight, weight_scale(weight, form), -form.levels, form.levels)
 
 
@@ -100,6 +101,7 @@ class Observer(nn.Module):
         return float(self.bound) / ACTIVATION_LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
+        """Fake-quantize x; in training, track its range."""
         if isinstance(x, DTensor):  # tensor parallelism: every process its part, same scale
             y = self._quantize(x.to_local())
             return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
@@ -131,6 +133,7 @@ class FakeQuantLinear(nn.Linear):
         self.quantized = quantized
 
     def forward(self, x: Tensor) -> Tensor:
+        """The linear of fake-quantized input and weight."""
         if self.observer is not None:
             x = self.observer(x)
         return F.linear(x, self.quantized(self.weight), self.bias)
@@ -145,6 +148,7 @@ class FakeQuantEmbedding(Embedding):
         self.weight, self.quantized = embedding.weight, QuantizedWeight(form)
 
     def table(self) -> Tensor:
+        """The fake-quantized embedding table (V, C)."""
         return self.quantized(self.weight)
 
 
@@ -180,6 +184,7 @@ def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace a submodule, by its dotted name."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, module)
 

@@ -175,6 +175,7 @@ def require_fit(
 
 
 def non_finite(path: Path, name: str) -> UserError:
+    """The error for a tensor with NaN or infinity."""
     return UserError(f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint")
 
 

@@ -31,11 +31,13 @@ class KVCache:
 
     @classmethod
     def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
+        """An empty cache on a device."""
         c, like = model.config, model.wte.weight
         shapes = [(batch, h, size, c.head_dim) for h in c.n_head]
         return cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens to a layer; returns all of them."""
         end = self.length + k.shape[2]
         self.keys[layer][:, :, self.length : end] = k
         self.values[layer][:, :, self.length : end] = v
@@ -55,6 +57,7 @@ class Embedding(nn.Embedding):
         return self.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Embeddings (B, T, C) of ids (B, T)."""
         return F.embedding(tokens, self.table())
 
 
@@ -73,6 +76,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
+        """Self-attention of x (B, T, C), after the cached tokens if there is a cache."""
         rows: Tensor = self.c_attn(x)
         qkv = rows.view(*rows.shape[:2], -1, 3, self.head_dim)  # (B, T, H, 3, D)
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
@@ -92,16 +96,21 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """The feed-forward layer of a block."""
+
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.n_inner[layer])
         self.c_proj = nn.Linear(config.n_inner[layer], config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
     def __init__(
         self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
     ) -> None:
@@ -116,6 +125,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         if self.recompute_attn and torch.is_grad_enabled():
             attended = checkpoint(self._attend, x, mask, cache, use_reentrant=False)
         else:

@@ -78,6 +78,7 @@ class QuantizationPlan:
 
     @property
     def quantize_embedding(self) -> bool:
+        """Whether the tied embedding is quantized."""
         return HEAD in self.linears
 
     @property
@@ -159,6 +160,7 @@ class PlanJson(_Part):
         return self
 
     def plan(self) -> QuantizationPlan:
+        """The plan that this JSON describes."""
         common = WeightFormat(self.weight_quantize_type, self.weight_bits)
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
         others = {

@@ -63,6 +63,7 @@ class PaddleModel:
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
+        """The metric of every validation batch, with only `quantized` in INT8."""
         with fake_quant.inserted(self.model, self.plan.part(quantized)):
             return self._measure(self.model)
 
@@ -93,6 +94,7 @@ class PaddleModel:
 
     @paddle.no_grad()
     def weights(self) -> dict[str, Distribution]:
+        """Statistics of the weights, by the linear's name."""
         found = {}
         for name in self.names:
             values = Accumulator(1)
@@ -104,6 +106,7 @@ class PaddleModel:
 
     @paddle.no_grad()
     def inputs(self) -> dict[str, Distribution]:
+        """Statistics of the inputs, by the linear's name."""
         found = {name: Accumulator(len(self.calibration)) for name in self.names}
 
         def watch(name: str, x: Tensor) -> None:
@@ -117,6 +120,7 @@ class PaddleModel:
         return {name: values.distribution() for name, values in found.items()}
 
     def n_params(self, name: str) -> int:
+        """Number of parameters of a linear."""
         if name == HEAD:
             return int(self.model.wte.weight.size)
         return sum(int(p.size) for p in fake_quant.layer_at(self.model, name).parameters())

@@ -42,6 +42,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
+        """Identity of the checkpoint's weights and configuration."""
         return checkpoint_digest(self.folder)
 
 

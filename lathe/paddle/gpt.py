@@ -35,6 +35,7 @@ class Attention(nn.Layer):
         self.recomputes_core = False
 
     def forward(self, x: Tensor) -> Tensor:
+        """Causal self-attention of x (B, T, C)."""
         qkv = self.c_attn(x)
         if self.recomputes_core:
             y = recomputed(self, self._core, qkv, is_random=self.dropout > 0)
@@ -56,16 +57,21 @@ class Attention(nn.Layer):
 
 
 class MLP(nn.Layer):
+    """The feed-forward layer of a block."""
+
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, config.n_inner[layer])
         self.c_proj = nn.Linear(config.n_inner[layer], config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         return self.c_proj(F.gelu(self.c_fc(x), approximate=True))
 
 
 class Block(nn.Layer):
+    """A pre-norm Transformer block."""
+
     def __init__(
         self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
     ) -> None:
@@ -79,6 +85,7 @@ class Block(nn.Layer):
         self.recomputes: Literal["all", "attention"] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
         if self.recomputes == "all":
             return recomputed(self, self._whole, x, is_random=self.is_random)
         return self._whole(x)

@@ -44,6 +44,7 @@ class Workers:
 
     @property
     def mp_rank(self) -> int:
+        """Rank within tensor parallelism."""
         return self.parts.ranks.index(self.rank) if self.parts else 0
 
     @property
@@ -53,10 +54,12 @@ class Workers:
 
     @property
     def sharding_rank(self) -> int:
+        """Rank within sharding."""
         return self.shards.ranks.index(self.rank) if self.shards else 0
 
     @property
     def is_first(self) -> bool:
+        """Whether this process has rank 0."""
         return self.rank == 0
 
     @property
@@ -65,6 +68,7 @@ class Workers:
         return self.data_rank != self.sharding_rank
 
     def barrier(self) -> None:
+        """Wait for all processes."""
         if self.size > 1:
             dist.barrier()
 

@@ -24,6 +24,7 @@ class Picture:
 
 
 def picture(title: str, alt: str, paint: Callable[[Theme], str]) -> Picture:
+    """A picture in a light and a dark version, as data URIs."""
     light, dark = (
         "data:image/svg+xml;base64," + base64.b64encode(paint(theme).encode()).decode()
         for theme in (LIGHT, DARK)

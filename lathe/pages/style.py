@@ -29,6 +29,7 @@ class Theme:
     series: tuple[str, ...]
 
     def color(self, index: int) -> str:
+        """The colour of a series, by its index."""
         return self.series[index % len(self.series)]
 
 

@@ -46,6 +46,7 @@ class Production:
     acceptance: Acceptance | None = None
 
     def to_json(self) -> str:
+        """The result as JSON, for a file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 

@@ -114,6 +114,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Column:
+    """A column of the table: its title, its figure and how it is shown."""
+
     title: str
     show: Callable[[float], str]
     of: Callable[[Row], float | None]
@@ -122,6 +124,7 @@ class Column:
     panel: Panel | None = None
 
     def cell(self, row: Row, first: Row) -> Cell:
+        """The cell of a row, with its ratio to the first row."""
         value, reference = self.of(row), self.of(first)
         if value is None:
             return Cell("-")

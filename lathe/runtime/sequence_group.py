@@ -103,6 +103,7 @@ class SequenceGroup(ABC):
         return False
 
     def cancel(self) -> None:
+        """Deliver that the request was cancelled."""
         self.deliver(Chunk("", [], "cancelled"))
 
     def deliver(self, answer: Chunk | Exception) -> None:

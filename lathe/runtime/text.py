@@ -61,6 +61,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
+        """Add an id; returns the text that is certain now."""
         text = self._held + self._decoder.decode(self._token_bytes[token])
         found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:

@@ -104,4 +104,5 @@ def verdict_of(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> s
 
 
 def trial_name(ratio: float) -> str:
+    """The folder name of a trial of this ratio."""
     return f"pruned-{ratio:.4g}-int8" if ratio else "int8"

@@ -36,6 +36,7 @@ class Trial:
         )
 
     def meets(self, goal: Goal) -> bool:
+        """Whether the trial reaches the target."""
         return bool(getattr(self, goal.target) <= goal.at_most)
 
 

@@ -38,6 +38,7 @@ class ResponseSender:
         self._errands.put(lambda: self._open.add(answer))
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
+        """Queue a response, which `make` builds on this object's thread."""
         self._errands.put(lambda: self._send(answer, make, final))
 
     def close(self) -> None:
@@ -108,6 +109,7 @@ class Answer:
             self._hold(answer)
 
     def refuse(self, code: Any, error: Exception) -> None:
+        """Answer with an error, as the final response."""
         self.responses.send(self, lambda: _refusal(code, error), final=True)
 
     def _hold(self, chunk: Chunk) -> None:

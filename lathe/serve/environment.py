@@ -37,6 +37,7 @@ class ServeEnvironment:
 
     @property
     def binary(self) -> Path:
+        """The tritonserver binary."""
         return self.tritonserver / "bin" / "tritonserver"
 
     def variables(self) -> dict[str, str]:

@@ -23,6 +23,7 @@ SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
 
 
 def main() -> None:
+    """Run the guard, with the arguments of the command line."""
     fd, shared_memory, *command = sys.argv[1:]
     owner = socket.socket(fileno=int(fd))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)

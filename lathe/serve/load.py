@@ -74,17 +74,21 @@ class Request:
 
     @property
     def answered(self) -> bool:
+        """Whether the request got an answer."""
         return bool(self.tokens) and not self.error
 
     @property
     def first_token(self) -> float:
+        """Seconds to the first token."""
         return self.tokens[0] - self.sent
 
     @property
     def between_tokens(self) -> NDArray[np.float64]:
+        """Mean seconds from a token to the next."""
         return np.diff(np.array(self.tokens))
 
     def meets(self, objective: Objective) -> bool:
+        """Whether both times are within the objective."""
         if not self.answered:
             return False
         gaps = self.between_tokens
@@ -106,6 +110,7 @@ class Summary:
     between_tokens: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
+        """The figures for `load.json`."""
         return asdict(self)
 
 

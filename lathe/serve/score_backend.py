@@ -27,10 +27,12 @@ class TritonPythonModel:
 
     @cached_property
     def model(self) -> OnnxModel:
+        """The exported model, loaded by the first request."""
         return OnnxModel(self.folder, self.threads)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The exported model's tokenizer."""
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     def execute(self, requests: list[Any]) -> list[Any]:

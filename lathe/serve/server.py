@@ -55,6 +55,7 @@ class TritonServer:
         return self.state
 
     def stop(self) -> None:
+        """End the server."""
         serve_state.end(self.state)
         serve_state.forget(self.folder)
         self._owner.close()

@@ -56,10 +56,12 @@ class ServerState(BaseModel):
 
     @property
     def http(self) -> str:
+        """HTTP address, `host:port`."""
         return f"{HOST}:{self.http_port}"
 
     @property
     def grpc(self) -> str:
+        """gRPC address, `host:port`."""
         return f"{HOST}:{self.grpc_port}"
 
     def is_alive(self) -> bool:
@@ -78,6 +80,7 @@ class ServerState(BaseModel):
         return {"lathe.serve.guard", self.shared_memory} <= {*command}
 
     def write(self, folder: Path) -> None:
+        """Write the state file."""
         with atomic_file(folder / STATE_FILE) as path:
             path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 

@@ -11,6 +11,7 @@ from lathe.storage import fetch, upload
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lathe.storage",
         description="Bring files from a store, or to one; what broke off goes on. "

@@ -17,6 +17,8 @@ OWN_NAMES = (MARKER, UNFINISHED)
 
 @dataclass(frozen=True)
 class Entry:
+    """A file of a prefix: its size and digest."""
+
     size: int  # bytes
     sha256: str  # lower-case hex
 

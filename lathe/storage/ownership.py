@@ -99,6 +99,7 @@ def require_apart(output: Path, *inputs: Source) -> None:
 
 
 def in_the_way(output: Path, names: list[str], wanted: str) -> UserError:
+    """The error for an output that would replace files of the user's."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return UserError(
         f"{output}: holds {', '.join(names[:SHOWN])}{more}: not provably {wanted}",
@@ -179,6 +180,7 @@ def scratch_folders(target: Path, inside: bool) -> list[Path]:
 
 
 def scratch_prefix(target: Path, inside: bool) -> str:
+    """The prefix of hidden names beside, or inside, an output."""
     return ".lathe-" if inside else f".{target.name[:100]}.lathe-"
 
 
@@ -215,10 +217,12 @@ def _is_plain(path: Path) -> bool:
 
 
 def existing_parent(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
     return next(parent for parent in path.parents if parent.exists())
 
 
 def require_writable(folder: Path, output: Path) -> None:
+    """Raise UserError unless the folder can be written to."""
     if not folder.is_dir():
         raise UserError(f"{output}: {folder} is a file", "give another --output")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -45,6 +45,7 @@ class Progress:
         self._bar: Callable[[int, str], None] | None = None
 
     def advance(self, size: int) -> None:
+        """Count bytes that have been transferred."""
         self._done += size
         seconds = time.monotonic() - self._started
         if self._bar is None:

@@ -15,6 +15,7 @@ def part_size(size: int) -> int:
 
 
 def part_count(size: int) -> int:
+    """Number of parts of a file of this size."""
     return -(-size // part_size(size))
 
 
@@ -35,6 +36,7 @@ class Etag:
         self._md5.update(md5)
 
     def text(self) -> str:
+        """The ETag of the parts so far."""
         return self._md5.hexdigest() + (f"-{self._count}" if self._in_parts else "")
 
 

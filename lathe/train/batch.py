@@ -17,6 +17,7 @@ class Batch:
 
     @property
     def data_parallel(self) -> int:
+        """Number of data-parallel ranks."""
         return self.total // self.local
 
 

@@ -32,6 +32,7 @@ class TiedEmbedding:
                 self.table = end.gpt.wte.weight
 
     def settle(self) -> None:
+        """Make the gradients of both copies their sum."""
         if self.table is not None and self.table.grad is not None:
             dist.all_reduce(_local(self.table.grad), group=self.group)
 
@@ -69,6 +70,7 @@ def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torc
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients in place."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, factor)
 

@@ -4,8 +4,11 @@ from typing import Any, Protocol
 
 
 class Group(Protocol):
+    """The group of processes of a run."""
+
     @property
-    def is_first(self) -> bool: ...
+    def is_first(self) -> bool:
+        """Whether this process has rank 0."""
 
     @property
     def data_rank(self) -> int:
@@ -18,4 +21,5 @@ class Group(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Gather every process's value, by rank; pickled, but only between our own processes."""
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait for all processes."""

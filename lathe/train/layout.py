@@ -43,10 +43,12 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
+        """Number of data-parallel ranks."""
         return self.dp * self.sharding
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs."""
         return self.data_parallel * self.mp * self.pp
 
     def layers(self, rank: int, n_layer: int) -> int:

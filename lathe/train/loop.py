@@ -58,6 +58,7 @@ class Gradients:
 
     @property
     def are_finite(self) -> bool:
+        """Whether loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 

@@ -36,6 +36,7 @@ class LossScale:
         return self.failed_steps >= PATIENCE
 
     def update(self, finite: bool) -> None:
+        """Adapt the scale after a step; raises once overflows no longer end."""
         self.good_steps = self.good_steps + 1 if finite else 0
         self.failed_steps = 0 if finite else self.failed_steps + 1
         self.skipped_steps += not finite

@@ -39,6 +39,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """Bytes in all."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
 
 

@@ -57,5 +57,6 @@ def set_step(optimizer: torch.optim.Optimizer, updates: int) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every group, times the group's factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_factor"]

@@ -60,13 +60,16 @@ class Stage(nn.Module):
 
     @property
     def is_first(self) -> bool:
+        """Whether the stage has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether the stage has the head."""
         return self.index == self.count - 1
 
     def forward(self, x: Tensor) -> Tensor:
+        """Ids (B, T) or hidden states (B, T, C) -> hidden states (B, T, C)."""
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             x = self.gpt.transform(self.gpt.embed(x) if self.is_first else x)
             return self.gpt.ln_f(x) if self.is_last else x

@@ -105,11 +105,13 @@ class PipelinePasses:
         self.factor = 1.0
 
     def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
+        """Accumulate gradients; returns each micro-batch's contribution to the loss."""
         self.factor = loss_scale / len(batches)
         return self._run(self.train_schedule.step, torch.cat(list(batches))) / loss_scale
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
+        """Mean loss of a micro-batch; 0 except on the last stage."""
         self.factor = 1.0
         return self._run(self.eval_schedule.eval, tokens).sum()
 

@@ -48,6 +48,7 @@ class Plan:
 
     @property
     def best(self) -> Candidate:
+        """The fastest layout that fits."""
         return self.fitting[0]
 
     def idle(self) -> str | None:

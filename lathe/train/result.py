@@ -56,10 +56,12 @@ class TrainResult:
 
     @property
     def first_eval_perplexity(self) -> float:
+        """Perplexity before the first update."""
         return math.exp(self.first_eval_loss)
 
     @property
     def eval_perplexity(self) -> float:
+        """Perplexity after the last update."""
         return math.exp(self.eval_loss)
 
 

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 
 def step_name(step: int) -> str:
+    """The folder name of a saved state."""
     return f"step_{step:08d}"
 
 

@@ -35,6 +35,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds in all."""
         return self.compute + self.recompute + self.communication + self.bubble
 
 

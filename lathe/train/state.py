@@ -126,6 +126,7 @@ def rng_tensors(workers: Workers) -> dict[str, Tensor]:
 
 
 def set_rng(states: Mapping[str, Tensor], workers: Workers) -> None:
+    """Restore the states of the random number generators."""
     torch.set_rng_state(states[f"rng.{workers.rank}.cpu"])
     if workers.device.type == "cuda":
         torch.cuda.set_rng_state(states[f"rng.{workers.rank}.cuda"], workers.device)

@@ -59,6 +59,7 @@ class Trace:
         self.events = _open_events(folder / EVENTS, first)
 
     def step(self, record: StepRecord, progress: Bar) -> None:
+        """Record a step."""
         self._write(asdict(record))
         self._plot(
             record.step,
@@ -80,12 +81,14 @@ class Trace:
             self.pending.clear()
 
     def evaluation(self, step: int, loss: float) -> None:
+        """Record a validation loss, nats per token."""
         perplexity = math.exp(loss)
         self._write({"step": step, "eval_loss": loss, "eval_perplexity": perplexity})
         self._plot(step, {"validation/loss": loss, "validation/perplexity": perplexity})
         log.info("validation at step %d: loss %.4f, perplexity %.2f", step, loss, perplexity)
 
     def close(self) -> None:
+        """Close the files."""
         self.file.close()
         self.log.close()
         self.events.close()

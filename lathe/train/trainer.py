@@ -107,6 +107,7 @@ class Trainer(Loop):
         self.optimizer.step()
 
     def after_step(self) -> None:
+        """Clear gradients and fold the observers of fake quantization."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.observe is not None:
             for stage in self.stages:
@@ -148,6 +149,7 @@ class Trainer(Loop):
         self.states.wait() if wait else self.states.poll()
 
     def save(self) -> None:
+        """Begin to save the state in the background."""
         extra = {
             "layout": list(self.workers.mesh.shape),
             "progress": asdict(self.at),
@@ -157,6 +159,7 @@ class Trainer(Loop):
         self.states.save(self.at.step, tensors, extra)
 
     def resume(self) -> None:
+        """Restore the newest complete state, if there is one."""
         saved = saved_steps(self.output / STATE)
         metadata = read_metadata(saved[-1]) if saved else None
         if metadata:

@@ -46,6 +46,7 @@ class Workers:
 
     @property
     def is_first(self) -> bool:
+        """Whether this process has rank 0."""
         return self.rank == 0
 
     @property
@@ -55,6 +56,7 @@ class Workers:
 
     @property
     def data_rank(self) -> int:
+        """Index of the part of a global batch that this process computes."""
         return self.at("dp") * self.mesh["sharding"].size() + self.at("sharding")
 
     def at(self, dim: str) -> int:
@@ -80,6 +82,7 @@ class Workers:
         return found
 
     def barrier(self) -> None:
+        """Wait for all processes."""
         dist.barrier(self.files)
 
 

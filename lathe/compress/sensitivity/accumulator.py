@@ -45,6 +45,7 @@ class Accumulator:
         self.noise += noise
 
     def distribution(self) -> Distribution:
+        """The statistics of everything that was added."""
         low, high = np.min(self.low, 0), np.max(self.high, 0)  # a channel each
         absmax = np.maximum(-low, high)
         typical = float(np.quantile(absmax, 0.5, method="lower"))

@@ -70,19 +70,24 @@ class TorchModel:
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
+        """The metric of every validation batch, with only `quantized` in INT8."""
         with fake_quant.inserted(self.model, self.plan.part(quantized)):
             return self._measure(self.model)
 
     def estimates(self) -> dict[str, float]:
+        """KL estimated from gradients, nats per token, by name."""
         return estimate_costs(self.model, self.plan, self.names, self.calibration)
 
     def weights(self) -> dict[str, Distribution]:
+        """Statistics of the weights, by the linear's name."""
         return weight_distributions(self.model, self.plan, self.names)
 
     def inputs(self) -> dict[str, Distribution]:
+        """Statistics of the inputs, by the linear's name."""
         return input_distributions(self.model, self.plan, self.names, self.calibration)
 
     def n_params(self, name: str) -> int:
+        """Number of parameters of a linear."""
         if name == HEAD:
             return self.model.wte.weight.numel()
         return sum(parameter.numel() for parameter in self.model.get_submodule(name).parameters())

@@ -56,6 +56,7 @@ class Section:
 
 
 def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Section:
+    """The pictures and figures of an analysis, for the templates."""
     linears, unit = analysis["linears"], UNITS[analysis["metric"]]
     worst = ", ".join(f"{linear['name']} {linear['score']:.2g}" for linear in linears[:3])
     title = "Cost of INT8 in one linear"

@@ -56,21 +56,26 @@ class AnalyzedModel(Protocol):
     def estimates(self) -> dict[str, float]:
         """KL that INT8 in each linear alone adds, nats a token, estimated from gradients."""
 
-    def weights(self) -> dict[str, Distribution]: ...
+    def weights(self) -> dict[str, Distribution]:
+        """Statistics of the weights, by the linear's name."""
 
-    def inputs(self) -> dict[str, Distribution]: ...
+    def inputs(self) -> dict[str, Distribution]:
+        """Statistics of the inputs, by the linear's name."""
 
-    def n_params(self, name: str) -> int: ...
+    def n_params(self, name: str) -> int:
+        """Number of parameters of a linear."""
 
 
 class Loaded(Protocol):
     """A checkpoint, whose `model` has a `lathe.model.config.GPTConfig` as `config`."""
 
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """The model, which has a `config`."""
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """The checkpoint's digest."""
 
 
 def run_analysis(
@@ -124,6 +129,7 @@ def run_analysis(
 def rank(
     settings: SensitivitySettings, model: str, subject: AnalyzedModel, journal: Journal
 ) -> SensitivityResult:
+    """Rank the linears by what the metric or the gradients say, and choose skips."""
     names = subject.names
     estimates = journal.recall("estimates", subject.estimates, dict)
     if settings.mode == "fisher":

@@ -49,6 +49,7 @@ class MixPrecision(Settings):
 
     @property
     def is_pure(self) -> bool:
+        """Whether everything is computed in `dtype`."""
         return self.level == "O2" and self.dtype != "float32"
 
 
@@ -137,10 +138,12 @@ class ModelSettings(Settings):
 
     @property
     def ffn_size(self) -> int:
+        """Width of the feed-forward layer."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def recompute(self) -> Literal["full", "full_attn", "core_attn"] | None:
+        """What is recomputed in the backward pass, or None."""
         return (self.recompute_granularity or "full") if self.use_recompute else None
 
 
