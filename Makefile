@@ -35,6 +35,8 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+comma := ,
+
 # Make takes the `A.B=c` of `-o A.B=c` for a variable and `-o` for a goal: give them back.
 quote    = '$(subst ','\'',$(1))'
 dotted   = $(foreach v,$(.VARIABLES),$(if $(findstring .,$(v)),$(if $(filter command line,$(origin $(v))),$(v))))
@@ -124,9 +126,8 @@ manifests: env ## Write the cluster's manifests, and the pipelines as objects, t
 	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
 
 .PHONY: reference
-reference: env ## Write the reference of all settings to docs/reference/
-	mkdir -p docs/reference
-	$(BIN)/python -m lathe.explain > docs/reference/settings.md
+reference: env ## Write docs/reference/ and the tables of the components' READMEs
+	$(BIN)/python docs/reference/generate.py
 
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
@@ -141,19 +142,21 @@ kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
 endef
 
 .PHONY: lock
-lock: dev-env ## Make the lock files agree with their .in files (delete one first to renew it)
-	$(call compile,images/train/requirements) || \
-	  $(call compile,images/train/requirements,,--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
-	$(call compile,images/train/cuda)
-	$(call compile,images/serve/requirements)
-	$(call compile,images/serve/cuda,3.12)
-	$(call compile,images/paddle/requirements)
-	$(call compile,images/paddle/cuda)
-	$(call compile,requirements-dev,,--no-emit-package torch)
+lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first to renew it)
+	$(call compile,images/train/requirements,$(TRAIN) --group train) || \
+	  $(call compile,images/train/requirements,$(TRAIN) --group train --index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda --no-emit-package onnxruntime)
+	$(call compile,images/serve/requirements,--group serve)
+	$(call compile,images/serve/cuda,--group serve-cuda,3.12)
+	$(call compile,images/paddle/requirements,--group paddle)
+	$(call compile,images/paddle/cuda,--group paddle-cuda)
+	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch)
 
+# Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
+TRAIN := pyproject.toml --extra cluster
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
-  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(2),3.11) \
-  --python-platform x86_64-manylinux_2_35 $(3) $(1).in -o $(1).lock
+  $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(3),3.11) \
+  --python-platform x86_64-manylinux_2_35 $(2) -o $(1).lock
 
 .PHONY: images
 images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)
@@ -185,7 +188,12 @@ paddle-env: .venv-paddle/.paddle ## Make .venv-paddle, in which the PaddleSlim e
 .PHONY: dev-env
 dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 
+# What a newcomer waits for, said before it begins; sizes are those of the CPU locks.
+announce = @echo 'installing $(1): $(2); a few minutes'
+TORCH_SIZE = $(if $(filter cuda,$(FLAVOUR)),several GB,about 0.5 GB to download and 1.9 GB on disk)
+
 .venv/.train: images/train/$(LOCK) pyproject.toml
+	$(call announce,.venv,PyTorch$(comma) onnxruntime$(comma) KFP ($(TORCH_SIZE)))
 	$(call venv,.venv)
 	$(call install,.venv,$<) || $(call install,.venv,$<) --extra-index-url $(TORCH_INDEX)
 	$(BIN)/python -m pip install -q --no-deps -e .
@@ -196,6 +204,7 @@ dev-env: .venv/.dev ## Add the tools of test and lint to .venv
 	touch $@
 
 .venv-serve/.serve: images/serve/requirements.lock pyproject.toml
+	$(call announce,.venv-serve,Triton (about 0.15 GB to download and 0.5 GB on disk))
 	$(call venv,.venv-serve)
 	$(call install,.venv-serve,$<)
 	.venv-serve/bin/python -m pip install -q --no-deps -e .
@@ -208,6 +217,7 @@ install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 # paddlepaddle 2.6.2 and what it needs have wheels for Python 3.11 at the latest.
 .venv-paddle/.paddle: PYTHON := python3.11
 .venv-paddle/.paddle: images/paddle/requirements.lock pyproject.toml
+	$(call announce,.venv-paddle,PaddlePaddle (about 0.4 GB to download and 1.3 GB on disk))
 	$(call venv,.venv-paddle)
 	$(call install,.venv-paddle,$<)
 	.venv-paddle/bin/python -m pip install -q --no-deps -e .
@@ -215,7 +225,7 @@ install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
 
 define venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-  { echo "error: $(PYTHON) is older than Python 3.11"; echo "  cure: make PYTHON=python3.11 ..."; exit 1; } >&2
+  { echo "error: $(PYTHON) is older than Python 3.11"; echo "  hint: make PYTHON=python3.11 ..."; exit 1; } >&2
 $(PYTHON) -m venv $(1)
 endef
 

@@ -24,14 +24,15 @@ from rich.table import Table
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.result import RESULT
-from lathe.compress.sensitivity.stage import analyze
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import read_metrics
-from lathe.evaluate.stage import evaluate
-from lathe.export.stage import export
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
+from lathe.export.export import export
+from lathe.model.folder import checkpoint_digest
 
 CRITERIA = ("l1_norm", "l2_norm", "fpgm", "activation", "taylor")
 DISTILL = "Compress.Distill.teacher=parent"
@@ -93,20 +94,23 @@ def make(row: Row, settings: argparse.Namespace) -> None:
         model = prune(recipe, model, data, float_row / "pruned").folder
     if row.int8 is not None:
         recipe = tuned(settings, *INT8_RATE, *EVERYTHING, *row.int8)
-        ranked = ranking(recipe, row.skips, settings, folder) if row.skips else None
+        ranked = ranking(recipe, row.skips, settings, model, folder) if row.skips else None
         model = quantize(recipe, model, data, folder / "int8", ranked).folder
     if not (folder / "onnx" / "export.json").is_file():
         export(tuned(settings), model, data, folder / "onnx")
     measure_up(model, folder, settings)
 
 
-def ranking(recipe: Recipe, skips: int, settings: argparse.Namespace, folder: Path) -> Path:
-    """A folder for `quantize` that skips the worst linears of the dense model."""
+def ranking(
+    recipe: Recipe, skips: int, settings: argparse.Namespace, model: Path, folder: Path
+) -> Path:
+    """An analysis for `quantize` to skip the worst linears of the dense model in `model`."""
     analysis = settings.output / "ranking" / RESULT
     if not analysis.is_file():
         analyze(recipe, settings.model, settings.data, analysis.parent)
     values = json.loads(analysis.read_text())
     values["skip"] = [linear["name"] for linear in values["linears"][:skips]]
+    values["model"] = checkpoint_digest(model)
     own = folder / "sensitivity"
     own.mkdir(parents=True, exist_ok=True)
     (own / RESULT).write_text(json.dumps(values))

@@ -36,10 +36,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lathe.compress.prune import prune
-from lathe.export.stage import export
+from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.session import CARD, MODEL, OnnxModel
+from lathe.runtime.session import METADATA, MODEL, OnnxModel
 from lathe.storage import sha256
 from lathe.train.batches import first_batches, open_data
 
@@ -184,9 +184,9 @@ def by_onnxruntime(dense: Path, folder: Path, batches: list[Tensor]) -> None:
         weight_type=QuantType.QInt8,
     )
     folded.unlink()
-    card = json.loads((dense / CARD).read_text())
-    card |= {"bytes": (folder / MODEL).stat().st_size, "sha256": sha256(folder / MODEL)}
-    (folder / CARD).write_text(json.dumps(card))
+    metadata = json.loads((dense / METADATA).read_text())
+    metadata |= {"bytes": (folder / MODEL).stat().st_size, "sha256": sha256(folder / MODEL)}
+    (folder / METADATA).write_text(json.dumps(metadata))
 
 
 def make_all(settings: argparse.Namespace) -> None:
@@ -197,7 +197,7 @@ def make_all(settings: argparse.Namespace) -> None:
     batches = [torch.from_numpy(batch) for batch in first_batches(recipe, data, CALIBRATION)]
 
     folder = settings.output / "int8 by onnxruntime"
-    if not (folder / "onnx" / CARD).is_file():
+    if not (folder / "onnx" / METADATA).is_file():
         by_onnxruntime(settings.output / "dense" / "onnx", folder / "onnx", batches)
     measure_up(folder / "onnx", folder, settings)
 
@@ -213,7 +213,7 @@ def make_all(settings: argparse.Namespace) -> None:
                 logging.info("heads %s, widths %s", small.config.n_head, small.config.n_inner)
                 save_checkpoint(start, small, checkpoint.tokenizer, "prune", recipe)
             prune(recipe, start, settings.data, folder / "pruned")
-            if not (folder / "onnx" / CARD).is_file():
+            if not (folder / "onnx" / METADATA).is_file():
                 export(recipe, folder / "pruned", settings.data, folder / "onnx")
             measure_up(folder / "pruned", folder, settings)
 

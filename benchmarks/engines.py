@@ -20,15 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lathe.compress.prune import prune
-from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.stage import analyze
+from lathe import backends
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import read_metrics
-from lathe.evaluate.stage import evaluate
-from lathe.export.stage import export
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 
 ENGINES = ("torch", "paddle")
 
@@ -39,21 +35,26 @@ def make(engine: str, settings: argparse.Namespace) -> None:
     pruned, int8, ranking = folder / "pruned", folder / "int8", folder / "sensitivity"
     pruning = recipe("tiny-prune-paddle", engine, settings)
     training = recipe("tiny-qat", engine, settings)
-    once(pruned, lambda: prune(pruning, settings.model, data, pruned))
-    once(ranking, lambda: analyze(training, pruned, data, ranking))
-    once(int8, lambda: quantize(training, pruned, data, int8, ranking))
+    backend = backends.of(training)
+    once(pruned, lambda: backend.prune(pruning, settings.model, data, pruned))
+    once(ranking, lambda: backend.analyze(training, pruned, data, ranking))
+    once(int8, lambda: backend.quantize(training, pruned, data, int8, ranking))
     for model in (settings.model, pruned, int8):
         measure_up(engine, model, folder, settings)
 
 
 def measure_up(engine: str, model: Path, folder: Path, settings: argparse.Namespace) -> None:
     by_torch, own = (recipe("tiny", e, settings) for e in ("torch", engine))
+    data, of = settings.data, backends.of
     for name, wanted in (("onnx", own), ("eval", by_torch), ("own-eval", own)):
         output = folder / f"{model.name}-{name}"
         if name == "onnx":
-            once(output, lambda o=output: export(own, model, settings.data, o))
+            once(output, lambda o=output: of(own).export(own, model, data, o))
         else:
-            once(output, lambda r=wanted, o=output: evaluate(r, model, o, settings.data))
+            once(
+                output,
+                lambda r=wanted, o=output: of(r).evaluate(r, model, o, data),
+            )
 
 
 def once(output: Path, stage: Callable[[], Any]) -> None:

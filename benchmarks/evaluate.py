@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from lathe.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.lambada import read_cloze, score_cloze
-from lathe.evaluate.subject import open_subject
+from lathe.evaluate.open_model import open_model
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import GlobalSettings, OfflineEvalSettings, Recipe
 
 SHAPE = (1024, 768, 64, (12,) * 12, (3072,) * 12)
 TASK = {  # lm-eval's own `lambada_openai`, on a file instead of a download
@@ -54,7 +54,7 @@ class Scores:
 
 def by_lathe(folder: Path, cloze: Path, settings: OfflineEvalSettings) -> Scores:
     recipe = Recipe(Global=GlobalSettings(device="cpu"), Offline_Eval=settings)
-    subject = open_subject(folder, recipe)
+    subject = open_model(folder, recipe)
     longest = min(settings.max_seq_len, subject.config.n_positions)
     budget = subject.token_budget(settings.batch_size * longest)
     start = time.perf_counter()

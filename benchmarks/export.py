@@ -12,10 +12,12 @@ from tempfile import TemporaryDirectory
 
 from lathe.evaluate.latency import measure
 from lathe.export.graph import build
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import HFTensors
-from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.serve.session import CARD, MODEL
+from lathe.model.quantization import QuantizationPlan
+from lathe.runtime.session import METADATA, MODEL
 
 SHAPE = GPTConfig(50257, 1024, 768, 64, (12,) * 12, (3072,) * 12)
 PROMPT, NEW = 128, 32
@@ -53,8 +55,8 @@ def write(folder: Path) -> dict[str, Path]:
     model.initialize(0.02, seed=0)
     weights = {name: tensor.numpy() for name, tensor in HFTensors(model).items()}
     scales = dict.fromkeys([*SHAPE.linear_names(), HEAD], 0.03)
-    plan = QuantizationPlan(quantize_embedding=True, activation_scales=scales)
-    card = {
+    plan = QuantizationPlan.w8a8(scales)
+    metadata = {
         "n_head": SHAPE.n_head,
         "head_dim": SHAPE.head_dim,
         "n_positions": SHAPE.n_positions,
@@ -65,7 +67,7 @@ def write(folder: Path) -> dict[str, Path]:
     for quantization, out in zip((None, plan), folders.values(), strict=True):
         out.mkdir()
         build(SHAPE, weights, quantization).save(out / MODEL)
-        (out / CARD).write_text(json.dumps(card))
+        (out / METADATA).write_text(json.dumps(metadata))
     return folders
 
 

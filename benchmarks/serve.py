@@ -21,11 +21,11 @@ import torch
 from export import SHAPE, write
 from transformers import GPT2LMHeadModel
 
+from lathe.config.settings import Recipe
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.batcher import STRETCH
-from lathe.serve.session import OnnxModel
-from lathe.settings import Recipe
+from lathe.runtime.batcher import PREFILL_CHUNK
+from lathe.runtime.session import OnnxModel
 
 NEW = 48
 PROMPTS = (128, 512)
@@ -43,7 +43,7 @@ class Lathe:
     def prefill(self, length: int) -> float:
         tokens = prompt(1, length)
         cache = self.model.start(1, length)
-        parts = np.split(tokens, range(STRETCH, length, STRETCH), axis=1)
+        parts = np.split(tokens, range(PREFILL_CHUNK, length, PREFILL_CHUNK), axis=1)
         return timed(lambda: [self.model.step(cache, part) for part in parts])
 
     def decode(self, batch: int) -> float:

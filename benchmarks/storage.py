@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lathe.storage import fetch, remove, s3_client, sha256, upload
+from lathe.storage import fetch, remove, sha256, upload
+from lathe.storage.s3 import s3_client
 
 BUCKET = "benchmark"
 

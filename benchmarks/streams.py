@@ -22,15 +22,15 @@ import numpy as np
 from export import SHAPE, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lathe.config.settings import GenerationSettings, ServingSettings
+from lathe.runtime.params import Params, parse
+from lathe.runtime.protocol import Chunk
+from lathe.runtime.sequence_group import Receiver
+from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.client import Client
-from lathe.serve.engine import Engine
-from lathe.serve.group import Receiver
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
-from lathe.serve.params import Params, parse
-from lathe.serve.piece import Piece
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, start
-from lathe.settings import GenerationSettings, ServingSettings
 from lathe.storage import sha256
 
 STREAMS = 16
@@ -39,20 +39,20 @@ STREAMS = 16
 class InProcess:
     """The engine under a client's name."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TextGenerator) -> None:
         self.engine = engine
 
     def generate(self, prompt: str, **parameters: Any) -> None:
         list(self.stream(prompt, **parameters))
 
-    def stream(self, prompt: str, **parameters: Any) -> Iterator[Piece]:
-        pieces: queue.Queue[Any] = queue.Queue()
-        receiver = Receiver(pieces.put, lambda: False)
+    def stream(self, prompt: str, **parameters: Any) -> Iterator[Chunk]:
+        chunks: queue.Queue[Any] = queue.Queue()
+        receiver = Receiver(chunks.put, lambda: False)
         assert self.engine.submit(prompt, parse(parameters, Params()), receiver)
         while True:
-            piece = pieces.get()
-            yield piece
-            if piece.finish_reason:
+            chunk = chunks.get()
+            yield chunk
+            if chunk.finish_reason:
                 return
 
 
@@ -70,7 +70,7 @@ def main() -> None:
             width: stack.enter_context(serve(exported, folder / f"{width}", width, arguments))
             for width in (STREAMS, 1)
         }
-        engine = Engine(exported, 200, arguments.threads, STREAMS)
+        engine = TextGenerator(exported, 200, arguments.threads, STREAMS)
         stack.callback(engine.close)
         here = InProcess(engine)
         cases: dict[str, tuple[Any, int]] = {
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def complete(exported: Path) -> None:
-    """A tokenizer, and the card's digest: what a server needs of an export."""
+    """A tokenizer, and the metadata's digest: what a server needs of an export."""
     words = map("".join, product(string.ascii_lowercase, repeat=4))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, *islice(words, SHAPE.vocab_size - len(letters))]
@@ -98,9 +98,9 @@ def complete(exported: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(exported / "tokenizer.json"))
-    card = json.loads((exported / "export.json").read_text())
-    card["sha256"] = sha256(exported / "model.onnx")
-    (exported / "export.json").write_text(json.dumps(card))
+    metadata = json.loads((exported / "export.json").read_text())
+    metadata["sha256"] = sha256(exported / "model.onnx")
+    (exported / "export.json").write_text(json.dumps(metadata))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lathe.data.megatron import MegatronWriter
 from lathe.data.tokenizer import EOS
-from lathe.data.tokens import CARD
+from lathe.data.tokens import METADATA
 
 WARM_UP = 3  # steps that do not count
 
@@ -142,20 +142,20 @@ def write_tokens(folder: Path, shape: Shape) -> np.ndarray:
     with MegatronWriter(folder / "tokens", shape.vocabulary) as writer:
         for document in ids:
             writer.append(document)
-    card = {
+    metadata = {
         "documents": len(sizes),
         "tokens": sum(sizes),
         "vocab_size": shape.vocabulary,
         "eos_id": 0,
     }
-    (folder / CARD).write_text(json.dumps(card))
+    (folder / METADATA).write_text(json.dumps(metadata))
     Tokenizer(models.WordLevel({EOS: 0}, EOS)).save(str(folder / "tokenizer.json"))
     return ids.flatten()
 
 
 def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
     """The stage as `lathe pretrain` runs it; seconds are those of its own trace."""
-    from lathe.recipe import load_recipe
+    from lathe.config.recipe import load_recipe
     from lathe.train.pretrain import pretrain
     from lathe.train.trace import TRACE
 

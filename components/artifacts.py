@@ -13,7 +13,7 @@ from typing import Any
 
 from kfp import dsl
 
-from lathe.remote import bring
+from lathe.artifacts.remote import bring
 from lathe.storage import is_remote, upload
 
 STORE = "LATHE_STORE"

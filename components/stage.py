@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.console import end_cleanly_on_sigterm, print_any_text
-from lathe.errors import StageError, UserError, explain_os_error
+from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_tied_shell
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 
 MARK = "[lathe] "
 """Opens every line that is Lathe's own, so that a reader can pick it out of KFP's."""
@@ -35,8 +35,8 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
     log.setLevel(logging.INFO)
     try:
         yield load_recipe(recipe, overrides)
-    except (UserError, StageError, OSError) as error:
-        told = explain_os_error(error) if isinstance(error, OSError) else error
+    except ENDINGS as error:
+        told = explain(error)
         for line in str(told).splitlines():
             log.error("%s%s", ERROR, line)
         raise SystemExit(told.status) from error

@@ -10,16 +10,13 @@ from typing import Any
 
 from kfp import dsl
 
+from lathe import backends
+from lathe.artifacts.mirror import Mirror
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
-from lathe.launch.start import is_paddles, start_workers
 from lathe.model.folder import MARKER
-from lathe.paddle.start import find_python
-from lathe.settings import Recipe
 from lathe.storage import fetch, is_remote
-from lathe.train.mirror import Mirror
-
-PADDLE_RUNTIME = "lathe-paddle"
 
 
 def train(
@@ -38,12 +35,14 @@ def train(
         The figures of the finished checkpoint.
     """
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
-        from lathe.launch.trainjob import run
+        from lathe.cluster.trainjob import run
 
         machines = settings.Launch
-        if is_paddles(str(command[0]), settings):
-            find_python()  # the pods have this pod's image
-            machines = machines.model_copy(update={"runtime": machines.runtime or PADDLE_RUNTIME})
+        backend = backends.of(settings)
+        if backend.starts_processes(str(command[0])):
+            backend.check_environment()  # the pods have this pod's image
+            runtime = machines.runtime or backend.TRAINJOB_RUNTIME
+            machines = machines.model_copy(update={"runtime": runtime})
         run([_address(part) for part in command], shape_of(settings), machines)
         with tempfile.TemporaryDirectory() as folder:
             return _figures(fetch(f"{output.uri}/{MARKER}", Path(folder)))
@@ -51,7 +50,7 @@ def train(
     if is_remote(output.uri):
         mirror = Mirror.make(Path(output.path), output.uri)
         mirror.restore()
-    if not start_workers([_path(part) for part in command], settings):
+    if not backends.start_workers([_path(part) for part in command], settings):
         stage()
     figures = _figures(Path(output.path) / MARKER)
     if mirror:
@@ -60,8 +59,8 @@ def train(
     return figures
 
 
-def _figures(card: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))["metrics"]
+def _figures(metadata: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(metadata.read_text(encoding="utf-8"))["metrics"]
     return figures
 
 

@@ -1,4 +1,4 @@
-"""What the command line prints: log lines on stderr, results on stdout."""
+"""Output of the command line: log lines on stderr, results on stdout."""
 
 import io
 import logging
@@ -14,7 +14,7 @@ from rich.text import Text
 
 
 class PlainLines(logging.Handler):
-    """Looks `sys.stderr` up at every line: a progress bar puts its own in its place."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
@@ -28,9 +28,9 @@ def log_to_stderr() -> None:
 
 
 def print_any_text() -> None:
-    """Let stdout and stderr show what their encoding lacks as escapes, `\\xe9`, and never raise.
+    """Let stdout and stderr print characters that their encoding lacks as escapes, `\\xe9`.
 
-    Arguments that are not UTF-8, and a terminal that is not (`LC_ALL=C`), are no mistake.
+    Arguments that are not UTF-8 and terminals without UTF-8 (`LC_ALL=C`) are no reason to fail.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -38,18 +38,19 @@ def print_any_text() -> None:
 
 
 def end_cleanly_on_sigterm() -> None:
-    """Let SIGTERM end this process as an exception does, so that what is half written goes again.
+    """Let SIGTERM raise an exception, so that partial outputs are cleaned up.
 
-    A training takes the signal itself while it runs, and saves; its workers end at once before.
+    A running training handles the signal itself and saves its state; before that, its workers exit
+    immediately.
     """
     if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def show(**figures: Any) -> None:
-    """A table on a terminal, `name: value` lines elsewhere; under torchrun from one process.
+    """Print a table on a terminal, `name: value` lines elsewhere; under torchrun in one process.
 
-    None is left out.
+    Figures that are None are omitted.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -65,7 +66,7 @@ def show(**figures: Any) -> None:
 
 
 def with_error(value: float | None, stderr: float | None) -> str | None:
-    """`26.48 ± 0.31`; None for none."""
+    """`26.48 ± 0.31`; None if there is no value."""
     if value is None:
         return None
     return f"{value:.4g}" if stderr is None else f"{value:.4g} ± {stderr:.2g}"

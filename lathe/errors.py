@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user gave is wrong: names the thing, the value found and the cure.
+    """Something the user gave is wrong: names the thing, the value found and the hint.
 
     The command line prints it and exits with status 2.
     """
 
     kind, status = "error", 2
 
-    def __init__(self, what: str, cure: str) -> None:
-        super().__init__(f"{what}\n  cure: {cure}")
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(f"{what}\n  hint: {hint}")
         self.what = what
-        self.cure = cure
+        self.hint = hint
 
 
 class StageError(RuntimeError):
@@ -33,7 +33,7 @@ class StageError(RuntimeError):
 
 
 class Preempted(StageError):
-    """The run was asked to end (SIGTERM) and has saved its state: the same command goes on.
+    """The run was asked to end (SIGTERM) and has saved its state: the same command resumes it.
 
     Status 75 is sysexits.h's EX_TEMPFAIL: try again later.
     """
@@ -45,7 +45,7 @@ NO_SPACE = "free some space, or use a larger disk, and run it again"
 NO_RIGHT = "get the right to read or write it (ls -l, chmod), or give another path"
 
 # What the user can do about an errno: the exit status tells a wrong path from a failing machine.
-USER_CURES = {
+USER_HINTS = {
     errno.EACCES: NO_RIGHT,
     errno.EPERM: NO_RIGHT,
     errno.EROFS: "the file system is read-only: give a path on another one",
@@ -62,7 +62,7 @@ USER_CURES = {
     errno.ENXIO: "it is no regular file: give another path",
     errno.ENODEV: "it is no regular file: give another path",
 }
-MACHINE_CURES = {
+MACHINE_HINTS = {
     errno.ENOSPC: NO_SPACE,
     errno.EDQUOT: NO_SPACE,
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or use another disk",
@@ -83,7 +83,7 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
 
     Returns:
         UserError where the path is to blame, StageError where the machine is: a full or failing
-        disk, a limit. Both name the file and a cure that fits.
+        disk, a limit. Both name the file and a hint that fits.
     """
     if error.errno == errno.ENOENT and error.filename is None and not _here():
         return UserError("the working directory has been deleted", "change to another one with cd")
@@ -91,10 +91,30 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
     where = f"{printable(named)}: " if named is not None else ""
     what = f"{where}{error.strerror or error or type(error).__name__}"
     number = error.errno or 0
-    if number in USER_CURES:
-        return UserError(what, USER_CURES[number])
-    cure = MACHINE_CURES.get(number, "check the path, the disk and the space on it")
-    return StageError(f"{what}\n  cure: {cure}")
+    if number in USER_HINTS:
+        return UserError(what, USER_HINTS[number])
+    hint = MACHINE_HINTS.get(number, "check the path, the disk and the space on it")
+    return StageError(f"{what}\n  hint: {hint}")
+
+
+CLUSTER_PACKAGES = ("kubeflow_trainer_api", "kubernetes")
+
+
+def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
+    """What to install, where it is a package of the extra `cluster`; None for any other."""
+    package = (error.name or "").partition(".")[0]
+    if package not in CLUSTER_PACKAGES:
+        return None
+    return UserError(f"{package} is not installed", "pip install 'lathe[cluster]'")
+
+
+ENDINGS = (UserError, StageError, OSError)
+"""What ends a command with a message and no traceback."""
+
+
+def explain(error: UserError | StageError | OSError) -> UserError | StageError:
+    """What to tell the user about an error that ends a command: its kind, message and status."""
+    return explain_os_error(error) if isinstance(error, OSError) else error
 
 
 def _here() -> str | None:
@@ -123,8 +143,11 @@ def os_errors(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def printable(name: object) -> str:
-    """A name for a message, on one line, whatever bytes it is made of; shortened when very long."""
+def printable(name: object, most: int = 300) -> str:
+    """A name or a value for a message, on one line, whatever bytes it is made of: at most so many
+    characters, the beginning and the end of what is longer."""
     text = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 300 else f"{text[:200]}...{text[-80:]}"
+    text = text if len(text) <= 2 * most else text[:most] + text[-most:]
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    end = most // 4
+    return plain if len(plain) <= most else f"{plain[: most - end - 3]}...{plain[-end:]}"

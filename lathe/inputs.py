@@ -1,6 +1,6 @@
-"""A user's own files: only regular ones are read, and what is wrong with one is told in a line.
+"""Read users' files: only regular ones, with a one-line error for anything wrong with them.
 
-A pipe, a socket or a device could block for ever or never end, so it is refused unopened.
+A pipe, a socket or a device could block forever or never end, so it is refused without opening it.
 """
 
 import io
@@ -33,28 +33,28 @@ MAGIC = {
 }
 
 
-def require_file(path: Path, cure: str = "give a file") -> None:
+def require_file(path: Path, hint: str = "give a file") -> None:
     """Raise UserError unless `path` is a regular file, or a link to one; nothing is opened."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
         raise explain_os_error(error, path) from None
-    except ValueError:  # a NUL in it
+    except ValueError:  # it contains a NUL
         raise UserError(f"{printable(path)}: not a path", "check the path") from None
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        raise UserError(f"{printable(path)}: {kind}, not a file", cure)
+        raise UserError(f"{printable(path)}: {kind}, not a file", hint)
 
 
 @contextmanager
-def open_file(path: Path, cure: str = "give a file") -> Iterator[BinaryIO]:
-    """A regular file's bytes.
+def open_file(path: Path, hint: str = "give a file") -> Iterator[BinaryIO]:
+    """Open a regular file for reading bytes.
 
     Raises:
-        UserError: it is none, or must not be read.
+        UserError: it is not a regular file, or may not be read.
         StageError: the disk fails.
     """
-    require_file(path, cure)
+    require_file(path, hint)
     try:
         with path.open("rb") as file:
             yield file
@@ -62,19 +62,19 @@ def open_file(path: Path, cure: str = "give a file") -> Iterator[BinaryIO]:
         raise explain_os_error(error, path) from error
 
 
-def read_text(path: Path, cure: str = "give a text file", characters: int | None = None) -> str:
+def read_text(path: Path, hint: str = "give a text file", characters: int | None = None) -> str:
     r"""A text file in UTF-8, without a byte-order mark, its lines ended by `\n`.
 
     Args:
-        characters: so many of its beginning are enough.
+        characters: read only this many from the beginning.
 
     Raises:
-        UserError: no regular file, not text, or larger than 1 GiB.
+        UserError: not a regular file, not text, or larger than 1 GiB.
         StageError: the disk fails.
     """
-    with open_file(path, cure) as file:
+    with open_file(path, hint) as file:
         data = file.read(4 * characters) if characters else _read_all(file, path)
-    if characters:  # a character may be cut
+    if characters:  # the last character may be incomplete
         data = data[: len(data) - _cut_bytes(data)]
     text = decode(data, str(path)).removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n")[:characters]
@@ -91,7 +91,7 @@ def _read_all(file: BinaryIO, path: Path) -> bytes:
 
 
 def _cut_bytes(data: bytes) -> int:
-    """How many bytes at the end begin a UTF-8 character that they do not finish."""
+    """Number of bytes at the end that are the beginning of an incomplete UTF-8 character."""
     for count in range(1, min(4, len(data)) + 1):
         byte = data[-count]
         if byte >= 0xC0:
@@ -103,10 +103,10 @@ def _cut_bytes(data: bytes) -> int:
 
 
 def lines(file: io.BufferedIOBase | BinaryIO, path: Path) -> Iterator[str]:
-    """Decoded lines without their ends and the byte-order mark, one in memory at a time.
+    """Yield decoded lines, without line ends and byte-order mark, one in memory at a time.
 
     Raises:
-        UserError: a line that is not text, or longer than 256 MiB; names it.
+        UserError: a line is not text or longer than 256 MiB; names the line.
     """
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
@@ -118,17 +118,17 @@ def lines(file: io.BufferedIOBase | BinaryIO, path: Path) -> Iterator[str]:
 
 
 def decode(data: bytes, where: str) -> str:
-    """Text of UTF-8 bytes.
+    """Decode UTF-8 bytes.
 
     Raises:
-        UserError: other bytes, or a NUL, which no text has.
+        UserError: not UTF-8, or text with a NUL.
     """
-    kind, cure = next((MAGIC[m] for m in MAGIC if data.startswith(m)), (None, ""))
+    kind, hint = next((MAGIC[m] for m in MAGIC if data.startswith(m)), (None, ""))
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         if kind:
-            raise UserError(f"{where}: not UTF-8 text but {kind}", cure) from None
+            raise UserError(f"{where}: not UTF-8 text but {kind}", hint) from None
         raise UserError(
             f"{where}: not UTF-8: {error.reason} at byte {error.start}",
             "convert the file, for instance with iconv -t utf-8",
@@ -136,40 +136,59 @@ def decode(data: bytes, where: str) -> str:
     if "\0" in text:
         raise UserError(
             f"{where}: not text{f' but {kind}' if kind else ''}: it holds a NUL byte",
-            cure or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
+            hint or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
         )
     return text
 
 
-def parse_json(text: str | bytes, where: str, cure: str) -> Any:
-    """What a JSON text says.
+def parse_json(text: str | bytes, where: str, hint: str, allow_nan: bool = True) -> Any:
+    """Parse a JSON text.
+
+    Args:
+        allow_nan: NaN and the infinities, which JSON has not and Python writes, are numbers.
 
     Raises:
-        UserError: broken, not UTF-8, nested too deeply, or with a number of thousands of digits.
+        UserError: invalid, not UTF-8, nested too deeply, or with a number of thousands of digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=None if allow_nan else _refuse)
     except RecursionError:
-        raise UserError(f"{where}: not JSON that can be read: nested too deeply", cure) from None
+        raise UserError(f"{where}: not JSON that can be read: nested too deeply", hint) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", cure) from None
+        raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", hint) from None
     except ValueError as error:
-        raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", cure) from None
+        raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", hint) from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def first_mistake(error: Any) -> str:
+    """What a pydantic ValidationError says first, as `where: reason (found value)`.
+
+    This module itself does not import pydantic, which some of its users do without.
+    """
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    found = f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
+    return f"{where}: {reason}{found}" if where else reason
 
 
 def require_text(text: str, where: str) -> str:
-    """The text, unless it holds half of a surrogate pair, which no file in UTF-8 can."""
+    """Return the text; raises UserError if it has a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: half of a surrogate pair at character {error.start}", "mend the text"
+            f"{where}: half of a surrogate pair at character {error.start}", "correct the text"
         ) from None
     return text
 
 
 def argument_text(text: str, name: str) -> str:
-    """A text from the command line, which is UTF-8 whatever the locale says.
+    """Check that a text from the command line is UTF-8, whatever the locale.
 
     Raises:
         UserError: it is not.

@@ -28,11 +28,18 @@ class Bar:
     """Counts towards a total; `advance` may carry a short status text such as a rate."""
 
     def __init__(
-        self, what: str, total: int | None, progress: Progress | None, logs: bool = True
+        self,
+        what: str,
+        total: int | None,
+        progress: Progress | None = None,
+        logs: bool = True,
+        first: int = 0,
     ) -> None:
-        self.what, self.total, self.done, self.logs = what, total, 0, logs
+        self.what, self.total, self.first, self.done, self.logs = what, total, first, first, logs
         self._progress = progress
-        self._task = progress.add_task(what, total=total, status="") if progress else None
+        self._task = (
+            progress.add_task(what, total=total, completed=first, status="") if progress else None
+        )
         self._started = self._logged = time.monotonic()
 
     def advance(self, n: int = 1, status: str = "") -> None:
@@ -40,27 +47,42 @@ class Bar:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=n, status=status)
             return
-        now = time.monotonic()
-        if self.logs and now - self._logged >= LOG_EVERY_SECONDS:
-            self._logged = now
-            log.info("%s: %s%s", self.what, self._position(now), f", {status}" if status else "")
+        if self.logs and time.monotonic() - self._logged >= LOG_EVERY_SECONDS:
+            self.tell(status)
 
-    def _position(self, now: float) -> str:
-        if not self.total:
-            return f"{self.done}"
-        eta = (now - self._started) / max(self.done, 1) * (self.total - self.done)
-        return f"{self.done}/{self.total}, {eta:.0f} s left"
+    def tell(self, status: str = "") -> None:
+        """Log the position, `step 40/900, loss 6.788, 2 min left`; a terminal's bar shows it."""
+        if self._progress is not None:
+            return
+        self._logged = time.monotonic()
+        if self.total:
+            pace = (self._logged - self._started) / max(self.done - self.first, 1)
+            left = f"{duration(pace * (self.total - self.done))} left"
+            parts = [f"{self.what} {self.done}/{self.total}", status, left]
+        else:
+            parts = [f"{self.what}: {self.done} so far", status]
+        log.info("%s", ", ".join(part for part in parts if part))
+
+
+def duration(seconds: float) -> str:
+    """To two digits, as a reader says it: `45 s`, `3 min`, `2.5 h`."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 99.5 else f"{minutes / 60:.1f} h"
 
 
 @contextmanager
-def bar(what: str, total: int | None = None, logs: bool = True) -> Iterator[Bar]:
+def bar(what: str, total: int | None = None, logs: bool = True, first: int = 0) -> Iterator[Bar]:
     """`with bar("tokenize", total=n) as b: b.advance(k, "1,200 documents/s")`.
 
     Args:
-        logs: off a terminal, log the position now and then; False where the caller logs its own.
+        logs: off a terminal, log the position now and then; False where the caller says when, by
+            `Bar.tell`.
+        first: what an earlier attempt has done of the total.
     """
     if not sys.stderr.isatty():
-        yield Bar(what, total, None, logs)
+        yield Bar(what, total, None, logs, first)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -71,7 +93,7 @@ def bar(what: str, total: int | None = None, logs: bool = True) -> Iterator[Bar]
         TextColumn("{task.fields[status]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield Bar(what, total, progress)
+        yield Bar(what, total, progress, logs, first)
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""A pipeline's arguments: as command-line options, and what can be wrong with them."""
+"""A pipeline's arguments as command-line options, and their validation."""
 
 import functools
 import inspect
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lathe.errors import UserError
-from pipelines.compile import ENGINE, PIPELINES, defaults
+from pipelines.compile import ENGINE, FUNCTIONS, built, defaults
 
 OPTIONS = {
     "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
@@ -22,7 +22,7 @@ OPTIONS = {
     "budget": "What it may cost: perplexity=0.05.",
     "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
 }
-Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(PIPELINES)}.")]
+Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
@@ -32,8 +32,8 @@ Overrides = Annotated[
 def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     """Make `function(pipeline, arguments, **own)` a command with an option for every argument.
 
-    `arguments` has those that were given or that follow from the engine, the others being the
-    pipeline's defaults, and always `overrides`.
+    `arguments` has those that were given or follow from the engine, and always `overrides`; the
+    others keep the pipeline's defaults.
     """
 
     @functools.wraps(function)
@@ -63,11 +63,11 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
-    """No such pipeline, an argument that it does not have, or one that it needs."""
-    if name not in PIPELINES:
-        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(PIPELINES)}")
+    """Yield errors: an unknown pipeline, an argument it does not have, or a missing one."""
+    if name not in FUNCTIONS:
+        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(FUNCTIONS)}")
         return
-    inputs = PIPELINES[name].component_spec.inputs
+    inputs = built(name).component_spec.inputs
     for key in arguments.keys() - inputs.keys():
         yield UserError(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
     for key, spec in inputs.items():
@@ -80,13 +80,13 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
 
 
 def argument(name: str, key: str) -> Any:
-    """The default of a pipeline's argument; None where it has none, or no such argument."""
-    inputs = PIPELINES[name].component_spec.inputs
+    """The default of a pipeline's argument; None if it has none or there is no such argument."""
+    inputs = built(name).component_spec.inputs
     return inputs[key].default if key in inputs else None
 
 
 def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, str]:
     """The recipes that a pipeline reads, by argument."""
-    inputs = PIPELINES[name].component_spec.inputs
+    inputs = built(name).component_spec.inputs
     keys = [key for key in inputs if key.endswith("recipe")]
     return {key: arguments.get(key, inputs[key].default) for key in keys}

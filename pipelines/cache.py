@@ -1,4 +1,4 @@
-"""What a local run remembers of its finished tasks, and whether it is still so."""
+"""The cache of finished tasks of local runs, which checks that their outputs are unchanged."""
 
 import logging
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ DONE_AGAIN = "is done again"
 
 
 class Made(BaseModel):
-    """What lies beside an entry of the cache: its digest, and length (bytes) and time (ns) of
-    every file that the task made on this machine."""
+    """Stored with a cache entry: its digest, and the length (bytes) and modification time (ns) of
+    every local file that the task wrote."""
 
     entry: str
     files: dict[Path, tuple[int, int]]
 
 
 class CheckedCache(LocalCache):
-    """KFP's, in which a task is finished only while all that it made is as it left it."""
+    """KFP's cache, with entries that are valid only while the task's outputs are unchanged."""
 
     def __init__(self, cache_root: str) -> None:
         super().__init__(cache_root)
@@ -35,7 +35,7 @@ class CheckedCache(LocalCache):
         return key
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The outputs of a finished task; None where it has to be done again."""
+        """The outputs of a finished task; None if it has to run again."""
         entry = Path(self._entry_path(key))
         if not entry.exists():
             return None
@@ -55,7 +55,7 @@ class CheckedCache(LocalCache):
 
 
 def _damage(entry: Path) -> str | None:
-    """What is no longer as the task left it."""
+    """The first output that has changed since the task wrote it, or None."""
     try:
         made = Made.model_validate_json(_beside(entry).read_bytes())
         if sha256(entry) != made.entry:
@@ -76,7 +76,7 @@ def _beside(entry: Path) -> Path:
 
 
 def _files(outputs: dict[str, Any]) -> Iterator[Path]:
-    """The files of all artifacts that are on this machine, but for hidden ones."""
+    """The local files of all artifacts, without hidden ones."""
     for output in outputs.values():
         for artifact in output if isinstance(output, list) else [output]:
             if isinstance(artifact, dsl.Artifact) and not is_remote(artifact.uri):

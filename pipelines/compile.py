@@ -31,8 +31,8 @@ PRUNE_RECIPES = {"prune": "recipe", "compress": "prune_recipe", "full": "prune_r
 
 
 def defaults(name: str, overrides: list[str]) -> dict[str, str]:
-    """Arguments of the pipeline `name` whose defaults are others with these overrides: PaddleSlim's
-    pruners know other criteria than the pipelines' own recipe asks for."""
+    """Arguments of pipeline `name` whose defaults depend on these overrides: PaddleSlim does not
+    have the criterion of the pipelines' usual pruning recipe."""
     engines = [o for o in overrides if o.startswith(f"{ENGINE}=")]
     if name in PRUNE_RECIPES and engines[-1:] == [f"{ENGINE}=paddle"]:
         return {PRUNE_RECIPES[name]: "tiny-prune-paddle"}
@@ -42,12 +42,12 @@ def defaults(name: str, overrides: list[str]) -> dict[str, str]:
 def build(name: str, pool: Pool = Pool(), fresh: bool = False) -> GraphComponent:  # noqa: B008
     """The pipeline `name` for the machines of `pool`.
 
-    Its default `overrides` name these machines and their engine too, so that a run which somebody
-    starts from the UI trains on what its tasks ask for.
+    Its default `overrides` include these machines and the engine, so that a run started from the UI
+    trains on what its tasks request.
 
     Args:
-        fresh: `prepare` reads the corpus again in every run, though its address is the same, and
-            so every stage works again when the text has changed.
+        fresh: disable caching of `prepare`, so that a changed corpus at the same address is noticed
+            and the stages run again.
     """
     overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
     overrides += pool.overrides
@@ -73,7 +73,10 @@ def _with_default(function: Callable[..., None], **defaults: object) -> Callable
     return clone
 
 
-PIPELINES = {name: build(name) for name in FUNCTIONS}
+@functools.cache
+def built(name: str) -> GraphComponent:
+    """The pipeline `name` for the usual pool, built when it is first needed."""
+    return build(name)
 
 
 def write(folder: Path, pool: Pool = Pool()) -> list[Path]:  # noqa: B008

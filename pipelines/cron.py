@@ -1,4 +1,4 @@
-"""Kubeflow's cron: six fields, the seconds first, and the times they mean."""
+"""Kubeflow's cron expressions, which have six fields starting with seconds, and their times."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FIELDS: list[tuple[str, int, int, list[str]]] = [
     ("month", 1, 12, MONTHS),
     ("day of week", 0, 6, WEEKDAYS),
 ]
-CURE = (
+HINT = (
     'write "SECOND MINUTE HOUR DAY-OF-MONTH MONTH DAY-OF-WEEK": '
     '"0 0 3 * * 1" is Mondays at 03:00:00'
 )
@@ -29,7 +29,7 @@ LONGEST = timedelta(days=8 * 366)
 class Cron:
     """The values that each field allows.
 
-    Where both days are given, either of them is enough, as in every cron.
+    If both day fields are restricted, either may match, as in every cron.
     """
 
     seconds: frozenset[int]
@@ -41,7 +41,7 @@ class Cron:
     any_day_is_enough: bool
 
     def after(self, start: datetime) -> Iterator[datetime]:
-        """The times later than `start`, in its time zone."""
+        """Yield the matching times after `start`, in its time zone."""
         midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
         for number in range(LONGEST.days):
             day = midnight + timedelta(days=number)
@@ -75,12 +75,12 @@ def parse_cron(text: str) -> Cron:
             f'put a 0 before it: "0 {text.strip()}"',
         )
     if len(parts) != len(FIELDS):
-        raise UserError(f"cron {text!r}: {len(parts)} fields instead of six", CURE)
+        raise UserError(f"cron {text!r}: {len(parts)} fields instead of six", HINT)
     values = [_values(text, part, *field) for part, field in zip(parts, FIELDS, strict=True)]
     free = [part[0] in "*?" for part in (parts[3], parts[5])]
     cron = Cron(*values, any_day_is_enough=not any(free))
     if not any(True for _ in cron.after(datetime(2024, 1, 1, tzinfo=UTC))):
-        raise UserError(f"cron {text!r}: there is no such day", CURE)
+        raise UserError(f"cron {text!r}: there is no such day", HINT)
     return cron
 
 
@@ -90,7 +90,7 @@ def _values(text: str, field: str, name: str, low: int, high: int, names: list[s
     for item in field.upper().split(","):
         match = re.fullmatch(r"(\*|\?|\w+)(?:-(\w+))?(?:/(\d+))?", item)
         if not match or (match[1] in "*?" and match[2]):
-            raise UserError(f"cron {text!r}: {name}: {item!r} is not understood", CURE)
+            raise UserError(f"cron {text!r}: {name}: {item!r} is not understood", HINT)
         first, last, step = match.groups()
         if first in "*?":
             begin, end = low, high
@@ -100,7 +100,7 @@ def _values(text: str, field: str, name: str, low: int, high: int, names: list[s
             end = _number(last, low, names) if last else high if step else begin
         if begin is None or end is None or not low <= begin <= end <= high or step == "0":
             known = f", or {names[0]} to {names[-1]}" if names else ""
-            raise UserError(f"cron {text!r}: {name}: {item!r} is not in {low}-{high}{known}", CURE)
+            raise UserError(f"cron {text!r}: {name}: {item!r} is not in {low}-{high}{known}", HINT)
         found.update(range(begin, end + 1, int(step or 1)))
     return frozenset(found)
 

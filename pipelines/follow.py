@@ -1,4 +1,4 @@
-"""Follow a run on the cluster: what begins, what ends, and why a step failed."""
+"""Follow a run on the cluster: tasks that start and end, and why a step failed."""
 
 import re
 import time
@@ -22,7 +22,7 @@ WORDS = {
 ENDED = tuple(WORDS)
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
-"""How long a server may not answer before following gives up; the run does not care."""
+"""How long the server may be unreachable before following gives up; the run itself continues."""
 
 RETRY = re.compile(r"\(\d+\)$")
 
@@ -31,7 +31,7 @@ def follow(client: Client, run_id: str, tasks: set[str]) -> str:
     """Print the run's progress until it has ended.
 
     Args:
-        tasks: names of the pipeline's tasks; all else in a run is KFP's own.
+        tasks: names of the pipeline's tasks; other entries of a run are KFP's own.
 
     Returns:
         the run's last state, one of `ENDED`.
@@ -100,7 +100,7 @@ def _get_run(client: Client, run_id: str) -> Any:
 
 
 def _details(run: Any) -> list[Any]:
-    """A step that is tried again is `name(0)`, `name(1)`: the step all the same."""
+    """The step's name without the number of the attempt: `name(0)`, `name(1)` are one step."""
     details = (run.run_details and run.run_details.task_details) or []
     for task in details:
         task.display_name = RETRY.sub("", task.display_name or "")
@@ -119,7 +119,7 @@ def _explain(client: Client, run: Any, tasks: set[str]) -> Iterator[str]:
         for task in [step, *pods]:
             if task.error and task.error.message:
                 yield f"error: {step.display_name}: {task.error.message}"
-        for pod in pods[-1:]:  # the last try
+        for pod in pods[-1:]:  # the last attempt
             log = _read_log(client, run.run_id, pod.pod_name)
             if log:
                 yield f"error: {_last_words(step.display_name, log)}"
@@ -128,7 +128,7 @@ def _explain(client: Client, run: Any, tasks: set[str]) -> Iterator[str]:
 
 
 def _step(name: str) -> str:
-    """A step can fail in KFP's own driver, too, before its container starts."""
+    """Describe a failure, which may also happen in KFP's driver before the container starts."""
     return name.removesuffix("-driver")
 
 
@@ -139,7 +139,7 @@ def _node(name: str) -> str:
 
 
 def _failing_pods(task: Any, by_node: dict[str, Any]) -> Iterator[Any]:
-    """The failed nodes below a task, or itself, under which nothing else has failed."""
+    """The failed leaf nodes below a task, possibly itself."""
     nodes = [_node(child.pod_name) for child in task.child_tasks or [] if child.pod_name]
     below = [by_node[node] for node in nodes if node in by_node]
     below = [child for child in below if child.state == "FAILED"]
@@ -169,7 +169,7 @@ def _read_log(client: Client, run_id: str, pod: str) -> str:
 
 
 def _last_words(step: str, log: str) -> str:
-    """The step's own error, else its last lines."""
+    """The step's own error message, or else its last log lines."""
     words = StageLog()
     words.failed = step
     for line in log.splitlines():

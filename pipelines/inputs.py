@@ -1,4 +1,4 @@
-"""What is wrong with what a local run is given: all of it at once, before any work begins."""
+"""Preflight checks of a local run, which report all problems together before any work begins."""
 
 import re
 from collections.abc import Callable
@@ -6,24 +6,20 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
-from tokenizers import Tokenizer, models
-
+from lathe import backends
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import StageError, UserError
-from lathe.evaluate.lambada import read_cloze
-from lathe.model import folder as checkpoint
-from lathe.model.config import read_config
-from lathe.paddle.start import find_python
-from lathe.recipe import load_recipe
+from lathe.errors import StageError, UserError, explain
+from lathe.evaluate.lambada import check_cloze
+from lathe.model.folder import require_checkpoint
+from lathe.production.release import releases_of
+from lathe.search.goal import parse_goal
 from lathe.serve.environment import find_environment
-from lathe.serve.release import releases_of
-from lathe.settings import Recipe
-from lathe.storage import exists, is_remote
-from lathe.storage.s3 import SCHEMES
+from lathe.storage import exists, is_remote, is_store
 from pipelines.arguments import argument, recipe_names, wrong_names
 
 SERVES = ("qat", "compress", "full")
@@ -36,10 +32,10 @@ RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
 
 
 class Problems:
-    """Collects what is wrong, and what could not be checked."""
+    """Collects problems, and what could not be checked."""
 
     def __init__(self) -> None:
-        self.problems: list[UserError] = []
+        self.problems: list[UserError | StageError] = []
         self.unchecked: list[str] = []
 
     def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -51,11 +47,11 @@ class Problems:
         except StageError as error:
             self.unchecked.append(f"{what}: not checked: {error}")
         except OSError as error:
-            self.problems.append(UserError(f"{what}: {error.strerror}", "check the path"))
+            self.problems.append(explain(error))
         return None
 
     def finish(self) -> None:
-        """Raise all that was found, as an ExceptionGroup of UserErrors."""
+        """Raise all problems as an ExceptionGroup, if there are any."""
         if self.problems:
             raise ExceptionGroup("problems", self.problems)
 
@@ -64,7 +60,7 @@ class Inputs(Problems):
     """The checks of a run on this machine."""
 
     def recipes(self, name: str, arguments: dict[str, Any]) -> dict[str, Recipe]:
-        """The recipes by argument, without those that are wrong."""
+        """The valid recipes, by argument."""
         self.problems += wrong_names(name, arguments)
         self.finish()
         for key, value in arguments.items():
@@ -84,7 +80,7 @@ class Inputs(Problems):
         Args:
             recipe: of the text and the tokenizer; None where it is wrong.
         """
-        checks: dict[str, Callable[[Path], object]] = {"model": check_model, "cloze": check_cloze}
+        checks = {"model": require_checkpoint, "cloze": check_cloze}
         for key, function in checks.items():
             if value := arguments.get(key):
                 self.check(f"{key} {value}", check_place, key, value, function)
@@ -98,9 +94,9 @@ class Inputs(Problems):
             self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
 
     def goal(self, name: str, arguments: dict[str, Any]) -> None:
-        """What `compress` aims at."""
+        """The target and budget of `compress`."""
         if name == "compress":
-            self.check("target", check_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
+            self.check("target", parse_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
 
     def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
         """The address of the releases."""
@@ -108,11 +104,11 @@ class Inputs(Problems):
             self.check("production", check_releases, root, recipe)
 
     def environments(self, name: str, recipes: dict[str, Recipe]) -> None:
-        """Triton's, where the pipeline serves, and Paddle's, where a recipe asks for it."""
+        """Triton's, where the pipeline serves, and those of the recipes' backends."""
         if name in SERVES:
             self.check("Triton", find_environment)
-        if any(recipe.Compress.engine == "paddle" for recipe in recipes.values()):
-            self.check("Paddle", find_python)
+        for backend in {backends.of(recipe) for recipe in recipes.values()}:
+            self.check("Paddle", backend.check_environment)
 
 
 def _is_text(value: str) -> bool:
@@ -136,34 +132,13 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
     try:
         function(path)
     except UserError as error:
-        raise UserError(f"{key} {error.what}", error.cure) from None
+        raise UserError(f"{key} {error.what}", error.hint) from None
 
 
 def check_address(key: str, uri: str) -> None:
-    """That the store has something there; what HTTP gives is seen when it is fetched."""
-    if urlsplit(uri).scheme in SCHEMES and not within(STORE_SECONDS, uri, exists, uri):
+    """Check that the store has something at the address; HTTP is checked when it is fetched."""
+    if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: there is nothing", "check the address")
-
-
-def check_model(path: Path) -> None:
-    """A whole checkpoint, or HF GPT-2, folder."""
-    config = read_config(checkpoint.resolve(path))
-    checkpoint.read_marker(path)
-    checkpoint.read_tokenizer(path, config)
-    if not (path / checkpoint.WEIGHTS).is_file():
-        raise UserError(f"{path}: no {checkpoint.WEIGHTS}", "save the model as safetensors")
-
-
-def check_goal(target: str, budget: str) -> None:
-    """The words of `compress`."""
-    from lathe.compress.search import parse_goal  # seconds of imports
-
-    parse_goal(target, budget)
-
-
-def check_cloze(path: Path) -> None:
-    """Every line; a tokenizer without words reads them all."""
-    read_cloze(path, Tokenizer(models.BPE()))
 
 
 def check_corpus(source: str, text_key: str) -> None:
@@ -179,14 +154,14 @@ def check_corpus(source: str, text_key: str) -> None:
 
 
 def check_releases(root: str, recipe: Recipe) -> None:
-    """That they are an address in a store which answers."""
+    """Check that the releases are an address in a store that answers."""
     production = recipe.Production.model_copy(update={"releases": root})
     releases = releases_of(recipe.model_copy(update={"Production": production}))
     within(STORE_SECONDS, releases.root, releases.pointer)
 
 
 def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, if it comes in time.
+    """The function's result, with a time limit.
 
     Raises:
         UserError: it does not; and what the function raises.
@@ -212,7 +187,7 @@ def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: A
 
 
 def check_name(folder: Path, runs: Path) -> None:
-    """A run folder lies below run/, and has a name of its own there."""
+    """Check that a run folder is directly below run/ and does not have a reserved name."""
     is_own = folder.name not in ("..", *RESERVED) and folder.name.isprintable()
     if folder.parent != runs or not is_own:
         raise UserError(
@@ -221,8 +196,8 @@ def check_name(folder: Path, runs: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """A run folder that is not there yet, or one that a run has written."""
-    cure = "give another --name"
+    """Check that the run folder does not exist yet or was written by a run."""
+    hint = "give another --name"
     if not folder.is_dir():
         for path in (folder, *folder.parents):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -230,11 +205,11 @@ def check_folder(folder: Path) -> None:
         return
     names = sorted(path.name for path in folder.iterdir())
     if RUN_LOG not in names and names not in ([], [LOCK]):
-        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", cure)
+        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", hint)
     for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
         path = folder / name
         if path.is_symlink() or (path.exists() and not is_right(path)):
-            raise UserError(f"{path}: not what a run has written", cure)
+            raise UserError(f"{path}: not what a run has written", hint)
 
 
 def _is_lock(path: Path) -> bool:
@@ -242,7 +217,7 @@ def _is_lock(path: Path) -> bool:
 
 
 def check_link(deployed: Path) -> None:
-    """That `deployed` is free, or the link that an earlier run made."""
+    """Check that `deployed` does not exist or is a link made by an earlier run."""
     if deployed.exists() and not deployed.is_symlink():
         raise UserError(
             f"{deployed}: not a link that a run has made",

@@ -16,11 +16,11 @@ from kfp.local import subprocess_task_handler as kfp_subprocess
 
 from lathe.launch.parent import tied
 from pipelines.cache import CheckedCache
-from pipelines.compile import PIPELINES
+from pipelines.compile import built
 
 
 def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
-    """Run pipeline `name`; outputs go to `root`, finished tasks are remembered in `cache`.
+    """Run pipeline `name`; outputs go to `root`, finished tasks are cached in `cache`.
 
     Raises:
         RuntimeError: a task failed.
@@ -28,11 +28,13 @@ def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
     # "python" is not in the image's name; accelerators have no effect on a laptop.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    pipeline = PIPELINES[name]
+    pipeline = built(name)
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():
-            task.ClearField("retry_policy")  # a laptop has no flaky nodes: show the error at once
+            task.ClearField(
+                "retry_policy"
+            )  # retries are for flaky nodes: show the error immediately
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=root,

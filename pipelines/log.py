@@ -1,4 +1,4 @@
-"""Read a local run's output as stages: what began, what Lathe said, how it ended."""
+"""Turn a local run's output into stages: their start, Lathe's own messages, and their end."""
 
 import re
 import time
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from components.stage import ERROR, MARK
 from pipelines.cache import DONE_AGAIN
+from pipelines.forecast import Forecast
 
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
@@ -20,10 +21,15 @@ TAIL_LINES = 30
 
 
 class StageLog:
-    """Follows the lines of `pipelines.local`: yields those a reader wants, keeps the error."""
+    """Follows the lines of `pipelines.local`: yields those a reader wants, keeps the error.
 
-    def __init__(self) -> None:
+    Args:
+        forecast: of the default run.
+    """
+
+    def __init__(self, forecast: Forecast | None = None) -> None:
         self.failed: str | None = None
+        self._forecast = forecast
         self._stage, self._since = "", 0.0
         self._errors: list[str] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -41,9 +47,11 @@ class StageLog:
             if match[2] == "FAILURE":
                 self.failed = match[1]
             elif match[1] == self._stage:
-                yield f"    done in {time.monotonic() - self._since:.1f} s"
+                seconds = time.monotonic() - self._since
+                yield f"    done in {seconds:.1f} s{self._left(match[1], seconds)}"
         elif match := _REUSED.search(text):
-            yield f"{match[1]}\n    finished in an earlier run of this folder: reused"
+            yield match[1]
+            yield f"    finished in an earlier run of this folder: reused{self._left(match[1])}"
         elif match := _DONE_AGAIN.search(text):
             yield match[1]
         elif text.startswith(MARK + ERROR):
@@ -55,8 +63,11 @@ class StageLog:
         elif not _KFP.match(text):
             self._tail.append(line)
 
+    def _left(self, stage: str, seconds: float | None = None) -> str:
+        return f"; {self._forecast.end(stage, seconds)}" if self._forecast else ""
+
     def error(self) -> str:
-        """The user's error as the stage put it, else the stage's last lines."""
+        """The stage's own error message, or else its last lines."""
         where = f"{self.failed}: " if self.failed else ""
         if self._errors:
             return where + "\n".join(self._errors)

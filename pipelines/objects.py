@@ -1,7 +1,7 @@
 """Write the pipelines as Kubernetes objects: `python -m pipelines.objects FILE VERSION`.
 
-Where Pipelines keeps its definitions in the Kubernetes API, these do for a repository that a GitOps
-controller applies what `make submit` does by hand.
+Where Kubeflow Pipelines stores its definitions in the Kubernetes API, a GitOps controller can apply
+these objects from a repository instead of `make submit`.
 """
 
 import sys
@@ -13,7 +13,7 @@ import yaml
 from kfp import compiler
 
 from lathe.storage import atomic_file
-from pipelines.compile import PIPELINES
+from pipelines.compile import FUNCTIONS, built
 
 NAMESPACE = "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
@@ -24,12 +24,12 @@ def write(path: Path, version: str) -> None:
     YAML file.
 
     Args:
-        version: lower-case letters, digits, dots and dashes. What a version says never changes,
-            so name it after the commit.
+        version: lower-case letters, digits, dots and dashes. A version is immutable, so name it
+            after the commit.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as work, work.open("w", encoding="utf-8") as file:
-        yaml.safe_dump_all((thing for name in PIPELINES for thing in _objects(name, version)), file)
+        yaml.safe_dump_all((thing for name in FUNCTIONS for thing in _objects(name, version)), file)
 
 
 def _objects(name: str, version: str) -> list[dict[str, Any]]:
@@ -42,7 +42,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(
-            PIPELINES[name],
+            built(name),
             file.name,
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run is submitted: all of it at once, each with a cure."""
+"""Preflight checks of a run on the cluster, which report all problems together."""
 
 import os
 import uuid
@@ -9,13 +9,12 @@ from urllib.parse import urlsplit
 from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe import storage
+from lathe import backends, storage
+from lathe.cluster.nodes import check_node_pool
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
-from lathe.launch.nodes import check_node_pool
-from lathe.paddle.supported import require_no_gpu_needed, require_supported
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 from pipelines.arguments import recipe_names, wrong_names
@@ -39,9 +38,9 @@ STAGES = {
         "qat_recipe": ("quantize",),
     },
 }
-"""What each recipe of a pipeline is for, of what is checked here."""
+"""The verbs that each recipe of a pipeline is used for, as far as they are checked here."""
 NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
-"""What else these may be, or begin with."""
+"""Values or prefixes that are allowed as well."""
 
 
 class Preflight(Inputs):
@@ -59,7 +58,7 @@ class Preflight(Inputs):
         return None
 
     def arguments(self, name: str, arguments: dict[str, Any]) -> None:
-        """Names, and addresses that a cluster can reach."""
+        """Check argument names, and that addresses are reachable from a cluster."""
         self.problems += wrong_names(name, arguments)
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
@@ -67,7 +66,7 @@ class Preflight(Inputs):
         self.goal(name, arguments)
 
     def recipes(self, name: str, arguments: dict[str, Any], pool: Pool) -> None:
-        """Every recipe that the pipeline reads: settings, engine, and layout on the pool."""
+        """Check every recipe of the pipeline: settings, backend support, and layout on the pool."""
         for key, recipe in recipe_names(name, arguments).items():
             if Path(recipe).is_file():
                 self.problems.append(
@@ -79,15 +78,15 @@ class Preflight(Inputs):
                 )
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             stages = STAGES[name][key]
-            if settings and settings.Compress.engine == "paddle":
+            if settings:
                 for stage in stages:
-                    self.check(recipe, _check_engine, recipe, stage, settings, pool)
+                    self.check(recipe, _check_support, recipe, stage, settings, pool)
             if settings and stages != ("evaluate",) and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
 
     def images(self, pipeline: GraphComponent) -> None:
-        """Those that the pipeline names are in their registries."""
+        """Check that the pipeline's images exist in their registries."""
         spec = pipeline.component_spec.implementation.graph.deployment_spec
         executors = json_format.MessageToDict(spec)["executors"].values()
         for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
@@ -100,7 +99,8 @@ class Preflight(Inputs):
             self.check(f"node pool {pool.node_pool}", check_node_pool, *machines)
 
     def store(self, root: str) -> None:
-        """An object can be put below the pipeline root, and removed, where one is configured."""
+        """Check that an object can be written and deleted below the pipeline root, if
+        configured."""
         if not root:
             self.unchecked.append("object store: not checked: no pipeline root is given (ROOT=)")
         elif urlsplit(root).scheme not in ("s3", "minio"):
@@ -114,7 +114,9 @@ class Preflight(Inputs):
 
 
 def _check_reachable(key: str, value: str) -> None:
-    if storage.is_remote(value.removeprefix(NEWEST)) or value.startswith(NO_ADDRESSES.get(key, ())):
+    place = value.removeprefix(NEWEST)
+    is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
+    if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(
         f"{key} {value}: a path of this machine, which the cluster does not see",
@@ -123,13 +125,11 @@ def _check_reachable(key: str, value: str) -> None:
     )
 
 
-def _check_engine(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
+def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
     try:
-        require_supported(stage, recipe)
-        if stage in ("prune", "quantize") and not pool.gpus:
-            require_no_gpu_needed(recipe)
+        backends.of(recipe).check_support(stage, recipe, has_gpu=bool(pool.gpus))
     except UserError as error:
-        raise UserError(f"recipe {name}: {error.what}", error.cure) from None
+        raise UserError(f"recipe {name}: {error.what}", error.hint) from None
 
 
 def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
@@ -138,7 +138,7 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
         resolve_batch(recipe, dp * sharding)
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
-        raise UserError(f"recipe {name} with {machines}: {error.what}", error.cure) from None
+        raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
 
 
 def _check_writable(root: str) -> None:

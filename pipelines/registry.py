@@ -1,4 +1,4 @@
-"""Whether a container image is in its registry, by the HTTP API that all of them have."""
+"""Check that a container image exists, with the registries' common HTTP API."""
 
 import re
 import ssl

@@ -1,6 +1,6 @@
-"""What a task asks of the cluster: the one place that says so.
+"""The resources that tasks request from the cluster, all in one place.
 
-The local runner has one machine and passes over all of it.
+The local runner ignores them.
 """
 
 from collections.abc import Iterator
@@ -52,9 +52,9 @@ class Pool:
 
     @property
     def overrides(self) -> list[str]:
-        """The same machines in a recipe's words, for the process that starts the workers.
+        """The same machines as recipe overrides, for the process that starts the workers.
 
-        Not the engine: another recipe of the run may have another.
+        The engine is not included, as the recipes of a run may have different ones.
         """
         settings = {"nodes": self.nodes, "gpus_per_node": self.gpus, "queue": self.queue}
         if self.gpus:
@@ -62,6 +62,8 @@ class Pool:
         return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
 
 
+# KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
+# be around it.
 _POOL: ContextVar[Pool] = ContextVar("pool")
 
 
@@ -76,7 +78,8 @@ def in_pool(pool: Pool) -> Iterator[None]:
 
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
-    """All GPUs of a machine; where training takes several, only what starts and follows them."""
+    """All GPUs of a machine; for multi-node training none, as the task only starts and follows
+    it."""
     pool = _POOL.get()
     return _with_gpus(task, 0 if pool.nodes > 1 else pool.gpus, hours)
 
@@ -87,8 +90,7 @@ def on_gpu(task: PipelineTask, hours: float) -> PipelineTask:
 
 
 def with_engine(task: PipelineTask) -> PipelineTask:
-    """In the image that has the engine, which may do this stage; every other is in its component's
-    own."""
+    """Use the image of the run's engine, for a task that it may perform."""
     return task.set_container_image(PADDLE) if _POOL.get().engine == "paddle" else task
 
 
@@ -112,8 +114,8 @@ def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:
 
 
 def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
-    """What every task has: shared memory for the processes that hand each other batches, the
-    store's credentials, who it is, a user that is not root, labels, retries and a deadline."""
+    """Settings of every task: shared memory for worker processes, store credentials, the pod's
+    identity, a non-root user, labels, retries and a deadline."""
     kubernetes.empty_dir_mount(
         task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
     )

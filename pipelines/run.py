@@ -2,8 +2,8 @@
 
     python -m pipelines.run full --corpus corpus.txt -o Engine.max_steps=200
 
-Everything is written under the run folder. Run into the same folder again with the same input
-and the stages that finished are not done twice.
+Everything is written to the run folder. Running again with the same folder and inputs resumes: the
+finished stages are not repeated.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.storage import is_remote
 from pipelines.arguments import takes_arguments
+from pipelines.forecast import Forecast
 from pipelines.inputs import (
     CACHE,
     LOCK,
@@ -38,6 +39,7 @@ from pipelines.inputs import (
     check_name,
 )
 from pipelines.log import StageLog
+from pipelines.screen import Screen
 from pipelines.summary import show
 from pipelines.told import fail, told
 
@@ -53,7 +55,7 @@ class StageFailed(StageError):
 
 
 class Interrupted(BaseException):
-    """The signal that ends this run."""
+    """A termination signal was received."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -64,7 +66,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
 
     Raises:
         ExceptionGroup: of UserErrors, all that is wrong; nothing is written then.
-        UserError: a run is going on in the folder, or it cannot be written.
+        UserError: another run is using the folder, or it cannot be written.
         StageFailed: with the stage's own message.
     """
     recipes = check(name, folder, arguments)
@@ -72,18 +74,22 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     cache = folder / CACHE / fingerprint(arguments, recipes)
     command = [sys.executable, "-u", "-m", "pipelines.local"]
     command += [name, str(folder), str(cache), json.dumps(arguments)]
-    log = StageLog()
+    forecast = Forecast() if name == "full" and not any(arguments.values()) else None
+    log, screen = StageLog(forecast), Screen()
+    if forecast:
+        screen.show(forecast.start())
     with (
         _locked(folder) as lock,
         (folder / RUN_LOG).open("a", encoding="utf-8") as full,
         _worker(command, lock) as worker,
+        closing(screen),
     ):
         assert worker.stdout is not None
         for line in worker.stdout:
             full.write(line)
             for shown in log.feed(line):
-                print(shown, flush=True)
-            if log.failed:  # KFP would go on with the stages that do not need this one
+                screen.show(shown)
+            if log.failed:  # KFP would continue with stages that do not depend on this one
                 break
         else:
             worker.wait()
@@ -92,7 +98,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
 
 
 def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[str]:
-    """Check what can be checked before work begins; return the recipes, resolved, as JSON.
+    """Run all preflight checks; returns the resolved recipes as JSON.
 
     Raises:
         ExceptionGroup: of UserErrors, all that is wrong.
@@ -113,7 +119,7 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[str]:
 
 
 def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
-    """Digest of all that a stage's result depends on and KFP's cache key leaves out."""
+    """Digest of everything that a stage's result depends on and KFP's cache key omits."""
     parts = ("lathe", "components", "pipelines")
     files = [f for part in parts for f in sorted((REPOSITORY / part).rglob("*.py"))]
     for value in arguments.values():
@@ -126,9 +132,9 @@ def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Have the folder for this run alone; yields the lock's file descriptor.
+    """Lock the folder for this run; yields the lock's file descriptor.
 
-    The lock is the kernel's, and so ends with the last process that holds the descriptor.
+    The kernel releases the lock with the last process that holds the descriptor.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
@@ -148,11 +154,11 @@ def _locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _worker(command: list[str], lock: int) -> Iterator[subprocess.Popen[str]]:
-    """The process, in a session of its own, which holds the lock, too; leaving the block ends all
-    that it started, and the kernel kills it where this process is killed."""
+    """Start the worker process in its own session, holding the lock as well. Leaving the block ends
+    everything that it started, and the kernel kills it if this process is killed."""
     worker = subprocess.Popen(
         tied(command),
-        # Else a folder named lathe where the user stands would be taken for the package.
+        # Otherwise a folder named lathe in the working directory would shadow the package.
         env=os.environ | {"PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -177,11 +183,11 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def _end_group(worker: subprocess.Popen[str]) -> None:
-    """Ask the worker's process group to end, wait, then kill what is left of it."""
+    """Terminate the worker's process group, wait, then kill what is left."""
     deadline = time.monotonic() + GRACE_SECONDS
     number = int(signal.SIGTERM)
     while True:
-        worker.poll()  # a zombie still counts as one of the group
+        worker.poll()  # a zombie still belongs to the group
         try:
             os.killpg(worker.pid, number)
         except ProcessLookupError:
@@ -200,7 +206,7 @@ def main(
     arguments: dict[str, Any],
     name: Annotated[str, typer.Option(help="Run folder under run/; default: the time.")] = "",
 ) -> None:
-    """Run a pipeline on this machine and print what came of it."""
+    """Run a pipeline on this machine and print its results."""
     with told():
         folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))
         try:

@@ -1,4 +1,4 @@
-"""Run a pipeline on the cluster again and again, at the times that a cron expression says.
+"""Run a pipeline on the cluster periodically, at the times of a cron expression.
 
 python -m pipelines.schedule set full --cron "0 0 3 * * 1"
 python -m pipelines.schedule remove full
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelines.arguments import Pipeline, takes_arguments
-from pipelines.cron import CURE, parse_cron
+from pipelines.cron import HINT, parse_cron
 from pipelines.server import HELP, Client, answers, connect
 from pipelines.submit import (
     Gpus,
@@ -30,10 +30,10 @@ from pipelines.upload import find
 
 
 def set_schedule(submission: Submission, name: str, cron: str) -> int:
-    """Make the recurring run `name`; those of the same name go. At no time are two active.
+    """Create the recurring run `name`, replacing those of the same name; never are two active.
 
     Returns:
-        how many it takes the place of.
+        the number of recurring runs that it replaced.
     """
     client = submission.client
     with _disabled(client, schedules(client, name)) as old:
@@ -66,7 +66,7 @@ def remove(client: Client, found: list[Any]) -> None:
 
 @contextmanager
 def _disabled(client: Client, found: list[Any]) -> Iterator[list[Any]]:
-    """The recurring runs rest; where the block fails, those that were active are so again."""
+    """Disable recurring runs; if the block fails, enable those that were active again."""
     active = [s.recurring_run_id for s in found if s.mode == "ENABLE"]
     try:
         for schedule in active:
@@ -86,14 +86,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 def set_command(
     pipeline: str,
     arguments: dict[str, Any],
-    cron: Annotated[str, typer.Option(help=CURE)],
+    cron: Annotated[str, typer.Option(help=HINT)],
     nodes: Nodes = None,
     gpus: Gpus = None,
     node_pool: NodePool = "",
     queue: Queue = "",
     root: Root = "",
 ) -> None:
-    """Run a pipeline at these times; what was scheduled for it before goes."""
+    """Run a pipeline at these times, replacing its earlier schedule."""
     name = f"lathe-{pipeline}"
     arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
     with told():
@@ -109,7 +109,7 @@ def set_command(
 
 @app.command("remove", epilog=HELP)
 def remove_command(pipeline: Pipeline) -> None:
-    """Take a pipeline's schedule away; runs that have begun go on."""
+    """Remove a pipeline's schedule; runs that have started continue."""
     name = f"lathe-{pipeline}"
     with told():
         client = connect()

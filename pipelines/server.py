@@ -1,4 +1,4 @@
-"""The Kubeflow Pipelines server: where it is and how to sign in, from the environment."""
+"""Connect to the Kubeflow Pipelines server that the environment configures."""
 
 import json
 import logging
@@ -38,36 +38,36 @@ SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the w
 
 
 class Client(kfp.Client):
-    """KFP's client, which has the requests of every service (`client.runs`, ...) and signs them.
+    """KFP's client with access to every service (`client.runs`, ...), authenticated.
 
     Attributes:
-        namespace: the user's, or None where all share one.
+        namespace: the user's, or None in single-user mode.
     """
 
     namespace: str | None = None
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
-        """Ask once: the original takes 25 s to find that a token is wrong."""
+        """Check once: the original takes 25 s to notice a wrong token."""
         return self.healthzs.healthz_service_get_healthz(_request_timeout=CONNECT_SECONDS)
 
     def page(self, path: str) -> str:
         """Address of a page of the UI, such as `runs/details/<id>`."""
-        # Asked through the kube context, the API has an address that no browser can use.
+        # Through the kube context, the API's address is not one that a browser can use.
         address = os.environ.get("LATHE_KFP_UI") or endpoint() or "http://localhost:8080"
         return f"{address.rstrip('/')}/#/{path}"
 
 
 def endpoint() -> str:
-    """The server's address as the user gave it; empty if the kube context has to lead there."""
+    """The server's address as given by the user; empty if it is found through the kube context."""
     given = os.environ.get("LATHE_KFP_ENDPOINT") or os.environ.get("KFP_ENDPOINT") or ""
     return given if "://" in given or not given else f"https://{given}"
 
 
 def connect() -> Client:
-    """A client for the server that the environment names, which has answered.
+    """A client of the configured server, after it has answered a request.
 
     Raises:
-        UserError: no address, a file that is not there, no answer, or credentials refused.
+        UserError: no address, a missing file, no answer, or rejected credentials.
     """
     variable = os.environ.get
     token, authority = variable("LATHE_KFP_TOKEN_FILE"), variable("LATHE_KFP_CA")
@@ -83,7 +83,7 @@ def connect() -> Client:
         token = str(POD_TOKEN)
     with answers():
         warnings.filterwarnings("ignore", category=FutureWarning, module="kfp")
-        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it tells of every retry
+        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs every retry
         client = Client(
             host=endpoint() or None,
             credentials=ServiceAccountTokenVolumeCredentials(token) if token else None,
@@ -98,7 +98,7 @@ def connect() -> Client:
                 f"{endpoint()}: answers, but not as Kubeflow Pipelines: a page to sign in?",
                 SIGN_IN,
             )
-        # The health is told to everyone; this is not.
+        # The health check needs no authentication; this does.
         client.experiments.experiment_service_list_experiments(
             page_size=1, namespace=client.namespace
         )
@@ -112,10 +112,10 @@ def _has_kube_context() -> bool:
 
 @contextmanager
 def answers() -> Iterator[None]:
-    """Turn what a request of the block raises into one clear error.
+    """Turn exceptions of requests within the block into one clear error.
 
     Raises:
-        UserError: credentials refused, or no answer.
+        UserError: rejected credentials, or no answer.
         StageError: the server's own error.
     """
     try:

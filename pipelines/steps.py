@@ -1,4 +1,4 @@
-"""The steps that the pipelines share: a component, its inputs, its resources."""
+"""The steps that the pipelines share: a component with its inputs and resources."""
 
 import copy
 from typing import Any
@@ -30,7 +30,7 @@ class Steps:
 
     def prepare(self, recipe: str, corpus: str, **inputs: Any) -> dsl.PipelineTask:
         found = on_cpu(self._task(resolve, recipe, corpus=corpus), hours=0.5, memory="2Gi")
-        found.set_caching_options(False)  # the newest corpus is another one tomorrow
+        found.set_caching_options(False)  # the newest corpus changes over time
         inputs["corpus"] = found.outputs["Output"]
         return on_cpu(self._task(prepare, recipe, **inputs), hours=4)
 
@@ -62,7 +62,7 @@ class Steps:
 
     def deploy(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         task = on_cpu(self._task(deploy, recipe, **inputs), hours=1)
-        return task.set_caching_options(False)  # it acts on the world: never from a cache
+        return task.set_caching_options(False)  # it has side effects: never cached
 
     def challenge(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         task = on_cpu(self._task(challenge, recipe, **inputs), hours=6)
@@ -70,7 +70,7 @@ class Steps:
 
     def release(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         task = on_cpu(self._task(release, recipe, **inputs), hours=2)
-        # A release that was refused, or went back, is not one to try again.
+        # A release that was refused or rolled back must not be retried.
         return task.set_caching_options(False).set_retry(0)
 
     def report(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
@@ -131,7 +131,7 @@ def imported(model: str) -> Any:
 
 
 def _named(component: Any, name: str) -> Any:
-    """The component under a name of its own: a pipeline's second `evaluate` is `evaluate-2`."""
+    """The component renamed: otherwise a pipeline's second `evaluate` would be `evaluate-2`."""
     clone = copy.deepcopy(component)
     clone.name = clone.component_spec.name = name
     return clone

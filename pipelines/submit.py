@@ -16,10 +16,10 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from pipelines.arguments import recipe_names, takes_arguments
-from pipelines.compile import PIPELINES, build
+from pipelines.compile import FUNCTIONS, build
 from pipelines.follow import follow
 from pipelines.preflight import Preflight
 from pipelines.resources import SERVICE_ACCOUNT, Pool
@@ -101,7 +101,7 @@ def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False
     client = preflight.server()
     preflight.arguments(name, arguments)
     preflight.store(root)
-    if name not in PIPELINES:
+    if name not in FUNCTIONS:
         preflight.finish()
     try:
         pool = choose_pool(name, arguments)

@@ -55,6 +55,6 @@ def rows(figures: dict[str, float]) -> list[Row]:
     """The report's rows, from metrics named `dense.perplexity`."""
     found: dict[str, dict[str, float]] = {}
     for key, value in figures.items():
-        name, field = key.split(".")
+        name, _, field = key.partition(".")
         found.setdefault(name, {})[field] = value
-    return [Row(name=name, **values) for name, values in found.items()]
+    return [Row.of_figures(name, values) for name, values in found.items()]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from lathe.errors import StageError, UserError
+from lathe.errors import ENDINGS, UserError, explain
 
 
 @contextmanager
@@ -15,11 +15,9 @@ def told() -> Iterator[None]:
         yield
     except ExceptionGroup as group:
         fail("\n".join(f"error: {error}" for error in group.exceptions), UserError.status)
-    except (UserError, StageError) as error:
-        fail(f"error: {error}", error.status)
-    except OSError as error:
-        where = error.filename or "the run"
-        fail(f"error: {where}: {error.strerror}\n  cure: check the path and its disk's space", 1)
+    except ENDINGS as error:
+        message = explain(error)
+        fail(f"error: {message}", message.status)
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.recipe import load_recipe
 from tests.support import small_run
-from tests.support.s3 import s3, s3_server  # noqa: F401
+from tests.support.s3 import s3, s3_server, store  # noqa: F401
 from tests.support.small_release import deployed, no_cluster, other_deployed  # noqa: F401
 
 # What the golden files name, whatever was pushed from this checkout.

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one message with its cure, status 2, nothing half written."""
+"""What a user can get wrong: one message with its hint, status 2, nothing half written."""
 
 import shutil
 import sys
@@ -21,7 +21,7 @@ def refused(
         main()
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.count("error: ") == 1 and "cure: " in message and "Traceback" not in message
+    assert message.count("error: ") == 1 and "hint: " in message and "Traceback" not in message
     return message
 
 

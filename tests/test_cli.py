@@ -13,8 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.recipe import load_recipe, shipped_recipes
-from lathe.settings import Recipe
+from lathe.config.recipe import load_recipe, shipped_recipes
+from lathe.config.settings import Recipe
 from tests.support.command_line import lathe
 
 LATHE = [sys.executable, "-m", "lathe"]
@@ -85,10 +85,10 @@ def test_no_verb_shows_the_help(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["pretrain", "-r", "tinny"], r"error: no recipe 'tinny'\n  cure: did you mean tiny\?"),
+        (["pretrain", "-r", "tinny"], r"error: no recipe 'tinny'\n  hint: did you mean tiny\?"),
         (
             ["pretrain", "-o", "Engine.max_step=3"],
-            r"error: -o Engine.max_step=3: unknown key .*\n  cure: did you mean Engine.max_steps",
+            r"error: -o Engine.max_step=3: unknown key .*\n  hint: did you mean Engine.max_steps",
         ),
         (["recipe", "tiny", "-o", "Engine.max_steps"], r"error: .*not of the form"),
         (["prepare", "--source", "nowhere.txt"], r"error: .*nowhere.txt"),
@@ -104,7 +104,7 @@ def test_a_mistake_is_one_message_and_status_2(
     assert done.returncode == 2
     assert re.match(says, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
-    assert "  cure: " in done.stderr
+    assert "  hint: " in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.rglob("*.*")) == []
 

@@ -21,7 +21,7 @@ def raised_by(call: Callable[[], object]) -> OSError:
 
 
 @pytest.mark.parametrize(
-    ("call", "says", "cure"),
+    ("call", "says", "hint"),
     [
         (lambda p: (p / "none").read_bytes(), "none: No such file or directory", "check the path"),
         (lambda p: (p / "file" / "x").read_bytes(), "file/x: Not a directory", "a file stands"),
@@ -35,18 +35,18 @@ def raised_by(call: Callable[[], object]) -> OSError:
     ],
 )
 def test_a_path_that_cannot_be_used_is_the_users_to_mend(
-    tmp_path: Path, call: Callable[[Path], object], says: str, cure: str
+    tmp_path: Path, call: Callable[[Path], object], says: str, hint: str
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     error = explain_os_error(raised_by(lambda: call(tmp_path)))
     assert isinstance(error, UserError)
-    assert says in error.what and cure in error.cure
-    assert "space" not in error.cure
+    assert says in error.what and hint in error.hint
+    assert "space" not in error.hint
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "cure"),
+    ("number", "kind", "hint"),
     [
         (errno.EACCES, UserError, "chmod"),
         (errno.EPERM, UserError, "chmod"),
@@ -59,11 +59,11 @@ def test_a_path_that_cannot_be_used_is_the_users_to_mend(
         (errno.EADDRINUSE, StageError, "check the path"),
     ],
 )
-def test_the_cure_fits_the_errno(number: int, kind: type[Exception], cure: str) -> None:
+def test_the_cure_fits_the_errno(number: int, kind: type[Exception], hint: str) -> None:
     error = explain_os_error(OSError(number, os.strerror(number)), Path("out/model"))
     assert type(error) is kind
-    what, told = str(error).split("\n  cure: ")
-    assert what == f"out/model: {os.strerror(number)}" and cure in told
+    what, told = str(error).split("\n  hint: ")
+    assert what == f"out/model: {os.strerror(number)}" and hint in told
 
 
 def test_a_full_disk_as_it_comes() -> None:
@@ -73,7 +73,7 @@ def test_a_full_disk_as_it_comes() -> None:
 
     error = explain_os_error(raised_by(fill), "run/data")
     assert isinstance(error, StageError)
-    assert str(error).startswith("run/data: No space left on device\n  cure: free some space")
+    assert str(error).startswith("run/data: No space left on device\n  hint: free some space")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,8 @@ def test_a_full_disk_as_it_comes() -> None:
 def test_a_name_of_any_bytes_can_be_printed(name: object, shown: str) -> None:
     assert printable(name) == shown
     printable(name).encode()
-    assert len(printable("x" * 5000)) < 300
+    assert len(printable("x" * 5000)) == 300
+    assert printable("a\n" * 50, 20) == r"a\na\na\na\n...\na\n"
 
 
 def test_an_error_without_an_errno_keeps_its_words() -> None:

@@ -20,8 +20,8 @@ from lathe.errors import StageError, UserError
 from lathe.evaluate import lambada, wikitext
 from lathe.export.prompts import held_out_prompts
 from lathe.inputs import argument_text, parse_json, require_text
+from lathe.production.deploy import _prompts
 from lathe.serve.bench import _lines
-from lathe.serve.deploy import _prompts
 
 DEEP = b"[" * 100_000
 
@@ -92,9 +92,9 @@ def test_what_is_no_text_file_is_refused(
         return
     with pytest.raises((UserError, StageError), match=says) as raised:
         read(place / name)
-    first, cure = str(raised.value).splitlines()
-    assert name in first and cure.startswith("  cure: ")
-    assert "space" not in cure or made == "memory"
+    first, hint = str(raised.value).splitlines()
+    assert name in first and hint.startswith("  hint: ")
+    assert "space" not in hint or made == "memory"
 
 
 def test_a_folder_in_place_of_a_file_is_refused(place: Path, byte_tokenizer: Tokenizer) -> None:
@@ -186,7 +186,7 @@ def test_a_folder_with_loops_hidden_files_and_links(
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv absent")
 @pytest.mark.parametrize("name", ["c.jsonl", "folder", "folder/inner/x.txt"])
 def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
-    """The cure is a right, not space on a disk; a folder that is closed is not passed over."""
+    """The hint is a right, not space on a disk; a folder that is closed is not passed over."""
     place.chmod(0o755)
     (place / "c.jsonl").write_text('{"text": "a"}')
     (place / "folder" / "inner").mkdir(parents=True)
@@ -226,7 +226,7 @@ def test_an_argument_that_is_not_utf_8(given: str) -> None:
 def test_json_that_is_none(text: str | bytes) -> None:
     with pytest.raises(UserError, match=r"^f: not JSON") as raised:
         parse_json(text, "f", "mend it")
-    assert raised.value.cure == "mend it" and "set_int" not in raised.value.what
+    assert raised.value.hint == "mend it" and "set_int" not in raised.value.what
 
 
 def test_the_beginning_of_a_text_may_end_within_a_character(tmp_path: Path) -> None:

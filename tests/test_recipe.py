@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.recipe import load_recipe, shipped_recipes
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe, shipped_recipes
-from lathe.settings import Recipe
 from lathe.train.pretrain import model_config
 
 # hidden / layers / heads / positions, parameters; mp, pp, sharding: the published tables'.
@@ -211,6 +211,12 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         ("Engine: 5\n", r"recipe.yaml:1: Engine: .*dictionary"),
         ("Model: {num_layers: '${Model.layers}'}\n", r"recipe.yaml:1: .*Model.layers"),
         ("Compress: {Quantization: {skip_tensor_map: {3: [qkv]}}}\n", r"skip_tensor_map: "),
+        ("Compress: {Quantization: {weight_bits: 4}}\n", r"weight_bits: .*8 \(found 4\)"),
+        (
+            "Compress: {Quantization: {activation_quantize_type: none, "
+            "activation_preprocess_type: PACT}}\n",
+            r"PACT clips activations",
+        ),
         ("Engine: {max_steps: 3\n", r"recipe.yaml: not YAML"),
         ("Engine: {eval_freq: 1, eval_freq: 2}\n", r"recipe.yaml: not YAML.*duplicate"),
         ("- Engine\n", r"recipe.yaml: not a mapping"),
@@ -221,7 +227,7 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
 def test_a_mistake_in_a_file_names_its_place(tmp_path: Path, text: str, says: str) -> None:
     message = mistake(write(tmp_path, text))
     assert re.search(says, message, re.DOTALL), message
-    assert "cure: " in message
+    assert "hint: " in message
 
 
 def test_a_mistake_in_a_base_names_the_base(tmp_path: Path) -> None:

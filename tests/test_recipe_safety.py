@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lathe import cli
+from lathe.config.recipe import load_recipe
+from lathe.config.text import MOST_BYTES
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
-from lathe.recipe_text import MOST_BYTES
 
 SECRET = "hunter2"
 LAUGHS = "\n".join(
@@ -229,7 +229,7 @@ def refused(
     assert caught.value.code == 2
     assert printed.out == ""
     assert printed.err.startswith("error: ")
-    assert "\n  cure: " in printed.err
+    assert "\n  hint: " in printed.err
     assert "Traceback" not in printed.err
     assert SECRET not in printed.err
     assert len(printed.err) < 2000
@@ -308,7 +308,7 @@ def test_an_unreadable_file_is_said_so(folder: Path) -> None:
 def test_a_recipe_is_found_without_a_working_directory(tmp_path: Path) -> None:
     code = (
         "import os, sys; os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); "
-        "from lathe.recipe import load_recipe; print(load_recipe('tiny').Model.num_layers)"
+        "from lathe.config.recipe import load_recipe; print(load_recipe('tiny').Model.num_layers)"
     )
     root = str(Path(__file__).parent.parent)
     done = subprocess.run(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.explain import explain, groups, page
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe, Settings
 from lathe.errors import UserError
-from lathe.explain import explain, groups, page
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe, Settings
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = [setting for group in groups() for setting in group.settings]
@@ -89,7 +89,7 @@ def test_the_value_in_a_recipe_is_shown_with_overrides() -> None:
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(UserError, match=f"unknown key {key}\n") as caught:
         explain(key)
-    assert nearest in caught.value.cure
+    assert nearest in caught.value.hint
 
 
 def test_the_command_line_explains(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ def analyze(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.compress.sensitivity.stage import analyze
+    from lathe import backends
 
     with stage(recipe, overrides) as settings:
-        result = analyze(settings, *local(model, data), Path(sensitivity.path))
+        result = backends.of(settings).analyze(
+            settings, *local(model, data), Path(sensitivity.path)
+        )
         record(result, metrics, sensitivity)

@@ -36,8 +36,8 @@ def challenge(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.evaluate.challenge import challenge
-    from lathe.remote import input_path
+    from lathe.artifacts.remote import input_path
+    from lathe.production.challenge import challenge
 
     with stage(recipe, [*overrides, f"Production.releases={production}"]) as settings:
         examples = input_path(cloze) if cloze else None

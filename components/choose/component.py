@@ -47,7 +47,9 @@ def choose(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.compress.search import PAGE, choose, gather, parse_goal, require_met
+    from lathe.search.goal import parse_goal
+    from lathe.search.judge import choose, gather
+    from lathe.search.result import PAGE, require_met
 
     with stage(recipe, overrides) as settings:
         goal, folder = parse_goal(target, budget), Path(trials.path)

@@ -30,7 +30,7 @@ def deploy(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.serve.deploy import deploy
+    from lathe.production.deploy import deploy
 
     with stage(recipe, overrides) as settings:
         graph, checkpoint, prompts = local(exported, model, data)

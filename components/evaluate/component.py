@@ -30,11 +30,13 @@ def evaluate(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.evaluate.stage import evaluate
-    from lathe.remote import input_path
+    from lathe import backends
+    from lathe.artifacts.remote import input_path
 
     with stage(recipe, overrides) as settings:
         examples = input_path(cloze) if cloze else None
         folder, corpus = local(model, data)
-        result = evaluate(settings, folder, Path(evaluation.path), corpus, examples)
+        result = backends.of(settings).evaluate(
+            settings, folder, Path(evaluation.path), corpus, examples
+        )
         record(result, metrics, evaluation)

@@ -28,9 +28,9 @@ def export(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.export.stage import export
+    from lathe import backends
 
     with stage(recipe, overrides) as settings:
-        result = export(settings, *local(model, data), Path(exported.path))
+        result = backends.of(settings).export(settings, *local(model, data), Path(exported.path))
         exported.metadata["format"] = "onnx"
         record(result, metrics, exported)

@@ -30,8 +30,8 @@ def prepare(
 
     from components.artifacts import local, record
     from components.stage import stage
+    from lathe.artifacts.remote import input_path
     from lathe.data.prepare import prepare
-    from lathe.remote import input_path
 
     with stage(recipe, overrides) as settings:
         (of_model,) = local(model)

@@ -29,7 +29,7 @@ def pretrain(
     from components.artifacts import local, record
     from components.stage import options, stage
     from components.training import train
-    from lathe.remote import input_path
+    from lathe.artifacts.remote import input_path
     from lathe.train.pretrain import pretrain
 
     with stage(recipe, overrides) as settings:

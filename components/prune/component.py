@@ -1,5 +1,7 @@
 """Model -> pruned and finetuned model."""
 
+from typing import Optional
+
 from kfp import dsl
 
 from components.images import TRAIN
@@ -13,7 +15,7 @@ def prune(
     data: dsl.Input[dsl.Dataset],
     pruned: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
-    ratio: float = -1.0,
+    ratio: Optional[float] = None,  # noqa: UP045 (KFP knows no `float | None`)
 ):
     """Remove whole attention heads and feed-forward channels, then finetune.
 
@@ -24,22 +26,22 @@ def prune(
         data: Token data set to finetune on.
         pruned: Checkpoint folder of the smaller model.
         metrics: Parameters before and after, loss and perplexity.
-        ratio: Replaces the recipe's Compress.Prune.ratio, unless negative.
+        ratio: Replaces the recipe's Compress.Prune.ratio, where given.
     """
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import options, stage
     from components.training import train
-    from lathe.compress.prune import prune
+    from lathe import backends
 
-    if ratio >= 0:
+    if ratio is not None:
         overrides = [*overrides, f"Compress.Prune.ratio={ratio}"]
     with stage(recipe, overrides) as settings:
         command = ["prune", model, "--data", data, "--output", pruned]
         command += options(recipe, overrides)
 
         def work():
-            return prune(settings, *local(model, data), Path(pruned.path))
+            return backends.of(settings).prune(settings, *local(model, data), Path(pruned.path))
 
         record(train(settings, command, pruned, work), metrics, pruned)

@@ -31,7 +31,7 @@ def quantize(
     from components.artifacts import local, record
     from components.stage import options, stage
     from components.training import train
-    from lathe.compress.quantize import quantize
+    from lathe import backends
 
     with stage(recipe, overrides) as settings:
         command = ["quantize", model, "--data", data, "--sensitivity", sensitivity]
@@ -39,6 +39,6 @@ def quantize(
 
         def work():
             inputs, output = local(model, data), Path(quantized.path)
-            return quantize(settings, *inputs, output, *local(sensitivity))
+            return backends.of(settings).quantize(settings, *inputs, output, *local(sensitivity))
 
         record(train(settings, command, quantized, work), metrics, quantized)

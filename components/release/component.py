@@ -30,9 +30,9 @@ def release(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.serve.production import deploy_to_production
+    from lathe.production.publish import publish_release
 
     with stage(recipe, [*overrides, f"Production.releases={production}"]) as settings:
-        made = deploy_to_production(settings, *local(deployed, evaluation))
+        made = publish_release(settings, *local(deployed, evaluation))
         Path(released.path).write_text(made.to_json())
         record(made.acceptance, metrics, released)

@@ -42,19 +42,19 @@ def report(
         page: Self-contained HTML with the table, the pictures and sample generations.
         metrics: The table's figures.
     """
-    from dataclasses import asdict
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.report.stage import report_run
+    from lathe.report.report import report_run
     from lathe.report.summary import Candidate
 
     with stage(recipe, overrides) as settings:
-        dense = local(dense_model, dense_evaluation, dense_export)
-        pruned = local(pruned_model, pruned_evaluation, pruned_export)
-        int8 = local(int8_model, int8_evaluation, int8_export)
-        models = {"dense": dense, "pruned": pruned, "INT8": int8}
-        candidates = [Candidate(name, *folders) for name, folders in models.items() if folders[0]]
+        table = (
+            ("dense", dense_model, dense_evaluation, dense_export),
+            ("pruned", pruned_model, pruned_evaluation, pruned_export),
+            ("INT8", int8_model, int8_evaluation, int8_export),
+        )
+        candidates = [Candidate(name, *local(*parts)) for name, *parts in table if parts[0]]
         rows = report_run(settings, candidates, Path(page.path), *local(sensitivity, deployed))
-        record({f"{r.name}.{k}": v for r in rows for k, v in asdict(r).items()}, metrics, page)
+        record({f"{r.name}.{k}": v for r in rows for k, v in r.figures().items()}, metrics, page)

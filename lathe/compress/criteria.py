@@ -1,13 +1,15 @@
-"""How much each attention head and FFN channel matters: by its weights, or by what it does to data.
+"""Score the importance of attention heads and FFN channels, from weights or from data.
 
 A head is scored by its q, k and v rows or by its attention output, a channel by its row of the
-first FFN weight or by its activation. Scores of weights and activations rank the units of one
-layer and kind; those of `taylor` are in one unit, nats squared, and rank all units of a model.
+first FFN weight or by its activation. Scores from weights and activations rank units of the same
+layer and kind only; those of `taylor` have a common unit, nats squared, and rank all units of a
+model.
+
+A new criterion is an entry of `CRITERIA` and a word of `PruneSettings.criterion`.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,62 +18,68 @@ from lathe.model.gpt import GPT, Block
 from lathe.progress import track
 from lathe.train.loss import next_token_loss
 
-WeightCriterion = Literal["l1_norm", "l2_norm", "fpgm"]
-DataCriterion = Literal["activation", "taylor"]
-
 
 @dataclass(frozen=True)
 class Importance:
-    """Scores of the heads, (H,) a layer, and of the FFN channels, (F,) a layer: the lowest go."""
+    """Scores of heads, (H,) per layer, and FFN channels, (F,) per layer; the lowest are pruned."""
 
     heads: list[Tensor]
     channels: list[Tensor]
 
 
-def importance(
-    model: GPT, criterion: WeightCriterion | DataCriterion, batches: Iterable[Tensor]
-) -> Importance:
-    """Score every head and channel.
+Score = Callable[[GPT, Iterable[Tensor]], Importance]
+"""Scores a model in eval mode, on calibration tokens (B, T + 1) if it uses data."""
 
-    - `l1_norm`, `l2_norm`: mean |w|, root mean w^2 (Li et al. 2017, arXiv:1608.08710).
-    - `fpgm`: mean distance to the other units of the layer, so that what the others can replace
-      goes first (He et al. 2019, arXiv:1811.00250).
-    - `activation`: mean over tokens of a channel's |activation|, of a head's output's L2 norm
-      (Minitron, Muralidharan et al. 2024, arXiv:2407.14679).
-    - `taylor`: the squared first-order change of the loss when the unit's output is zeroed, mean
-      over sequences (Molchanov et al. 2019, arXiv:1906.10771, with a gate at every unit).
+
+@dataclass(frozen=True)
+class Criterion:
+    """A pruning criterion.
+
+    Attributes:
+        comparable: the scores of all units of a model are in one unit, so that heads, channels and
+            layers can be ranked together; otherwise they rank the units of one layer and kind.
+    """
+
+    score: Score
+    comparable: bool = False
+
+
+def importance(model: GPT, criterion: str, batches: Iterable[Tensor]) -> Importance:
+    """Score every head and channel by one of `CRITERIA`.
 
     Args:
-        batches: tokens (B, T + 1) to calibrate on; read by the last two alone.
+        batches: calibration tokens (B, T + 1), for criteria that use data.
     """
-    if criterion in get_args(WeightCriterion):
-        return _of_weights(model, _WEIGHTS[criterion])
     training = model.training
     model.eval()
     try:
-        return (
-            _of_activations(model, batches)
-            if criterion == "activation"
-            else (_of_gates(model, batches))
-        )
+        return CRITERIA[criterion].score(model, batches)
     finally:
         model.train(training)
 
 
-def _of_weights(model: GPT, score: Callable[[Tensor], Tensor]) -> Importance:
-    heads, channels = [], []
-    for block in model.h:
-        assert isinstance(block, Block)
-        heads.append(score(block.attn.c_attn.weight.detach().view(block.attn.n_head, -1)))
-        channels.append(score(block.mlp.c_fc.weight.detach()))
-    return Importance(heads, channels)
+def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
+    """Score the rows (units, weights) of a layer's first linears, without data."""
+
+    def of_model(model: GPT, _: Iterable[Tensor]) -> Importance:
+        heads, channels, family = [], [], model.config.architecture
+        for block in model.h:
+            assert isinstance(block, Block)
+            qkv = block.get_parameter(f"{family.column('heads').name}.weight")
+            heads.append(score(qkv.detach().view(block.attn.n_head, -1)))
+            ffn = block.get_parameter(f"{family.column('channels').name}.weight")
+            channels.append(score(ffn.detach()))
+        return Importance(heads, channels)
+
+    return of_model
 
 
-_WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "l1_norm": lambda rows: rows.abs().mean(1),
-    "l2_norm": lambda rows: rows.square().mean(1).sqrt(),
-    "fpgm": lambda rows: torch.cdist(rows, rows).mean(1),
-}
+def _readers(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Of every layer, the linear that reads the heads and the one that reads the channels."""
+    family = model.config.architecture
+    names = family.row("heads").name, family.row("channels").name
+    found = [[block.get_submodule(name) for name in names] for block in model.h]
+    return found  # type: ignore[return-value]
 
 
 @torch.no_grad()
@@ -92,10 +100,9 @@ def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
         return norms
 
     hooks = []
-    for block, of_head, of_channel in zip(model.h, heads, channels, strict=True):
-        assert isinstance(block, Block)
-        hooks.append(block.attn.c_proj.register_forward_pre_hook(watch(of_head, of_heads)))
-        hooks.append(block.mlp.c_proj.register_forward_pre_hook(watch(of_channel, torch.abs)))
+    for (attention, mlp), of_head, of_channel in zip(_readers(model), heads, channels, strict=True):
+        hooks.append(attention.register_forward_pre_hook(watch(of_head, of_heads)))
+        hooks.append(mlp.register_forward_pre_hook(watch(of_channel, torch.abs)))
     try:
         for batch in track(list(batches), "importance"):
             model.hidden(batch[:, :-1])
@@ -107,10 +114,10 @@ def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
 
 
 def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
-    """Every unit's output is multiplied by a 1 of its own for each sequence; the loss's gradient
-    to that 1 is what zeroing it changes, to first order."""
+    """Multiplies each unit's output by a gate of 1 per sequence. The loss's gradient with respect
+    to the gate is the first-order change of the loss if the unit is zeroed."""
     head_dim = model.config.head_dim
-    linears = [(b.attn.c_proj, b.mlp.c_proj) for b in model.h if isinstance(b, Block)]
+    linears = _readers(model)
     heads = [torch.zeros(n) for n in model.config.n_head]
     channels = [torch.zeros(n) for n in model.config.n_inner]
     gates: dict[nn.Module, Tensor] = {}
@@ -140,3 +147,22 @@ def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
         for hook in hooks:
             hook.remove()
     return Importance([s / sequences for s in heads], [s / sequences for s in channels])
+
+
+CRITERIA = {
+    "l1_norm": Criterion(_of_weights(lambda rows: rows.abs().mean(1))),
+    "l2_norm": Criterion(_of_weights(lambda rows: rows.square().mean(1).sqrt())),
+    "fpgm": Criterion(_of_weights(lambda rows: torch.cdist(rows, rows).mean(1))),
+    "activation": Criterion(_of_activations),
+    "taylor": Criterion(_of_gates, comparable=True),
+}
+"""The criteria by the names that `Compress.Prune.criterion` takes.
+
+- `l1_norm`, `l2_norm`: mean |w|, root mean w^2 (Li et al. 2017, arXiv:1608.08710).
+- `fpgm`: mean distance to the other units of the layer, so that replaceable units are pruned
+  first (He et al. 2019, arXiv:1811.00250).
+- `activation`: mean over tokens of a channel's |activation|, of a head's output's L2 norm
+  (Minitron, Muralidharan et al. 2024, arXiv:2407.14679).
+- `taylor`: the squared first-order change of the loss when the unit's output is zeroed, mean over
+  sequences (Molchanov et al. 2019, arXiv:1906.10771, with a gate at every unit).
+"""

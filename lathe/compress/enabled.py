@@ -1,10 +1,10 @@
-"""A recipe that says `enable: False` is not for this stage."""
+"""Refuse a stage that its recipe disables with `enable: False`."""
 
 from lathe.errors import UserError
 
 
 def require_enabled(group: str, enable: bool | None) -> None:
-    """Raise UserError where `Compress.<group>.enable` is False; not given means True."""
+    """Raise UserError if `Compress.<group>.enable` is False; it defaults to True."""
     if enable is False:
         raise UserError(
             f"Compress.{group}.enable is False in this recipe",

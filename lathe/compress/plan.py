@@ -1,23 +1,23 @@
-"""Which linears become INT8: all but those that the recipe or an analysis leaves in float."""
+"""Choose the linears to quantize: all except those that the recipe or an analysis excludes."""
 
 from pathlib import Path
 
 from lathe.compress.sensitivity.result import read_analysis
+from lathe.config.settings import QuantizationSettings
 from lathe.errors import UserError
-from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
-from lathe.settings import QuantizationSettings
-
-# The seeds' names in `skip_tensor_map`.
-SEED_NAMES = {
-    "qkv": "attn.c_attn",
-    "out": "attn.c_proj",
-    "linear1": "mlp.c_fc",
-    "linear2": "mlp.c_proj",
-}
+from lathe.model.architecture import HEAD
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import (
+    INT8,
+    ActivationFormat,
+    LinearFormat,
+    QuantizationPlan,
+    WeightFormat,
+)
 
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
-    """Paths of all linears that may be INT8; the tied head only with the embedding."""
+    """Paths of all quantizable linears; the tied head only together with the embedding."""
     head = [HEAD] if settings.quantize_embedding else []
     return config.linear_names() + head
 
@@ -27,12 +27,12 @@ def make_plan(
 ) -> QuantizationPlan:
     """A plan for every quantizable linear but `skip`, its scales not known yet (0)."""
     names = [name for name in quantizable(config, settings) if name not in skip]
+    weight = WeightFormat(settings.weight_quantize_type, settings.weight_bits)
+    activation: ActivationFormat | None = (
+        None if settings.activation_quantize_type == "none" else "int8"
+    )
     return QuantizationPlan(
-        weight_quantize_type=settings.weight_quantize_type,
-        weight_bits=settings.weight_bits,
-        activation_bits=settings.activation_bits,
-        quantize_embedding=HEAD in names,
-        activation_scales=dict.fromkeys(names, 0.0),
+        {name: LinearFormat(INT8 if name == HEAD else weight, activation) for name in names}
     )
 
 
@@ -41,6 +41,7 @@ def skip_names(
 ) -> frozenset[str]:
     """Linears to leave in float, from the recipe's map and from a sensitivity analysis."""
     names = set()
+    named = {linear.skip_name: linear.name for linear in config.architecture.linears}
     for block, linears in settings.skip_tensor_map.items():
         index = block.removeprefix("block_")
         if not index.isdigit() or int(index) >= config.n_layer:
@@ -48,14 +49,14 @@ def skip_names(
                 f"Compress.Quantization.skip_tensor_map names {block!r}",
                 f"the model's blocks are block_0 to block_{config.n_layer - 1}",
             )
-        names |= {f"h.{int(index)}.{SEED_NAMES[linear]}" for linear in linears}
+        names |= {f"h.{int(index)}.{named[linear]}" for linear in linears}
     if sensitivity is not None:
         chosen = read_analysis(sensitivity).skip
         unknown = set(chosen) - {*quantizable(config, settings), HEAD}
         if unknown:
             raise UserError(
                 f"{sensitivity}: skips {sorted(unknown)}, which this model does not have",
-                "analyze this model, not another one",
+                "analyze this model instead",
             )
         names |= set(chosen)
     return frozenset(names)

@@ -1,4 +1,4 @@
-"""The stage that removes layers, heads and FFN channels and finetunes what is left."""
+"""The prune stage: remove layers, heads and FFN channels, then finetune."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lathe.compress.criteria import importance
+from lathe.compress.criteria import CRITERIA, importance
 from lathe.compress.enabled import require_enabled
 from lathe.compress.widths import (
     Cost,
@@ -19,19 +19,18 @@ from lathe.compress.widths import (
     keep_layers,
     shrink,
 )
+from lathe.config.settings import PruneSettings, Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import GPTConfig
+from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.paddle.start import start as start_paddle
-from lathe.settings import PruneSettings, Recipe
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
-from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult, read_result, remove_run
-from lathe.train.stage import Work, run_training
+from lathe.train.pretrain import with_dropout
+from lathe.train.result import TrainResult, remove_run
+from lathe.train.run import TrainingJob, run_training
 
 log = logging.getLogger("lathe")
 
@@ -40,7 +39,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
     Each of the `rounds` but the last leaves a checkpoint beside `output` until the end, so that a
-    killed run goes on with its round.
+    killed run resumes in its round.
 
     The result's `first_eval_loss` is the loss right after the last pruning, before its finetuning.
 
@@ -49,9 +48,6 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             `run_training`.
     """
     require_enabled("Prune", recipe.Compress.Prune.enable)
-    if recipe.Compress.engine == "paddle":
-        start_paddle("prune", recipe, model, "--data", data, "--output", output)
-        return read_result(output)
     rounds = recipe.Compress.Prune.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
     start = model
@@ -71,23 +67,22 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 def _one_round(
     recipe: Recipe, index: int, model: Path, start: Path, data: Path, output: Path
 ) -> TrainResult:
-    """The `index`-th round, from 1: what is left of `model` in `start` loses its share."""
+    """The `index`-th round, from 1: prune `start`, what is left of `model`, and finetune."""
     settings = recipe.Compress.Prune
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> Work:
-        dense, left = load_checkpoint(model), load_checkpoint(start)
-        if dense.model.config.quantization is not None:
+    def make() -> TrainingJob:
+        dense, left = read_config(model), load_checkpoint(start)
+        if dense.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
-        trainable = new_model(left.model.config, recipe.Model)
-        trainable.load_state_dict(left.model.state_dict())
+        trainable = with_dropout(left.model, recipe.Model)
         config = trainable.config
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         batches = first_batches(recipe, tokens, settings.calibration_batches)
         calibration = [torch.from_numpy(batch) for batch in batches]
-        pruned = cut(trainable, settings, dense.model.config, index, calibration)
-        before, after = dense.model.config.n_params(), pruned.config.n_params()
+        pruned = cut(trainable, settings, dense, index, calibration)
+        before, after = dense.n_params(), pruned.config.n_params()
         log.info(
             "pruned: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
             list(pruned.config.n_head),
@@ -96,7 +91,7 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return Work("prune", pruned, dense.tokenizer, dense.digest)
+        return TrainingJob("prune", pruned, left.tokenizer, inputs["model"])
 
     share = _share(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])
@@ -109,13 +104,13 @@ def cut(
     index: int = 1,
     calibration: Sequence[Tensor] = (),
 ) -> GPT:
-    """The next smaller GPT: layers go in the first round, heads and channels in equal proportions
-    of what is left in every round.
+    """The pruned GPT of a round: layers are removed in the first round, and in each round an equal
+    proportion of the remaining heads and channels.
 
     Args:
-        dense: the shape that `ratio` is of.
+        dense: the original shape, which `ratio` refers to.
         index: of the round, from 1.
-        calibration: tokens (B, T + 1) for criteria that look at data, and for layers.
+        calibration: tokens (B, T + 1) for criteria that use data, and for removing layers.
     """
     if index == 1 and settings.layers:
         model = keep_layers(model, _best_layers(model, settings.layers, calibration))
@@ -125,8 +120,8 @@ def cut(
     scores = importance(model, settings.criterion, calibration)
     if settings.scope == "uniform":
         return shrink(model, choose_uniform(scores, ratio, settings.channel_multiple))
-    cost, is_taylor = Cost.parameters(model.config), settings.criterion == "taylor"
-    kept = choose_global(scores, cost, ratio, settings.channel_multiple, is_taylor)
+    cost, comparable = Cost.parameters(model.config), CRITERIA[settings.criterion].comparable
+    kept = choose_global(scores, cost, ratio, settings.channel_multiple, comparable)
     return shrink(model, kept)
 
 

@@ -1,30 +1,26 @@
-"""The stage that makes a model INT8 by quantization-aware training."""
+"""The quantize stage: quantization-aware training to INT8."""
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
 
-from lathe.artifacts import SENSITIVITY
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
-from lathe.compress.sensitivity.result import read_analysis
+from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import QuantizationPlan
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.paddle.start import start as start_paddle
-from lathe.settings import Recipe
-from lathe.storage import sha256
+from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
-from lathe.train.pretrain import new_model
-from lathe.train.result import TrainResult, read_result
-from lathe.train.stage import Work, run_training
+from lathe.train.pretrain import with_dropout
+from lathe.train.result import TrainResult
+from lathe.train.run import TrainingJob, run_training
 
 log = logging.getLogger("lathe")
 
@@ -32,39 +28,35 @@ log = logging.getLogger("lathe")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> TrainResult:
-    """Insert fake quantization, calibrate it, train through it, write a checkpoint with its plan.
+    """Insert fake quantization, calibrate it, train with it, write a checkpoint with its plan.
 
     Args:
-        sensitivity: a folder of `analyze`; its skips stay float, as do `skip_tensor_map`'s.
+        sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s.
 
     Raises:
-        UserError: `model` is already quantized, a skip names no linear of it, or
-            `Compress.Quantization.enable` is False; see also `run_training`.
+        UserError: `model` is already quantized, the analysis is of another one, a skip names no
+            linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
-    if recipe.Compress.engine == "paddle":
-        skips = ["--sensitivity", sensitivity] if sensitivity else []
-        start_paddle("quantize", recipe, model, "--data", data, *skips, "--output", output)
-        return read_result(output)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        read_analysis(sensitivity)
-        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.card)
+        require_analysis_of(model, sensitivity)
+        inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> Work:
+    def make() -> TrainingJob:
         start = load_checkpoint(model)
         config = start.model.config
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
-        trainable = new_model(config, recipe.Model)
-        trainable.load_state_dict(start.model.state_dict())
+        trainable = with_dropout(start.model, recipe.Model)
         plan = make_plan(config, settings, skip_names(config, settings, sensitivity))
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         fake_quant.calibrate(trainable, map(torch.from_numpy, calibration_batches(recipe, tokens)))
-        log.info("%d linears are INT8", len(plan.activation_scales))
+        n_inputs = len(plan.activation_scales)
+        log.info("%d linears are INT8, of %d of them the input too", len(plan.linears), n_inputs)
 
         def after_step(part: GPT, group: ProcessGroup) -> None:
             fake_quant.fold_observers(part, settings.moving_rate, group)
@@ -72,7 +64,7 @@ def quantize(
         def before_save(whole: GPT) -> None:
             write_scales(whole, plan)
 
-        return Work(
+        return TrainingJob(
             "quantize",
             trainable,
             start.tokenizer,
@@ -86,7 +78,6 @@ def quantize(
 
 
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:
-    """Put the observers' quanta into the model's configuration."""
+    """Put the observers' scales into the model's configuration."""
     scales = {name: observer.scale for name, observer in fake_quant.observers(model)}
-    ordered = {name: scales[name] for name in plan.activation_scales}
-    model.config = model.config.with_quantization(replace(plan, activation_scales=ordered))
+    model.config = model.config.with_quantization(plan.with_scales(scales))

@@ -1,4 +1,4 @@
-"""Choose which heads, FFN channels and layers stay, and cut the rest out of a GPT.
+"""Choose which heads, FFN channels and layers to keep, and remove the rest from a GPT.
 
 Targets are those of PaddleFleetX's `Prune`, heads and FFN channels, and whole layers beside. Hidden
 size and embeddings stay.
@@ -16,7 +16,7 @@ from lathe.model.gpt import GPT, Block
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptUnits:
     """Indexes of one layer's surviving heads and FFN channels, ascending."""
 
     heads: Tensor
@@ -25,34 +25,38 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a head and an FFN channel cost, in a unit of the caller's: parameters, seconds."""
+    """Cost of a head and of an FFN channel, in any unit: parameters, seconds."""
 
     head: float
     channel: float
 
     @classmethod
     def parameters(cls, config: GPTConfig) -> "Cost":
-        C, D = config.n_embd, config.head_dim
-        return cls(head=4.0 * C * D + 3 * D, channel=2.0 * C + 1)
+        C, family = config.n_embd, config.architecture
+        costs = dict.fromkeys((linear.units for linear in family.linears), 0.0)
+        for linear in family.linears:
+            size = config.unit_size(linear.units)
+            costs[linear.units] += linear.n_params(C, size) - linear.n_params(C, 0)
+        return cls(head=costs["heads"], channel=costs["channels"])
 
 
-def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[Kept]:
-    """Drop the lowest `round(n * ratio)` heads and channels of every layer, never all of them.
+def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
+    """Remove the lowest `round(n * ratio)` heads and channels of every layer, but never all.
 
     Args:
         multiple: channels that stay are a multiple of it, rounded up; n where n is smaller.
     """
     return [
-        Kept(_largest(heads, ratio), _largest(channels, ratio, multiple))
+        KeptUnits(_largest(heads, ratio), _largest(channels, ratio, multiple))
         for heads, channels in zip(scores.heads, scores.channels, strict=True)
     ]
 
 
 def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
-) -> list[Kept]:
-    """Drop the units that matter least for their cost, whichever layer they are in, until as much
-    cost is gone as `choose_uniform` removes, so that the two compare at one size. One head and
+) -> list[KeptUnits]:
+    """Remove the units with the lowest score per cost, in any layer, until as much cost is removed
+    as by `choose_uniform`, so that the two compare at the same size. One head and
     `multiple` channels a layer stay.
 
     Args:
@@ -75,13 +79,13 @@ def choose_global(
         _remove(heads, budgets[0])
         _remove(channels, budgets[1])
     return [
-        Kept(of_head.kept(), of_channel.kept())
+        KeptUnits(of_head.kept(), of_channel.kept())
         for of_head, of_channel in zip(heads, channels, strict=True)
     ]
 
 
 def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: int) -> list[int]:
-    """The layers to keep: one after the other the one goes whose absence costs the least loss.
+    """The layers to keep: repeatedly remove the one whose absence increases the loss least.
 
     Args:
         loss: of the model with these layers alone, in their order.
@@ -108,9 +112,10 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
     return _like(model, config, state)
 
 
-def shrink(model: GPT, kept: Sequence[Kept]) -> GPT:
+def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
-    others' outputs zeroed. Dropout and recompute carry over.
+    others' outputs zeroed. Dropout and recompute carry over, and what is not cut, such as the
+    embeddings, is shared with `model`.
 
     Raises:
         ValueError: `model` is fake-quantized: prune first, then quantize.
@@ -124,15 +129,16 @@ def shrink(model: GPT, kept: Sequence[Kept]) -> GPT:
     )
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
-        _keep_outputs(state, f"h.{i}.attn.c_attn", _spans(layer.heads, 3 * config.head_dim))
-        _keep_inputs(state, f"h.{i}.attn.c_proj", _spans(layer.heads, config.head_dim))
-        _keep_outputs(state, f"h.{i}.mlp.c_fc", layer.channels)
-        _keep_inputs(state, f"h.{i}.mlp.c_proj", layer.channels)
+        for linear in config.architecture.linears:
+            units = layer.heads if linear.units == "heads" else layer.channels
+            index = _spans(units, linear.parts * config.unit_size(linear.units))
+            keep = _keep_outputs if linear.style == "column" else _keep_inputs
+            keep(state, f"h.{i}.{linear.name}", index)
     return _like(model, config, state)
 
 
 class _Group:
-    """The units of one layer and kind, the least important first."""
+    """The units of one layer and kind, least important first."""
 
     def __init__(self, scores: Tensor, multiple: int, cost: float, comparable: bool) -> None:
         self.scores = scores.double()
@@ -157,25 +163,33 @@ class _Group:
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
-    """Take steps, the cheapest score first, until a cost as near to `budget` as can be is gone; a
-    group's own steps stay in their order, since their mean scores ascend."""
+    """Take steps, the lowest score a cost first, until as near to `budget` as can be is gone.
+
+    It is Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum Problems",
+    1957). A group's own steps come in their order, since their mean scores ascend.
+
+    Args:
+        budget: in the unit of `_Group.cost`, such as parameters.
+    """
     queue = sorted(
         (score, end, index) for index, group in enumerate(groups) for score, end in group.steps()
     )
     for _, end, index in queue:
         group = groups[index]
         cost = (end - group.gone) * group.cost
-        if cost / 2 <= budget:
+        if cost / 2 <= budget:  # at least half of it is wanted: gone is nearer than kept
             budget -= cost
             group.gone = end
 
 
 def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
+    """A GPT of these tensors, which it shares, with the dropout and recompute of `model`."""
     first = model.h[0]
     assert isinstance(first, Block)
-    small = GPT(config, first.drop.p, first.attn.dropout)
+    with torch.device("meta"):
+        small = GPT(config, first.drop.p, first.attn.dropout)
     small.set_recompute(model.recompute)
-    small.load_state_dict(state)
+    small.load_state_dict(state, assign=True)
     return small
 
 
@@ -185,9 +199,9 @@ def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
     return scores.topk(keep).indices.sort().values
 
 
-def _spans(heads: Tensor, length: int) -> Tensor:
-    """Indexes of the heads' rows or columns, `length` of them a head."""
-    return (heads[:, None] * length + torch.arange(length)).flatten()
+def _spans(units: Tensor, length: int) -> Tensor:
+    """Indexes of the units' rows or columns, `length` of them a unit."""
+    return (units[:, None] * length + torch.arange(length)).flatten()
 
 
 def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:

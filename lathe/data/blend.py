@@ -1,4 +1,4 @@
-"""Several token data sets as one folder, to train on a blend of them."""
+"""Combine several token data sets into one folder, to train on a weighted blend of them."""
 
 import hashlib
 import json
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts import DATA
+from lathe.artifacts.kinds import DATA
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
-from lathe.storage import atomic_folder, claim_folder
+from lathe.storage import atomic_folder, claim_output_folder
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
 MOST_PARTS = 255  # a part's number is one byte
 
 
 def parse_part(text: str) -> tuple[Path, float]:
-    """`FOLDER=WEIGHT` as the two; raises UserError where it is not that."""
+    """Parse `FOLDER=WEIGHT`; raises UserError if it has another form."""
     folder, equals, weight = text.rpartition("=")
     if not folder or not equals:
         raise UserError(f"{text}: not of the form FOLDER=WEIGHT", "write run/novels=0.7")
@@ -31,17 +31,18 @@ def parse_part(text: str) -> tuple[Path, float]:
 
 
 def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
-    """Gather data sets into `output`, a data set of which every stage draws by these weights.
+    """Write `output`, a data set from whose parts every stage samples by these weights.
 
-    Each becomes a folder inside, of hard links where the file system has them and of copies
-    elsewhere: `output` is whole without the originals. The held-out sets are those of the first.
+    Each part becomes a folder inside, of hard links where the file system supports them and of
+    copies elsewhere, so `output` does not depend on the originals. The held-out sets are the first
+    part's.
 
     Raises:
-        UserError: fewer than two parts, one given twice, absent, broken, a blend itself or of
-            another tokenizer, or a weight that is not a positive number.
+        UserError: fewer than two parts, or one that is given twice, missing, broken, itself a blend
+            or of another tokenizer, or a weight that is not a positive number.
     """
     folders = [folder for folder, _ in parts]
-    claim_folder(output, DATA, *folders)
+    claim_output_folder(output, DATA, *folders)
     opened = _open_parts(parts)
     _require_different(folders)
     tokenizer = load_tokenizer(opened[0].folder)
@@ -58,14 +59,14 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
         for i, (part, (_, weight)) in enumerate(zip(opened, parts, strict=True), 1):
             name = f"{i}-{part.folder.resolve().name}"
             _link_files(part.folder, work / name)
-            card = json.dumps(part.card, sort_keys=True).encode()
+            metadata = json.dumps(part.metadata, sort_keys=True).encode()
             entries.append(
                 {
                     "folder": name,
                     "weight": weight,
-                    "documents": part.card["documents"],
-                    "tokens": part.card["tokens"],
-                    "card_sha256": hashlib.sha256(card).hexdigest(),
+                    "documents": part.metadata["documents"],
+                    "tokens": part.metadata["tokens"],
+                    "metadata_sha256": hashlib.sha256(metadata).hexdigest(),
                 }
             )
         save_tokenizer(tokenizer, work / "tokenizer.json")
@@ -79,7 +80,9 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
             "eos_id": opened[0].eos_id,
             "blend": entries,
         }
-        (work / DATA.card).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (work / DATA.metadata_file).write_text(
+            json.dumps(summary, indent=2) + "\n", encoding="utf-8"
+        )
     blended = TokenDataset.open(output)
     assert isinstance(blended, TokenBlend)
     return blended

@@ -14,7 +14,7 @@ from lathe.data.tokens import TokenSequences
 
 
 class Share(NamedTuple):
-    """Documents to draw samples from, and how often in proportion to others."""
+    """Documents to sample from, and their weight relative to others."""
 
     weight: float
     dataset: TokenSequences
@@ -24,16 +24,16 @@ class Share(NamedTuple):
 def draw(
     shares: Sequence[Share], seq_len: int, num_samples: int, seed: int
 ) -> "Samples | BlendedSamples":
-    """`num_samples` or more of the shares; of a single one they are simply its samples."""
+    """At least `num_samples` samples of the shares; a single share is sampled directly."""
     if len(shares) == 1:
         return Samples(shares[0].dataset, shares[0].documents, seq_len, num_samples, seed)
     return BlendedSamples(shares, seq_len, num_samples, seed)
 
 
 class BlendedSamples:
-    """Samples of several data sets, sample by sample from the one furthest behind its weight.
+    """Samples of several data sets, each from the one that is furthest behind its weight.
 
-    Each part is asked for half a percent more samples than its weight says, as Megatron does.
+    Half a percent more samples than its weight requires are prepared of each part, as in Megatron.
 
     Attributes:
         part_idx, sample_idx: see `blending_indices`.
@@ -41,7 +41,8 @@ class BlendedSamples:
     """
 
     def __init__(self, shares: Sequence[Share], seq_len: int, num_samples: int, seed: int) -> None:
-        # Added one by one, and normalised again below, as in Megatron: both may touch a last bit.
+        # Summed one by one and normalised again below, as in Megatron: both may change the last
+        # bit.
         total = np.cumsum([share.weight for share in shares])[-1]
         weights = [float(share.weight / total) for share in shares]
         self.parts = [
@@ -59,7 +60,7 @@ class BlendedSamples:
         return self.parts[int(self.part_idx[i])][int(self.sample_idx[i])]
 
     def origin(self, i: int) -> str:
-        """The folder of the part, and the documents in it, that sample i has tokens of."""
+        """The part's folder, and its documents that sample i contains tokens of."""
         part = self.parts[int(self.part_idx[i])]
         return f"{part.dataset.folder.name} {part.origin(int(self.sample_idx[i]))}"
 
@@ -70,10 +71,11 @@ def blending_indices(
     """(n,) uint8 part and (n,) uint32 (int64 from 2^32 on) sample of that part, for each sample.
 
     Sample i is of the part with the largest `weight * max(i, 1) - taken`, the first of equals.
-    That loop is run in about sqrt(n) pieces side by side, from counts of samples taken that are
-    guessed for all pieces but the first; where a piece does not end with the counts that the next
-    one began with, the next is run again from these. So the result is the loop's to the bit, and
-    because the choice soon forgets a wrong start a few rounds do.
+    The loop is vectorized over about sqrt(n) segments that run side by side, starting from guessed
+    counts of samples taken (exact for the first). A segment whose predecessor ends with other
+    counts than it started from is run again with those, until all agree. The result is therefore
+    bit-identical to the sequential loop; a few rounds suffice, since a wrong start has no lasting
+    effect on the choices.
     """
     weights = (weights / weights.sum())[:, None]  # (parts, 1)
     length = math.isqrt(n)

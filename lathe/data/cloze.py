@@ -1,8 +1,9 @@
 """A held-out cloze set from any prose, by LAMBADA's rule.
 
 Source: Paperno et al., "The LAMBADA dataset" (2016), section 3.1: a passage is a target sentence
-after the shortest run of whole sentences with at least 50 words. There, people kept the passages
-whose last word needs the wider context; here the word must occur earlier in the passage.
+after the shortest run of whole sentences with at least 50 words. In the
+paper, people selected the passages whose last word needs the wider context; here the word must
+occur earlier in the passage.
 """
 
 import hashlib
@@ -32,10 +33,11 @@ def cloze_passages(documents: Iterable[str], limit: int) -> list[str]:
     """Passages that end in the word to guess, without punctuation after it, each once.
 
     The last word has three letters or more, nothing but letters, and occurs earlier in the
-    passage; before its sentence stand at least two sentences with at least 50 words. Passages do
-    not overlap. Runs of white space become one space; passages of which a fifth is no plain
-    words (code, tables) or that are longer than 150 words are left out. Of more than `limit` the
-    ones with the smallest SHA-256 are taken: an even sample, the same every time.
+    passage; before its sentence stand at least two sentences with at least 50 words. A sentence is
+    the target of one passage at most, and may be context of others. Runs of white space become one
+    space; passages of which a fifth is no plain words (code, tables) or that are longer than 150
+    words are left out. Of more than `limit` the ones with the smallest SHA-256 are taken: an even
+    sample, the same every time.
     """
     seen: set[bytes] = set()
 
@@ -52,16 +54,14 @@ def cloze_passages(documents: Iterable[str], limit: int) -> list[str]:
 
 
 def _passages(document: str) -> Iterator[str]:
-    context: list[list[str]] = []  # sentences since the last passage, as words
+    context: list[list[str]] = []  # the sentences before, as words
     for paragraph in PARAGRAPH.split(document):
         for sentence in SENTENCE.split(paragraph.strip()):
             words = APART.sub(r"\1", sentence).split()
-            if passage := _passage(_shortest(context), words):
+            context = _shortest(context)  # what is further back will not be needed again
+            if passage := _passage(context, words):
                 yield passage
-                context = []
-            else:
-                # What is too far back for the shortest run will not be needed again.
-                context = [*_shortest(context), words]
+            context.append(words)
 
 
 def _shortest(sentences: list[list[str]]) -> list[list[str]]:

@@ -46,10 +46,10 @@ def python_documents() -> Iterator[str]:
 
 
 def _unwrap(text: str) -> str:
-    """Join the lines of hard-wrapped paragraphs: else what a small model learns is to end lines.
+    """Join the lines of hard-wrapped paragraphs; otherwise a small model mostly learns line breaks.
 
-    A line goes on the one before where both read as prose, and that is long and as far indented;
-    lists, tables, code and doctests stay.
+    A line is joined to the previous one if both read as prose and that one is long and equally
+    indented; lists, tables, code and doctests are kept.
     """
     lines: list[str] = []
     before = ""

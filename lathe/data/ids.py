@@ -1,4 +1,4 @@
-"""Whether the ids of a data set are those of its tokenizer."""
+"""Check that all ids of a data set are valid for its tokenizer."""
 
 from pathlib import Path
 

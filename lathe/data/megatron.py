@@ -26,7 +26,7 @@ U16_BELOW = 65500
 
 
 class TokenArrays(NamedTuple):
-    """What either format holds."""
+    """The contents of a pair of token files, in either format."""
 
     tokens: np.ndarray[Any, Any]  # (sum of sizes,) memory-mapped
     starts: np.ndarray[Any, Any]  # (N,) int64, position of each sequence's first token
@@ -80,10 +80,10 @@ class MegatronWriter:
 
 
 def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
-    """Map a pair of files.
+    """Memory-map a pair of files.
 
     Raises:
-        UserError: not this format, cut short, or the two do not belong together.
+        UserError: another format, truncated, or two files that do not belong together.
     """
     with open_file(idx_file) as file:
         index = file.read()
@@ -99,7 +99,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
         raise UserError(
             f"{idx_file}: {len(index):,} bytes, but {n:,} sequences and {d:,} document marks "
             f"take {plain:,}, or {plain + n:,} with modes",
-            "copy or prepare the data set again; the file is not whole",
+            "copy or prepare the data set again; the file is truncated",
         )
     dtype = np.dtype(TOKEN_DTYPES[code])
     sizes = np.frombuffer(index, "<i4", n, HEADER.size)
@@ -110,7 +110,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     if held != needed:
         raise UserError(
             f"{bin_file}: {held:,} bytes, but {idx_file.name} counts {needed:,}",
-            "copy or prepare the data set again; one of the two is not whole",
+            "copy or prepare the data set again; one of the two is truncated",
         )
     lengths = sizes.astype(np.int64) * dtype.itemsize
     inside = (sizes >= 0) & (pointers >= 0) & (pointers <= held - lengths)

@@ -1,4 +1,4 @@
-"""`newest:PLACE` in place of a corpus: the newest one that lies there."""
+"""Resolve `newest:PLACE` to the newest corpus at that place."""
 
 import logging
 from pathlib import Path
@@ -13,15 +13,15 @@ MARKER = ".lathe.json"
 
 
 def resolve(source: str) -> str:
-    """The corpus that `newest:s3://bucket/prefix/`, or `newest:FOLDER`, means now; any other as it
-    is.
+    """The newest corpus at `newest:s3://bucket/prefix/` or `newest:FOLDER`; another source is
+    returned unchanged.
 
-    Taken is the object or file, or the prefix or folder, directly below that was changed last. A
-    prefix counts only once it is whole: with the marker that `python -m lathe.storage put` puts
-    last. Names that begin with a dot do not count.
+    It is the most recently changed object or file, or prefix or folder, directly below. A prefix
+    counts only if it is complete, that is, has the manifest that `python -m lathe.storage put`
+    uploads last. Names that begin with a dot are ignored.
 
     Raises:
-        UserError: nothing there, or the store does not answer.
+        UserError: nothing is there, or the store does not answer.
     """
     if not source.startswith(NEWEST):
         return source
@@ -31,7 +31,7 @@ def resolve(source: str) -> str:
     found = _newest_below(place) if is_remote(place) else _newest_in(Path(place))
     if found is None:
         raise UserError(
-            f"{source}: no whole corpus there",
+            f"{source}: no complete corpus there",
             "put a file there, or a folder with `python -m lathe.storage put FOLDER "
             f"{place.rstrip('/')}/NAME/`",
         )
@@ -61,6 +61,6 @@ def _newest_in(folder: Path) -> str | None:
 
 
 def _changed(path: Path) -> int:
-    """When the file, or the newest file below, was changed: ns; 0 if there is none."""
+    """Modification time in ns of a file, or of the newest file in a folder; 0 if there is none."""
     files = [path] if path.is_file() else (p for p in path.rglob("*") if p.is_file())
     return max((p.stat().st_mtime_ns for p in files), default=0)

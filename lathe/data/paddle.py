@@ -20,7 +20,7 @@ from lathe.inputs import require_file
 
 U16_BELOW = 65535
 SPARE_SEQUENCES = 1024  # without a token
-WHOLE = "copy or prepare the data set again; the file is not whole"
+WHOLE = "copy or prepare the data set again; the file is truncated"
 
 
 class PaddleWriter:
@@ -73,10 +73,10 @@ def _write_header(file: BinaryIO, dtype: np.dtype, tokens: int) -> None:
 
 
 def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
-    """Map a pair of files.
+    """Memory-map a pair of files.
 
     Raises:
-        UserError: not this format, cut short, or the two do not belong together.
+        UserError: another format, truncated, or two files that do not belong together.
     """
     require_file(ids_file)
     require_file(idx_file)
@@ -113,7 +113,7 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
 
 
 def _read_row(archive: zipfile.ZipFile, name: str, tokens: int) -> NDArray[np.int64]:
-    """An array of whole numbers in an `.npz`, of no more numbers than sequences of `tokens` have.
+    """Read an array of integers from an `.npz`, no longer than the number of tokens.
 
     Its length is known before it is unpacked: a small archive may unpack to any size.
     """

@@ -1,4 +1,4 @@
-"""The stage `prepare`: a corpus becomes a token data set with its held-out sets."""
+"""The prepare stage: turn a corpus into a token data set and its held-out sets."""
 
 import hashlib
 import json
@@ -13,8 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts import DATA, check_files, read_card
-from lathe.cards import DataCard
+from lathe.artifacts.kinds import DATA, check_files, read_metadata
+from lathe.artifacts.metadata import DataMetadata
+from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cloze import cloze_passages
 from lathe.data.newest import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
@@ -27,22 +28,21 @@ from lathe.data.tokenizer import (
     train_tokenizer,
     vocab_size,
 )
-from lathe.data.tokens import CURE, WRITERS
+from lathe.data.tokens import HINT, WRITERS
 from lathe.errors import UserError
 from lathe.progress import bar
-from lathe.settings import PrepareSettings, Recipe
-from lathe.storage import atomic_folder, claim_folder
+from lathe.storage import atomic_folder, claim_output_folder
 
 log = logging.getLogger("lathe")
 
-# A batch goes to all cores at once; the bound keeps the encodings' memory to some 100 MB.
+# A batch is tokenized by all cores at once; its size bounds the encodings to some 100 MB.
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 21
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` wrote, or found whole and left."""
+    """What `prepare` wrote, or found complete and kept."""
 
     folder: Path
     documents: int
@@ -77,20 +77,20 @@ class Spool:
 def prepare(
     recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
 ) -> PreparedData:
-    """Tokenize a corpus into `output`; a whole folder made of the same text is kept as it is.
+    """Tokenize a corpus into `output`; a complete folder made from the same text is kept.
 
     Args:
         recipe: `Prepare`, and the split and `max_seq_len` of `Data.Train.dataset`.
         output: holds token files of `Prepare.format` (a document is one sequence, stripped, with
             end-of-text appended), `tokenizer.json`, `heldout.txt` (the test documents, a blank
-            line between), `cloze.jsonl` (passages from them) and the card `data.json`.
+            line between), `cloze.jsonl` (passages from them) and the metadata `data.json`.
         source: see `documents` and `lathe.data.newest`; `Prepare.source` unless given.
         tokenizer: `train` (on the training documents), or see `load_tokenizer`;
             `Prepare.tokenizer` unless given.
 
     Raises:
-        UserError: what `documents` and `load_tokenizer` raise, or a training part that does not
-            hold one sample. Nothing is left half written.
+        UserError: as `documents` and `load_tokenizer`, or the training part is shorter than one
+            sample. Nothing is left half written.
     """
     settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
     source = resolve(settings.source if source is None else source)
@@ -98,7 +98,7 @@ def prepare(
     if not tokenizer:
         raise UserError("--tokenizer is empty", "give a file or a folder, or `train`")
     local = [] if source == "python" else [source.removeprefix("hf://")]
-    claim_folder(output, DATA, *local, *(Path(tokenizer) / name for name in FILES))
+    claim_output_folder(output, DATA, *local, *(Path(tokenizer) / name for name in FILES))
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     if settings.num_workers:
         os.environ["RAYON_NUM_THREADS"] = str(settings.num_workers)
@@ -112,25 +112,27 @@ def prepare(
             "cloze_examples": settings.cloze_examples,
             "heldout_characters": settings.heldout_characters,
         }
-        card = _whole(output, made_from)
-        if card is not None:
-            _check_parts(card, named(source), dataset.max_seq_len)
+        metadata = _whole(output, made_from)
+        if metadata is not None:
+            _check_parts(metadata, named(source), dataset.max_seq_len)
             log.info("%s: already prepared from the same text and settings, kept", output)
-            return _result(output, card, reused=True)
+            return _result(output, metadata, reused=True)
         boundaries = split_boundaries(dataset.split, spool.documents)
         used = given or train_tokenizer(islice(spool, boundaries[1]), settings.vocab_size)
         save_tokenizer(used, work / "tokenizer.json")
-        card = {"source": named(source), "made_from": made_from, "boundaries": boundaries}
-        card |= _write_tokens(work, settings.format, spool, used, boundaries)
-        card["cloze_examples"] = _write_held_out(
+        metadata = {"source": named(source), "made_from": made_from, "boundaries": boundaries}
+        metadata |= _write_tokens(work, settings.format, spool, used, boundaries)
+        metadata["cloze_examples"] = _write_held_out(
             work,
             islice(spool, boundaries[2], boundaries[3]),
             boundaries[3] - boundaries[2],
             settings,
         )
-        _check_parts(card, named(source), dataset.max_seq_len)
-        (work / DATA.card).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    return _result(output, card, reused=False)
+        _check_parts(metadata, named(source), dataset.max_seq_len)
+        (work / DATA.metadata_file).write_text(
+            json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
+        )
+    return _result(output, metadata, reused=False)
 
 
 def _write_tokens(
@@ -201,37 +203,37 @@ def _write_held_out(
     return len(passages)
 
 
-def _check_parts(card: dict[str, Any], source: str, seq_len: int) -> None:
-    parts = list(zip(PARTS, pairwise(card["boundaries"]), card["part_tokens"], strict=True))
+def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
+    parts = list(zip(PARTS, pairwise(metadata["boundaries"]), metadata["part_tokens"], strict=True))
     for part, (first, end), tokens in parts:
         if part == PARTS[0]:
-            require_sample(f"{named(source)}: {part} part", end - first, tokens, seq_len)
+            require_sample(f"{source}: {part} part", end - first, tokens, seq_len)
         elif 0 < tokens <= seq_len:
             log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
 
 
 def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
-    """The card of a folder made from the same things, if all its files are as they were."""
+    """The metadata of a folder made from the same inputs, if none of its files has changed."""
     try:
-        card = read_card(output / DATA.card, DataCard, CURE)
-        check_files(output, DATA.card, card.files, CURE)
+        metadata = read_metadata(output / DATA.metadata_file, DataMetadata, HINT)
+        check_files(output, DATA.metadata_file, metadata.files, HINT)
     except UserError:
         return None
-    same = bool(card.files) and card.raw.get("made_from") == made_from
-    return card.raw if same else None
+    same = bool(metadata.files) and metadata.raw.get("made_from") == made_from
+    return metadata.raw if same else None
 
 
 def _fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
-def _result(folder: Path, card: dict[str, Any], reused: bool) -> PreparedData:
+def _result(folder: Path, metadata: dict[str, Any], reused: bool) -> PreparedData:
     return PreparedData(
         folder=folder,
-        documents=card["documents"],
-        tokens=card["tokens"],
-        vocab_size=card["vocab_size"],
-        boundaries=tuple(card["boundaries"]),
-        cloze_examples=card["cloze_examples"],
+        documents=metadata["documents"],
+        tokens=metadata["tokens"],
+        vocab_size=metadata["vocab_size"],
+        boundaries=tuple(metadata["boundaries"]),
+        cloze_examples=metadata["cloze_examples"],
         reused=reused,
     )

@@ -1,8 +1,8 @@
 """Cut a token data set into training samples, exactly as Megatron does.
 
 Source: Megatron-LM, `megatron/data/dataset_utils.py` (split) and `gpt_dataset.py` (samples).
-Training asks for samples by number, in order; where they lie is worked out once, from the lengths
-of the documents alone: some 12 bytes a sample and 4 a document and epoch.
+Training requests samples by number, in order. Their positions are computed once, from the lengths
+of the documents alone; they take some 12 bytes per sample, and 4 per document and epoch.
 """
 
 import logging
@@ -25,9 +25,9 @@ BLOCK = 1 << 20
 def split_boundaries(split: Sequence[float], n: int) -> list[int]:
     """[0, a, b, c] with documents [0, a) for training, [a, b) validation, [b, c) test; c = n.
 
-    Each boundary is the previous one plus `round(fraction * n)`, and what the last overshoots `n`
-    by is taken off every boundary but the first. Where that would push a boundary below 0 (which
-    Megatron lets happen) it is 0. Warns with the counts when a part that was asked for is empty.
+    Each boundary is the previous one plus `round(fraction * n)`; the excess of the last one over
+    `n` is subtracted from every boundary but the first, down to 0 (Megatron allows negative ones).
+    Warns with the counts if a requested part is empty.
     """
     boundaries = [0]
     for share in split:
@@ -46,7 +46,7 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
 
 
 def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None:
-    """Raise UserError, with the counts, unless `tokens` make one sample of `seq_len` + 1."""
+    """Raise UserError, with the counts, unless `tokens` suffice for one sample of `seq_len` + 1."""
     if tokens <= seq_len:
         raise UserError(
             f"{part}: {documents:,} documents with {tokens:,} tokens, fewer than one sample of "
@@ -57,15 +57,15 @@ def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None
 
 
 class SampleIndex:
-    """Where the shuffled samples of `seq_len` + 1 tokens lie in a range of documents.
+    """Positions of the shuffled samples of `seq_len` + 1 tokens in a range of documents.
 
     The documents of as many epochs as `num_samples` needs are shuffled and laid end to end, and
     cut every `seq_len` tokens; neighbours share one token. A last epoch of which less than 80 % is
-    needed is shuffled apart, so that it cannot displace samples of the whole ones.
+    needed is shuffled separately, so that it does not displace samples of the full ones.
 
     Args:
         sizes: (N,) int32, tokens of every document of the data set.
-        documents: those to take; together they hold one sample or more.
+        documents: range of documents to use; together they must fill at least one sample.
 
     Attributes:
         per_epoch: samples of one pass over the documents.
@@ -102,11 +102,11 @@ class SampleIndex:
         _shuffle(rng, self.shuffle_idx, whole if apart else total)
 
     def __len__(self) -> int:
-        """Samples in all epochs: `num_samples` or more."""
+        """Number of samples in all epochs, at least `num_samples`."""
         return len(self.shuffle_idx)
 
     def spans(self, i: int) -> list[tuple[int, int, int]]:
-        """(document, begin, end) of each stretch of tokens that makes up sample i."""
+        """(document, begin, end) of each run of tokens that makes up sample i."""
         at = int(self.shuffle_idx[i])
         (first, begin), (last, end) = self.sample_idx[at].tolist(), self.sample_idx[at + 1].tolist()
         return [
@@ -123,7 +123,7 @@ class Samples(SampleIndex):
     """The samples of a data set: an index, and the tokens that it points to.
 
     Raises:
-        UserError: the documents do not hold one sample. (Megatron would repeat them within one.)
+        UserError: the documents are shorter than one sample. (Megatron would repeat them in it.)
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class Samples(SampleIndex):
         return np.concatenate(pieces).astype(np.int64)
 
     def origin(self, i: int) -> str:
-        """The documents that sample i has tokens of, by their numbers in the data set."""
+        """The documents that sample i contains tokens of, by their number in the data set."""
         return ", ".join(str(document) for document, begin, end in self.spans(i) if end > begin)
 
 
 def _shuffle(rng: np.random.RandomState, values: np.ndarray[Any, Any], count: int) -> None:
-    """Shuffle the first `count` values, and those behind them, in place."""
+    """Shuffle the first `count` values and the remaining ones separately, in place."""
     rng.shuffle(values[:count])
     rng.shuffle(values[count:])
 
@@ -154,7 +154,7 @@ def _shuffle(rng: np.random.RandomState, values: np.ndarray[Any, Any], count: in
 def _sample_idx(
     sizes: np.ndarray[Any, Any], doc_idx: np.ndarray[Any, Any], seq_len: int, total: int
 ) -> np.ndarray[Any, Any]:
-    """Where the flat tokens 0, seq_len, 2 * seq_len, ... lie among the documents, as laid out."""
+    """Document and offset of the flat tokens 0, seq_len, 2 * seq_len, ... in shuffled order."""
     fits = len(doc_idx) <= np.iinfo(np.int32).max
     index = np.empty((total + 1, 2), np.int32 if fits else np.int64)
     placed = length = 0  # samples with a start, and tokens, before the block of documents

@@ -1,4 +1,4 @@
-"""Where text comes from: one iterator of documents for files, folders, addresses and data sets."""
+"""Read documents from files, folders, addresses and Hugging Face data sets."""
 
 import gzip
 import io
@@ -28,7 +28,7 @@ DOCUMENT_CHARACTERS = 4000
 
 
 def documents(source: str, text_key: str = "text") -> Iterator[str]:
-    """Stripped, non-empty texts of a corpus, in an order that is always the same.
+    """Yield the stripped, non-empty documents of a corpus, always in the same order.
 
     Args:
         source: one of
@@ -59,7 +59,7 @@ def documents(source: str, text_key: str = "text") -> Iterator[str]:
 
 
 def named(source: str) -> str:
-    """The source for a message or a card: an address without its password or signature."""
+    """The source for a message or a metadata file: an address without its password or signature."""
     return shown(source) if is_remote(source) else source
 
 
@@ -89,7 +89,7 @@ def _read_path(path: Path, text_key: str) -> Iterator[str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All that is no folder below one, sorted; what is hidden does not count."""
+    """All files below a folder, sorted, without hidden ones."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -104,13 +104,13 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def _kind(path: Path) -> str:
-    """The file name's ending, without that of the compression."""
+    """The file name's extension, without that of the compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Decoded lines without their ends, whatever the compression."""
+    """Yield decoded lines, decompressed and without line ends."""
     with open_file(path) as file:
         try:
             yield from lines(_unpacked(file, path.suffix.lower()), path)
@@ -124,7 +124,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _broken(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"{path}: cannot be read: {error}", "is the file whole, and what its ending says?"
+        f"{path}: cannot be read: {error}",
+        "check that the file is complete and has the right extension",
     )
 
 
@@ -140,7 +141,7 @@ def _unpacked(file: BinaryIO, ending: str) -> io.BufferedIOBase | BinaryIO:
 
 
 class _Zstandard(io.RawIOBase):
-    """One or more frames. The library's own file reader ends a cut file in silence."""
+    """Read one or more frames. The library's own reader ignores that a file is truncated."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -153,7 +154,7 @@ class _Zstandard(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._unpacked:
-            # Few bytes at a time: what a block of a bomb unpacks to is held in memory.
+            # A few bytes at a time: a block of a decompression bomb is expanded in memory.
             self._packed = self._packed or self._file.read(1 << 12)
             if not self._packed:
                 if not self._frame.eof:
@@ -221,7 +222,7 @@ def _read_data_set(source: str, text_key: str) -> Iterator[str]:
         else:
             rows = datasets.load_dataset(name, config or None, split=split)
         numbered = enumerate(iter(rows))
-    except Exception as error:  # `datasets` raises what its many readers raise
+    except Exception as error:  # `datasets` raises whatever its many readers raise
         raise UserError(
             f"{source}: cannot be loaded: {str(error).partition(chr(10))[0]}",
             "check the name, config and split; offline, give hf:// the folder of a local data set",

@@ -1,4 +1,4 @@
-"""Byte-level BPE: read GPT-2's or any `tokenizers` file, or train one on a corpus."""
+"""Byte-level BPE tokenizers: read GPT-2's or any `tokenizers` file, or train one."""
 
 import os
 import sys
@@ -15,18 +15,18 @@ EOS = "<|endoftext|>"
 FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
-CURE = "give an unbroken file"
+HINT = "give an unbroken file"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer: `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` beside it.
 
     Args:
-        path: one of those files, or a folder that holds them (`tokenizer.json` wins).
+        path: one of those files, or a folder with them (`tokenizer.json` takes precedence).
 
     Raises:
-        UserError: nothing there, not a tokenizer, one without the token `<|endoftext|>`, or with
-            ids that no embedding could have.
+        UserError: missing, not a tokenizer, without the token `<|endoftext|>`, or with ids too
+            large for an embedding.
     """
     folder, name = (path, "tokenizer.json") if path.is_dir() else (path.parent, path.name)
     file, vocab, merges = folder / name, folder / "vocab.json", folder / "merges.txt"
@@ -72,7 +72,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write `tokenizer.json`.
 
     Raises:
-        OSError: as any other file's.
+        OSError: the file cannot be written.
     """
     with os_errors(path):
         path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -86,7 +86,7 @@ def eos_id(tokenizer: Tokenizer) -> int:
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """The number of rows an embedding needs: one more than the largest id."""
+    """Number of rows that an embedding needs: the largest id plus one."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -106,12 +106,12 @@ def _parse(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     except OSError as error:
         raise explain_os_error(error, path) from error
     except Exception as error:  # `tokenizers` raises plain Exception
-        raise UserError(f"{path}: not a tokenizer: {error}", CURE) from error
+        raise UserError(f"{path}: not a tokenizer: {error}", HINT) from error
 
 
 @contextmanager
 def _panics_muted() -> Iterator[None]:
-    """A panic in Rust is ValueError; it derives from BaseException, and prints its stack itself."""
+    """Turn a panic in Rust into ValueError; panics derive from BaseException and print a stack."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -128,13 +128,13 @@ def _panics_muted() -> Iterator[None]:
 
 
 def _require_vocabulary(path: Path) -> None:
-    """`tokenizers` takes an id that has too many bits for another one."""
+    """Check ids, which `tokenizers` silently truncates to 32 bits."""
     with open_file(path) as file:
-        vocabulary = parse_json(file.read(), f"{path}: not a tokenizer", CURE)
+        vocabulary = parse_json(file.read(), f"{path}: not a tokenizer", HINT)
     if not isinstance(vocabulary, dict) or not all(
         type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
     ):
-        raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", CURE)
+        raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", HINT)
 
 
 def _require_ids(tokenizer: Tokenizer, path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A token data set: a folder with one pair of token files, a tokenizer and a card.
+"""A token data set: a folder with one pair of token files, a tokenizer and a metadata file.
 
-A blend is a folder of such folders, whose card gives each a weight.
+A blend is a folder of such folders, whose metadata gives each a weight.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lathe.artifacts import DATA, check_files, read_card
-from lathe.cards import DataCard
+from lathe.artifacts.kinds import DATA, check_files, read_metadata
+from lathe.artifacts.metadata import DataMetadata
 from lathe.data.ids import check_ids
 from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
@@ -24,7 +24,7 @@ from lathe.storage import digest
 from lathe.storage.ownership import REPLACED
 from lathe.storage.verified import once
 
-CURE = "run prepare, or blend, again"
+HINT = "run prepare, or blend, again"
 WRITERS: dict[str, type[MegatronWriter] | type[PaddleWriter]] = {
     "megatron": MegatronWriter,
     "paddle": PaddleWriter,
@@ -39,46 +39,46 @@ PAIRS: dict[str, tuple[str, str, Reader]] = {
 
 @dataclass(frozen=True)
 class TokenDataset(ABC):
-    """What a plain data set and a blend have in common."""
+    """Base class of plain data sets and blends."""
 
     folder: Path
-    card: dict[str, Any]
+    metadata: dict[str, Any]
 
     @staticmethod
     def open(folder: Path) -> "TokenSequences | TokenBlend":
-        """Map the folder's one pair of files, in either format, or each part of a blend.
+        """Open a folder's pair of token files, in either format, or each part of a blend.
 
-        A folder that another tool wrote has no `data.json`: its card is then made from the files
-        and the tokenizer beside them.
+        A folder written by another tool has no `data.json`; its metadata is then derived from the
+        files and the tokenizer beside them.
 
         Raises:
-            UserError: no such folder, no pair or more than one (names them), half a pair, a file
-                cut short or altered since it was written, or neither card nor tokenizer.
+            UserError: no such folder, no pair, an incomplete pair or several (named), a file that
+                is truncated or altered, or neither metadata nor tokenizer.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder", "give the folder that prepare wrote")
-        card = read_data_card(folder)
-        if card is not None and card.blend:
-            return _open_blend(folder, card)
-        return _open_sequences(folder, card.raw if card else None)
+        metadata = read_data_metadata(folder)
+        if metadata is not None and metadata.blend:
+            return _open_blend(folder, metadata)
+        return _open_sequences(folder, metadata.raw if metadata else None)
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[tuple[float, "TokenSequences"]]:
-        """What to draw samples from, and how often in proportion to each other."""
+        """The parts to sample from and their weights."""
 
     @property
     def digest(self) -> str:
-        """Of the card, which tells one data set from another."""
-        return digest(json.dumps(self.card, sort_keys=True))
+        """Digest of the metadata, which identifies the data set."""
+        return digest(json.dumps(self.metadata, sort_keys=True))
 
     @property
     def vocab_size(self) -> int:
-        return int(self.card["vocab_size"])
+        return int(self.metadata["vocab_size"])
 
     @property
     def eos_id(self) -> int:
-        return int(self.card["eos_id"])
+        return int(self.metadata["eos_id"])
 
 
 @dataclass(frozen=True)
@@ -119,26 +119,26 @@ class TokenBlend(TokenDataset):
         return self.weighted
 
 
-def read_data_card(folder: Path) -> DataCard | None:
-    """The card, if there is one; the files that it lists are as they were.
+def read_data_metadata(folder: Path) -> DataMetadata | None:
+    """Read the metadata, if there is any, and verify the files that it lists.
 
     Raises:
-        UserError: they are not, or the card is broken.
+        UserError: a file was altered, or the metadata is broken.
     """
-    path = folder / DATA.card
+    path = folder / DATA.metadata_file
     if (folder / REPLACED).exists():
-        raise UserError(f"{folder}: its replacement was never finished", CURE)
+        raise UserError(f"{folder}: its replacement was never finished", HINT)
     if not os.path.lexists(path):
         return None
-    card = read_card(path, DataCard, CURE)
+    metadata = read_metadata(path, DataMetadata, HINT)
     if is_first_of_node():
-        check_files(folder, DATA.card, card.files, CURE)
-    return card
+        check_files(folder, DATA.metadata_file, metadata.files, HINT)
+    return metadata
 
 
-def _open_blend(folder: Path, blend: DataCard) -> TokenBlend:
-    card, weights = blend.raw, {part.folder: part.weight for part in blend.blend}
-    digests = {part.folder: part.card_sha256 for part in blend.blend}
+def _open_blend(folder: Path, blend: DataMetadata) -> TokenBlend:
+    metadata, weights = blend.raw, {part.folder: part.weight for part in blend.blend}
+    digests = {part.folder: part.metadata_sha256 for part in blend.blend}
     weighted = []
     for name, weight in weights.items():
         part = TokenDataset.open(folder / name)
@@ -146,41 +146,43 @@ def _open_blend(folder: Path, blend: DataCard) -> TokenBlend:
             raise UserError(f"{part.folder}: a blend within a blend", "blend its parts themselves")
         weighted.append((weight, part))
         if (said := digests[name]) and said != part.digest:
-            raise UserError(f"{part.folder}: not the data set that was blended", CURE)
+            raise UserError(f"{part.folder}: not the data set that was blended", HINT)
     widest = max(part.vocab_size for _, part in weighted)
     if blend.vocab_size < widest:
         raise UserError(
-            f"{folder / DATA.card}: vocab_size {blend.vocab_size}, and a part has {widest}", CURE
+            f"{folder / DATA.metadata_file}: vocab_size {blend.vocab_size}, and a part "
+            f"has {widest}",
+            HINT,
         )
     documents = sum(len(part) for _, part in weighted)
     tokens = sum(len(part.arrays.tokens) for _, part in weighted)
-    _check_counts(folder, card, documents, tokens)
-    return TokenBlend(folder, card, tuple(weighted))
+    _check_counts(folder, metadata, documents, tokens)
+    return TokenBlend(folder, metadata, tuple(weighted))
 
 
-def _open_sequences(folder: Path, card: dict[str, Any] | None) -> TokenSequences:
+def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSequences:
     format, first, second = _find_pair(folder)
     arrays = PAIRS[format][2](first, second)
     documents, tokens = len(arrays.sizes), len(arrays.tokens)
     if documents == 0:
         raise UserError(f"{folder}: a data set without a sequence", "prepare it from some text")
-    if card is None:
+    if metadata is None:
         tokenizer = load_tokenizer(folder)
-        card = {
+        metadata = {
             "format": format,
             "documents": documents,
             "tokens": tokens,
             "vocab_size": vocab_size(tokenizer),
             "eos_id": eos_id(tokenizer),
         }
-    _check_counts(folder, card, documents, tokens)
+    _check_counts(folder, metadata, documents, tokens)
     if is_first_of_node():
-        _check_ids(folder, first, arrays, int(card["vocab_size"]))
-    return TokenSequences(folder, card, arrays)
+        _check_ids(folder, first, arrays, int(metadata["vocab_size"]))
+    return TokenSequences(folder, metadata, arrays)
 
 
 def is_first_of_node() -> bool:
-    """Of the processes of a node, one reads all the bytes."""
+    """Whether this process verifies the files: one process per node does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -217,10 +219,10 @@ def _find_pair(folder: Path) -> tuple[str, Path, Path]:
     return found[0]
 
 
-def _check_counts(folder: Path, card: dict[str, Any], documents: int, tokens: int) -> None:
-    if (card["documents"], card["tokens"]) != (documents, tokens):
+def _check_counts(folder: Path, metadata: dict[str, Any], documents: int, tokens: int) -> None:
+    if (metadata["documents"], metadata["tokens"]) != (documents, tokens):
         raise UserError(
-            f"{folder / DATA.card}: counts {card['documents']:,} documents and {card['tokens']:,} "
-            f"tokens, the files hold {documents:,} and {tokens:,}",
-            "take card and files from one data set",
+            f"{folder / DATA.metadata_file}: counts {metadata['documents']:,} documents and "
+            f"{metadata['tokens']:,} tokens, the files hold {documents:,} and {tokens:,}",
+            "take metadata and files from one data set",
         )

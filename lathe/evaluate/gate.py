@@ -6,53 +6,22 @@ blocks of text, so that their differences are compared and what is hard for both
 """
 
 import json
-import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 
-from lathe.artifacts import VERDICT
+from lathe.artifacts.kinds import VERDICT
+from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
-from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
+from lathe.evaluate.measures import Check, Verdict
 from lathe.evaluate.results import Evaluation, read_evaluation
-from lathe.settings import GateSettings, Recipe
-from lathe.storage import atomic_file, claim_file
+from lathe.storage import atomic_file, claim_output_file
 
-Verdict = Literal["pass", "inconclusive", "fail"]
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
 PAST = {"pass": "passed", "inconclusive": "inconclusive", "fail": "failed"}
-LARGEST_EXPONENT = 700.0  # exp of more is no float
-
-
-@dataclass(frozen=True)
-class Check:
-    """One measure of both models.
-
-    Attributes:
-        n: examples, or blocks of the text.
-        change: accuracy: candidate less baseline; perplexity: relative to the baseline.
-        low, high: its confidence interval.
-        limit: the change that is still allowed, negative for accuracy.
-        lost, gained: examples that only the baseline, or only the candidate, has right.
-        p_value: McNemar's exact test of no difference at all.
-        method: of the interval; see `lathe.evaluate.paired`.
-    """
-
-    measure: str
-    verdict: Verdict
-    baseline: float
-    candidate: float
-    change: float
-    low: float
-    high: float
-    limit: float
-    n: int
-    method: str
-    lost: int | None = None
-    gained: int | None = None
-    p_value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +46,10 @@ class GateResult:
 def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = None) -> GateResult:
     """Compare two evaluation folders unit by unit with the margins of `recipe.Gate`.
 
-    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity rise by
-    `max_perplexity_increase` (relative to the baseline). A check is passed when the bad end of
+    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity, and that of the cloze
+    set's words where `cloze_measure` says so instead, rise by `max_perplexity_increase` (relative
+    to the baseline), the accuracies of other tasks fall by `max_task_accuracy_drop`. A check is
+    passed when the bad end of
     the difference's `confidence` interval is within the margin, failed when its good end is
     beyond it, and inconclusive between: then `on_inconclusive` decides. Every check has to pass,
     so that the level needs no correction for their number (an intersection-union test).
@@ -92,16 +63,13 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
             another tokenizer or protocol.
     """
     if output is not None:
-        claim_file(output, VERDICT, baseline, candidate)
+        claim_output_file(output, VERDICT, baseline, candidate)
     before, after = read_evaluation(baseline), read_evaluation(candidate)
     _require_same_measurement(before, after)
     settings = recipe.Gate
-    checks = []
-    if before.metrics["cloze"]:
-        checks.append(_check_accuracy(before, after, settings))
-    if before.metrics["text"]:
-        checks.append(_check_perplexity(before, after, settings))
-    checks.sort(key=lambda check: -SEVERITY.index(check.verdict))
+    checks = sorted(
+        _checks(before, after, settings), key=lambda check: -SEVERITY.index(check.verdict)
+    )
     reasons = [_sentence(check, settings.confidence) for check in checks]
     verdict = checks[0].verdict
     if verdict == "inconclusive":
@@ -116,13 +84,6 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
     if output is not None:
         _write(output, result, settings, before, after)
     return result
-
-
-def judge(best: float, worst: float, allowed: float) -> Verdict:
-    """The verdict on a loss that lies between `best` and `worst`."""
-    if worst <= allowed:
-        return "pass"
-    return "fail" if best > allowed else "inconclusive"
 
 
 def verdict_table(result: GateResult) -> Table:
@@ -142,48 +103,14 @@ def verdict_table(result: GateResult) -> Table:
     return table
 
 
-def _check_accuracy(before: Evaluation, after: Evaluation, settings: GateSettings) -> Check:
-    lost = int((before.correct & ~after.correct).sum())
-    gained = int((~before.correct & after.correct).sum())
-    n = len(before.correct)
-    difference = accuracy_difference(lost, gained, n, settings.confidence)
-    return Check(
-        measure="cloze accuracy",
-        verdict=judge(-difference.high, -difference.low, settings.max_accuracy_drop),
-        baseline=float(before.correct.mean()),
-        candidate=float(after.correct.mean()),
-        change=difference.estimate,
-        low=difference.low,
-        high=difference.high,
-        limit=-settings.max_accuracy_drop,
-        n=n,
-        method="Tango's score interval",
-        lost=lost,
-        gained=gained,
-        p_value=mcnemar(lost, gained),
-    )
-
-
-def _check_perplexity(before: Evaluation, after: Evaluation, settings: GateSettings) -> Check:
-    if len(before.tokens) < 2:
-        raise UserError(f"{before.folder}: one block of text", "evaluate on a longer text")
-    difference = loss_difference(before.losses, after.losses, before.tokens, settings.confidence)
-    change, low, high = (
-        math.expm1(min(x, LARGEST_EXPONENT))
-        for x in (difference.estimate, difference.low, difference.high)
-    )
-    return Check(
-        measure="perplexity",
-        verdict=judge(low, high, settings.max_perplexity_increase),
-        baseline=before.metrics["text"]["perplexity"],
-        candidate=after.metrics["text"]["perplexity"],
-        change=change,
-        low=low,
-        high=high,
-        limit=settings.max_perplexity_increase,
-        n=len(before.tokens),
-        method="linearized ratio over blocks, Student's t",
-    )
+def _checks(before: Evaluation, after: Evaluation, settings: GateSettings) -> Iterator[Check]:
+    for name, result in before.measured.items():
+        for measure in result.task.measures:
+            margin = measure.margin(settings)
+            if margin is not None:
+                title = result.label(measure) if result.is_named else measure.title.lower()
+                units = before.units[name], after.units[name]
+                yield measure.compare(title, *units, margin, settings.confidence)
 
 
 def _sentence(check: Check, confidence: float) -> str:
@@ -197,7 +124,7 @@ def _sentence(check: Check, confidence: float) -> str:
 
 def _units(check: Check) -> str:
     if check.p_value is None:
-        return f"{check.n:,} blocks"
+        return f"{check.n:,} {check.unit}"
     text = (
         f"{check.n:,} examples, {check.lost} lost, {check.gained} gained, "
         f"McNemar p = {check.p_value:.2g}"
@@ -209,7 +136,7 @@ def _units(check: Check) -> str:
 
 def _formats(check: Check) -> dict[str, str]:
     """How the figures of a check are shown: accuracies change by points."""
-    if check.measure == "perplexity":
+    if check.lost is None:
         value, change = "{:.2f}", "{:+.3g}%"
     else:
         value, change = "{:.2%}", "{:+.2f} points"
@@ -220,17 +147,27 @@ def _formats(check: Check) -> dict[str, str]:
 
 
 def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
-    cure = "evaluate both models on the same data with the same recipe"
+    hint = "evaluate both models on the same data with the same recipe"
     names = f"{before.folder} and {after.folder}"
-    for name in ("cloze", "text", "tokenizer"):
-        a, b = (x.metrics["digests"].get(name) for x in (before, after))
-        if a != b:
-            raise UserError(f"{names} differ in {name}: {_short(a)} against {_short(b)}", cure)
-    a, b = before.metrics["protocol"], after.metrics["protocol"]
-    if a != b:
-        raise UserError(f"{names} differ in protocol: {a} against {b}", cure)
-    if len(before.correct) != len(after.correct) or before.tokens.tolist() != after.tokens.tolist():
-        raise UserError(f"{names} have other examples or blocks", cure)
+    a, b = (_digests(evaluation) for evaluation in (before, after))
+    for name in dict.fromkeys((*a, *b)):
+        if a.get(name) != b.get(name):
+            raise UserError(
+                f"{names} differ in {name}: {_short(a.get(name))} against {_short(b.get(name))}",
+                hint,
+            )
+    ours, theirs = before.metrics["protocol"], after.metrics["protocol"]
+    if ours != theirs:
+        raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint)
+    if any(len(before.units[name].rows) != len(after.units[name].rows) for name in before.units):
+        raise UserError(f"{names} have other examples or blocks", hint)
+
+
+def _digests(evaluation: Evaluation) -> dict[str, str | None]:
+    """SHA-256 of what a model was measured on, by name."""
+    tokenizer = evaluation.metrics["digests"].get("tokenizer")
+    results = evaluation.measured.items()
+    return {**{name: result.digest for name, result in results}, "tokenizer": tokenizer}
 
 
 def _short(digest: str | None) -> str:
@@ -259,4 +196,5 @@ def _write(
 
 def _measured(evaluation: Evaluation) -> dict[str, Any]:
     parts = {name: evaluation.metrics[name] for name in ("protocol", "sources", "digests")}
-    return {"folder": str(evaluation.folder), **parts}
+    digests = {name: r.digest for name, r in evaluation.measured.items() if r.is_named}
+    return {"folder": str(evaluation.folder), **parts, "digests": parts["digests"] | digests}

@@ -7,20 +7,16 @@ break before it (7 of LAMBADA's 5,153 passages) is part of it, where Megatron pu
 """
 
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
-from lathe.evaluate.score import Scorer, batches_by_tokens, mean_stderr
+from lathe.evaluate.score import Request, Scorer, answer, mean_stderr
 from lathe.inputs import lines, open_file, parse_json, require_text
-from lathe.progress import bar
-from lathe.serve.session import pad
 
 
 @dataclass(frozen=True)
@@ -92,16 +88,21 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
     return [ClozeExample(c, w) for c, w in zip(*encoded, strict=True)]
 
 
+def check_cloze(path: Path) -> None:
+    """Read every line, with a tokenizer that needs no words; raises as `read_cloze` does."""
+    read_cloze(path, Tokenizer(models.BPE()))
+
+
 def _split(line: str, where: str) -> tuple[str, str]:
     """The passage before its last word, and the word with the white space before it."""
-    cure = 'a line is {"text": "at least two words"}'
+    hint = 'a line is {"text": "at least two words"}'
     try:
-        text = parse_json(line, f"{where}: broken line", cure)["text"].strip()
+        text = parse_json(line, f"{where}: broken line", hint)["text"].strip()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", cure) from None
+        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", hint) from None
     require_text(text, where)
     if " " not in text:
-        raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", cure)
+        raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", hint)
     context = text[: text.rindex(" ")].rstrip()
     return context, text[len(context) :]
 
@@ -125,44 +126,21 @@ def score_cloze(
                 f"the model reads {max_length}",
                 "take it out of the file",
             )
-    # The last label token is predicted, never read.
-    whole = [(example.context + example.label)[:-1] for example in examples]
-    inputs = [tokens[-max_length:] for tokens in whole]
-    scores: dict[int, ExampleScore] = {}
-    started = time.perf_counter()
-    with bar("cloze", total=len(examples)) as progress:
-        for batch in batches_by_tokens([len(x) for x in inputs], token_budget):
-            words = _score_words(
-                scorer, [inputs[i] for i in batch], [examples[i].label for i in batch]
-            )
-            for i, (log_likelihood, greedy) in zip(batch, words, strict=True):
-                scores[i] = ExampleScore(
-                    index=i,
-                    correct=bool(greedy.all()),
-                    last_token_correct=bool(greedy[-1]),
-                    log_likelihood=float(log_likelihood.sum()),
-                    label_tokens=len(greedy),
-                    truncated=len(whole[i]) - len(inputs[i]),
-                )
-            rate = len(scores) / (time.perf_counter() - started)
-            progress.advance(len(batch), f"{rate:,.0f} examples/s")
-    return [scores[i] for i in range(len(examples))]
-
-
-def _score_words(
-    scorer: Scorer, inputs: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]
-) -> Iterator[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
-    """For each row, log-likelihood and argmax hit of every token of its label, which the last
-    `len(label)` inputs predict."""
-    sizes = [len(label) for label in labels]
-    rows = np.repeat(np.arange(len(labels)), sizes)
-    columns = np.concatenate(
-        [np.arange(len(row) - n, len(row)) for row, n in zip(inputs, sizes, strict=True)]
-    )
-    tokens, _ = pad(inputs)
-    log_likelihood, greedy = scorer.score(tokens, rows, columns, np.concatenate(labels))
-    cuts = np.cumsum(sizes)[:-1]
-    return zip(np.split(log_likelihood, cuts), np.split(greedy, cuts), strict=True)
+    requests = [
+        Request(example.context + example.label, len(example.label)) for example in examples
+    ]
+    answers = answer(scorer, requests, max_length, token_budget, "cloze")
+    return [
+        ExampleScore(
+            index=i,
+            correct=bool(found.greedy.all()),
+            last_token_correct=bool(found.greedy[-1]),
+            log_likelihood=float(found.log_likelihoods.sum()),
+            label_tokens=len(found.greedy),
+            truncated=found.truncated,
+        )
+        for i, found in enumerate(answers)
+    ]
 
 
 def summarize_cloze(scores: Sequence[ExampleScore]) -> ClozeResult:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.progress import bar
-from lathe.serve.session import MODEL, OnnxModel
+from lathe.runtime.session import MODEL, OnnxModel
 
 
 def measure(

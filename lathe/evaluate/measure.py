@@ -1,40 +1,29 @@
-"""A model in any framework measured on a cloze set and on a text."""
+"""A model in any framework measured by the evaluation tasks."""
 
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts import EVALUATION
+from lathe.artifacts.kinds import EVALUATION
+from lathe.artifacts.metadata import TASK_NAME
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.data.tokens import read_data_card
+from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
-from lathe.evaluate.lambada import (
-    ClozeResult,
-    ExampleScore,
-    read_cloze,
-    score_cloze,
-    summarize_cloze,
-)
-from lathe.evaluate.results import BLOCKS, EXAMPLES, METRICS
+from lathe.evaluate.results import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score import Scorer
-from lathe.evaluate.wikitext import (
-    BlockLoss,
-    PerplexityResult,
-    read_text,
-    split_blocks,
-    summarize_perplexity,
-    token_losses,
-)
+from lathe.evaluate.score import Limits, Scorer
+from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
+from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
-from lathe.settings import OfflineEvalSettings, Recipe
 from lathe.storage import atomic_folder, digest, sha256
 
 log = logging.getLogger("lathe")
@@ -44,7 +33,7 @@ CPU_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedModel:
     """A model behind its scorer.
 
     Attributes:
@@ -70,7 +59,7 @@ class Subject:
         """Tokens of a batch, `wanted` at most."""
         return min(wanted, CPU_BATCH_TOKENS) if self.on_cpu else wanted
 
-    def card(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What `metrics.json` says of the model."""
         return {
             "stage": self.stage,
@@ -83,7 +72,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The figures of `metrics.json`; None where a measure was not taken."""
+    """The figures of `metrics.json`; None where a measure was not taken.
+
+    Attributes:
+        last_token_accuracy: of the cloze set's words, by their last token alone.
+        word_perplexity: of those words.
+        tasks: figures of the other tasks, by name.
+    """
 
     folder: Path
     n_params: int
@@ -91,79 +86,142 @@ class EvalResult:
     n_examples: int
     cloze_accuracy: float | None
     cloze_stderr: float | None
+    last_token_accuracy: float | None
+    last_token_stderr: float | None
+    word_perplexity: float | None
+    word_perplexity_stderr: float | None
     perplexity: float | None
     perplexity_stderr: float | None
     adjusted_perplexity: float | None
+    tasks: Mapping[str, Measured] = field(default_factory=dict)
+
+
+GivenTask = tuple[str, Path]
+"""A task's name, and a file to measure it on."""
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A file to measure on; `name` is that of the result."""
+
+    name: str
+    task: Task[Any, Any]
+    path: Path
 
 
 def measure(
     recipe: Recipe,
-    subject: Subject,
+    subject: EvaluatedModel,
     output: Path,
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
+    tasks: Sequence[GivenTask] = (),
 ) -> EvalResult:
     """Measure `subject` and write the evaluation folder `output`; see
-    `lathe.evaluate.stage.evaluate`."""
+    `lathe.evaluate.evaluate.evaluate`."""
     settings = recipe.Offline_Eval
     if data is not None:
         _require_same_vocabulary(subject, data)
-    cloze, text = _find_inputs(settings, data, cloze, text)
+    files = _find_inputs(settings, data, cloze, text, task_files(tasks))
 
     seq_len = min(settings.max_seq_len, subject.config.n_positions)
     overlap = min(settings.overlapping_eval, seq_len)
-    token_budget = subject.token_budget(settings.batch_size * seq_len)
+    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len))
     started = time.perf_counter()
-    scores: list[ExampleScore] = []
-    blocks: list[BlockLoss] = []
-    cloze_result: ClozeResult | None = None
-    text_result: PerplexityResult | None = None
-    samples: list[Sample] = []
-    examples = read_cloze(cloze, subject.tokenizer) if cloze is not None else []
-    read = read_text(text, subject.tokenizer) if text is not None else None
-    if examples:
-        scores = score_cloze(subject.scorer, examples, seq_len, token_budget)
-        cloze_result = summarize_cloze(scores)
-        _require_finite(cloze_result.log_likelihood, subject.folder)
-    if text is not None and read is not None:
-        losses = token_losses(subject.scorer, read.tokens, seq_len, overlap, token_budget)
-        blocks = split_blocks(losses, seq_len)
-        text_result = summarize_perplexity(blocks, read)
-        _require_finite(text_result.loss, subject.folder)
-        if subject.generate and (prompts := held_out_prompts(text)):
-            n_positions = subject.config.n_positions
-            samples = continue_prompts(
-                subject.generate, subject.tokenizer, n_positions, prompts, recipe.Generation
-            )
+    read = [file.task.read(file.path, subject.tokenizer) for file in files]
+    units: dict[str, Sequence[Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for file, examples in zip(files, read, strict=True):
+        units[file.name] = file.task.score(subject.scorer, examples, limits)
+        figures[file.name] = asdict(file.task.summarize(units[file.name], examples))
+        _require_finite(figures[file.name][file.task.loss], subject.folder)
+    samples = _samples(recipe, subject, files)
 
     metrics = {
-        "model": subject.card(),
-        "cloze": _json_ready(asdict(cloze_result)) if cloze_result else None,
-        "text": _json_ready(asdict(text_result)) if text_result else None,
+        "model": subject.metadata(),
+        **_task_metadata(files, figures),
         "protocol": {
             "max_seq_len": seq_len,
             "overlapping_eval": overlap,
             "dtype": settings.dtype,
         },
-        "sources": {"cloze": cloze and cloze.name, "text": text and text.name},
-        "digests": {
-            "cloze": cloze and sha256(cloze),
-            "text": text and sha256(text),
-            "tokenizer": digest(subject.tokenizer.to_str()),
-            "model": subject.digest,
-        },
         "seconds": round(time.perf_counter() - started, 3),
     }
-    _write(output, metrics, scores, blocks, samples)
+    metrics["digests"] |= {
+        "tokenizer": digest(subject.tokenizer.to_str()),
+        "model": subject.digest,
+    }
+    _write(output, metrics, units, samples)
     result = read_result(output, metrics)
-    log.info("%s", _sentence(result))
+    log.info("%s", _sentence(measured(metrics, output)))
     return result
 
 
+def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
+    """Continuations of prompts from the text, by a model that writes."""
+    texts = [file.path for file in files if file.task is TEXT]
+    if subject.generate is None or not texts or not (prompts := held_out_prompts(texts[0])):
+        return []
+    return continue_prompts(
+        subject.generate, subject.tokenizer, subject.config.n_positions, prompts, recipe.Generation
+    )
+
+
+def _task_metadata(
+    files: Sequence[TaskFile], figures: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What `metrics.json` says of the files; cloze and text have keys of their own."""
+    by_name = {file.name: file for file in files}
+    slots = {task.name: by_name.pop(task.name, None) for task in (CLOZE, TEXT)}
+    return {
+        **{name: file and _json_ready(figures[name]) for name, file in slots.items()},
+        "tasks": {
+            name: {
+                "task": file.task.name,
+                "source": file.path.name,
+                "sha256": sha256(file.path),
+                "figures": _json_ready(figures[name]),
+            }
+            for name, file in by_name.items()
+        },
+        "sources": {name: file and file.path.name for name, file in slots.items()},
+        "digests": {name: file and sha256(file.path) for name, file in slots.items()},
+    }
+
+
+def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
+    """The files of tasks that are given by name.
+
+    Raises:
+        UserError: an unknown task, or a file whose name gives the result none of its own.
+    """
+    found: dict[str, TaskFile] = {}
+    for name, path in given:
+        task = task_named(name, "name one of them: --task multiple_choice=hellaswag.jsonl")
+        own = task.name if task in SLOTS else path.stem
+        if own in found or (task not in SLOTS and own in TASKS):
+            raise UserError(f"{path}: a second result named {own}", "rename the file")
+        if not re.match(TASK_NAME, own):
+            raise UserError(
+                f"{path}: {own!r} cannot name a result",
+                "rename the file: letters, digits, _, - and . alone",
+            )
+        found[own] = TaskFile(own, task, path)
+    return list(found.values())
+
+
 def _find_inputs(
-    settings: OfflineEvalSettings, data: Path | None, cloze: Path | None, text: Path | None
-) -> tuple[Path | None, Path | None]:
+    settings: OfflineEvalSettings,
+    data: Path | None,
+    cloze: Path | None,
+    text: Path | None,
+    tasks: Sequence[TaskFile],
+) -> list[TaskFile]:
+    """All files to measure on, in the order of tables."""
+    own = {file.name: file.path for file in tasks}
+    cloze, text = cloze or own.get(CLOZE.name), text or own.get(TEXT.name)
+    others = [file for file in tasks if file.task not in SLOTS]
     if settings.eval_path:
         named = Path(settings.eval_path)
         if named.suffix == ".jsonl":
@@ -180,12 +238,17 @@ def _find_inputs(
         text = text or _held_out(data / "heldout.txt")
     if not settings.cloze_eval:
         cloze = None
-    if cloze is None and text is None:
+    slots = [
+        TaskFile(task.name, task, path)
+        for task, path in ((TEXT, text), (CLOZE, cloze))
+        if path is not None
+    ]
+    if not slots and not others:
         raise UserError(
             "nothing to evaluate on",
-            "give a data folder with held-out documents, a cloze JSONL file or a text",
+            "give a data folder with held-out documents, a cloze JSONL file, a text or a task",
         )
-    return cloze, text
+    return [*slots, *others]
 
 
 def _held_out(path: Path) -> Path | None:
@@ -195,8 +258,8 @@ def _held_out(path: Path) -> Path | None:
     return None
 
 
-def _require_same_vocabulary(subject: Subject, data: Path) -> None:
-    read_data_card(data)
+def _require_same_vocabulary(subject: EvaluatedModel, data: Path) -> None:
+    read_data_metadata(data)
     theirs, ours = load_tokenizer(data), subject.tokenizer
     if theirs.get_vocab() != ours.get_vocab():
         raise UserError(
@@ -219,14 +282,15 @@ def _json_ready(values: Mapping[str, Any]) -> dict[str, Any]:
 def _write(
     output: Path,
     metrics: Mapping[str, Any],
-    scores: Sequence[ExampleScore],
-    blocks: Sequence[BlockLoss],
+    units: Mapping[str, Sequence[Any]],
     samples: Sequence[Sample],
 ) -> None:
     with atomic_folder(output, EVALUATION) as work:
-        for name, lines in ((EXAMPLES, scores), (BLOCKS, blocks)):
-            text = "".join(json.dumps(asdict(line)) + "\n" for line in lines)
-            (work / name).write_text(text, encoding="utf-8")
+        for name in dict.fromkeys((*UNITS, *units)):
+            path = work / units_file(name)
+            path.parent.mkdir(exist_ok=True)
+            lines = "".join(json.dumps(asdict(unit)) + "\n" for unit in units.get(name, ()))
+            path.write_text(lines, encoding="utf-8")
         for name, values in (
             ("samples.json", [asdict(sample) for sample in samples]),
             (METRICS, metrics),
@@ -238,6 +302,7 @@ def _write(
 def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
     """The figures of an evaluation folder's `metrics.json`."""
     cloze, text = metrics["cloze"] or {}, metrics["text"] or {}
+    named = {found.name: found for found in measured(metrics, folder) if found.is_named}
     return EvalResult(
         folder=folder,
         n_params=metrics["model"]["n_params"],
@@ -245,22 +310,24 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
         n_examples=cloze.get("examples", 0),
         cloze_accuracy=cloze.get("accuracy"),
         cloze_stderr=cloze.get("accuracy_stderr"),
+        last_token_accuracy=cloze.get("last_token_accuracy"),
+        last_token_stderr=cloze.get("last_token_accuracy_stderr"),
+        word_perplexity=cloze.get("target_perplexity"),
+        word_perplexity_stderr=cloze.get("target_perplexity_stderr"),
         perplexity=text.get("perplexity"),
         perplexity_stderr=text.get("perplexity_stderr"),
         adjusted_perplexity=text.get("adjusted_perplexity"),
+        tasks=named,
     )
 
 
-def _sentence(result: EvalResult) -> str:
+def _sentence(results: Sequence[Measured]) -> str:
     parts = []
-    if result.cloze_accuracy is not None:
-        error = f" ± {result.cloze_stderr:.2%}" if result.cloze_stderr is not None else ""
-        parts.append(
-            f"cloze accuracy {result.cloze_accuracy:.2%}{error} ({result.n_examples} examples)"
-        )
-    if result.perplexity is not None:
-        error = f" ± {result.perplexity_stderr:.2f}" if result.perplexity_stderr else ""
-        parts.append(f"perplexity {result.perplexity:.2f}{error}")
+    for found in results:
+        for measure, value, stderr in found.scores():
+            error = f" ± {measure.show(stderr)}" if stderr else ""
+            parts.append(f"{found.label(measure)} {measure.show(value)}{error}")
+        parts[-1] += f" ({found.figures[found.task.unit]:,} {found.task.unit})"
     return ", ".join(parts)
 
 

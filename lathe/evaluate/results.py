@@ -1,40 +1,75 @@
 """An evaluation folder: the figures of `lathe evaluate`, and the units that they are means of."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from lathe.artifacts import EVALUATION, check_files, read_card
-from lathe.cards import EvaluationCard
+from lathe.artifacts.kinds import EVALUATION, check_files, read_metadata
+from lathe.artifacts.metadata import EvaluationMetadata
 from lathe.errors import UserError
+from lathe.evaluate.measures import Measure, Units
+from lathe.evaluate.tasks import CLOZE, SLOTS, TEXT, task_named
+from lathe.evaluate.tasks.task import Task
 
-METRICS = EVALUATION.card
-EXAMPLES = "examples.jsonl"
-BLOCKS = "blocks.jsonl"
+METRICS = EVALUATION.metadata_file
+UNITS = {CLOZE.name: "examples.jsonl", TEXT.name: "blocks.jsonl"}
 KEYS = ("model", "cloze", "text", "protocol", "sources", "digests", "seconds")
-CURE = "evaluate the model again"
+HINT = "evaluate the model again"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `metrics.json` says of one task.
+
+    Attributes:
+        name: of the result: the task's own for cloze and text, else the file's without `.jsonl`.
+        figures: means with their standard errors, and the number of units.
+        digest: SHA-256 of the file.
+    """
+
+    name: str
+    task: Task[Any, Any]
+    figures: Mapping[str, Any]
+    digest: str | None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the file named it, not the task."""
+        return self.task not in SLOTS
+
+    def scores(self) -> Iterator[tuple[Measure, float, float | None]]:
+        """Every figure that models are compared by, with its standard error."""
+        for measure in self.task.measures:
+            value = self.figures.get(measure.key)
+            if value is not None:
+                yield measure, value, self.figures.get(f"{measure.key}_stderr")
+
+    def label(self, measure: Measure) -> str:
+        """What tables and pictures call a figure."""
+        return f"{self.name} {measure.title}" if self.is_named else measure.title
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one model; empty arrays where a measure was not taken.
+    """What was measured of one model.
 
     Attributes:
         metrics: `metrics.json`.
-        correct: (examples,) whether the last word was predicted.
-        losses: (blocks,) summed nats of a stretch of the text.
-        tokens: (blocks,) its tokens.
+        measured: the tasks, by name.
+        units: of each task, what is compared unit by unit.
     """
 
     folder: Path
     metrics: dict[str, Any]
-    correct: NDArray[np.bool_]
-    losses: NDArray[np.float64]
-    tokens: NDArray[np.float64]
+    measured: Mapping[str, Measured]
+    units: Mapping[str, Units]
+
+
+def units_file(name: str) -> str:
+    """The file of an evaluation folder with the units of the result `name`, one a line."""
+    return UNITS.get(name, f"tasks/{name}.jsonl")
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -44,10 +79,13 @@ def read_evaluation(folder: Path) -> Evaluation:
         UserError: there is none, or it is broken or incomplete.
     """
     metrics = read_metrics(folder)
-    cloze, text = metrics["cloze"] or {"examples": 0}, metrics["text"] or {"blocks": 0}
-    (correct,) = _read_columns(folder / EXAMPLES, cloze["examples"], "correct")
-    losses, tokens = _read_columns(folder / BLOCKS, text["blocks"], "loss", "tokens")
-    return Evaluation(folder, metrics, correct.astype(bool), losses, tokens)
+    found = {result.name: result for result in measured(metrics, folder)}
+    units = {}
+    for name, result in found.items():
+        path = folder / units_file(name)
+        rows = _read_rows(path, result.figures[result.task.unit])
+        units[name] = Units(path, result.figures, rows)
+    return Evaluation(folder, metrics, found, units)
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
@@ -59,26 +97,44 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     path = folder / METRICS
     if not path.is_file():
         raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
-    card = read_card(path, EvaluationCard, CURE)
-    check_files(folder, METRICS, card.files, CURE)
-    return {key: card.raw[key] for key in KEYS}
+    metadata = read_metadata(path, EvaluationMetadata, HINT)
+    check_files(folder, METRICS, metadata.files, HINT)
+    return {key: metadata.raw[key] for key in KEYS} | {"tasks": metadata.raw.get("tasks", {})}
 
 
-def _read_columns(path: Path, n: int, *names: str) -> list[NDArray[np.float64]]:
-    """One array of `n` numbers a name."""
+def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
+    """The tasks of `metrics.json`, in the order of tables.
+
+    Args:
+        folder: which has it.
+
+    Raises:
+        UserError: a task that this version does not know, or one without its figures.
+    """
+    digests = metrics["digests"]
+    found = [
+        Measured(task.name, task, metrics[task.name], digests.get(task.name))
+        for task in SLOTS
+        if metrics[task.name]
+    ]
+    for name, entry in metrics["tasks"].items():
+        task = task_named(entry["task"], f"{folder}: {HINT}")
+        figures = entry["figures"]
+        for key in (task.unit, *(measure.key for measure in task.measures)):
+            if not isinstance(figures.get(key), int | float):
+                raise UserError(f"{folder / METRICS}: tasks.{name}.figures.{key}: missing", HINT)
+        found.append(Measured(name, task, figures, entry["sha256"]))
+    return found
+
+
+def _read_rows(path: Path, n: int) -> list[dict[str, Any]]:
+    """The `n` lines of a JSONL file."""
     try:
-        rows = (
-            [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if n
-            else []
-        )
-        columns = [np.array([float(row[name]) for row in rows]) for name in names]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file", CURE) from None
-    except (OSError, RecursionError, KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: broken", CURE) from None
-    if not all(np.isfinite(column).all() for column in columns):
-        raise UserError(f"{path}: holds NaN or infinity", CURE)
+        raise UserError(f"{path}: no such file", HINT) from None
+    except (OSError, RecursionError, ValueError):
+        raise UserError(f"{path}: broken", HINT) from None
     if len(rows) != n:
-        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", CURE)
-    return columns
+        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", HINT)
+    return rows

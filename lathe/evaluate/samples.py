@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.settings import GenerationSettings
+from lathe.config.settings import GenerationSettings
 
 N_SAMPLES = 4
 NEW_TOKENS = 48

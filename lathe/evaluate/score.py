@@ -1,14 +1,19 @@
-"""What every measure shares: the scoring interface, batches, and means with an error.
+"""What every task shares: the scoring interface, requests to it, and means with an error.
 
 Shapes: B rows of T tokens, n targets.
 """
 
 import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lathe.progress import bar
+from lathe.runtime.session import pad
 
 Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
@@ -33,6 +38,86 @@ class Scorer(Protocol):
         Returns:
             (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
         """
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model reads at a time.
+
+    Attributes:
+        max_length: longest input, tokens.
+        overlap: tokens by which the window over a text advances.
+        token_budget: padded tokens a batch.
+    """
+
+    max_length: int
+    overlap: int
+    token_budget: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens of which the last `scored` are predicted, each from all before it."""
+
+    tokens: Sequence[int] | NDArray[np.int64]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Attributes:
+    log_likelihoods: (scored,) nats.
+    greedy: (scored,) whether the token is the argmax.
+    truncated: tokens cut from the left to fit the model.
+    """
+
+    log_likelihoods: NDArray[np.float64]
+    greedy: NDArray[np.bool_]
+    truncated: int
+
+
+def answer(
+    scorer: Scorer, requests: Sequence[Request], max_length: int, token_budget: int, title: str
+) -> list[Answer]:
+    """The answers in the order of the requests, computed in batches of similar length.
+
+    Args:
+        max_length: longest input of the model, tokens; a longer request loses its left end. At
+            least as many as are scored.
+        token_budget: padded tokens a batch.
+        title: of the progress bar.
+    """
+    lengths = [min(len(request.tokens) - 1, max_length) for request in requests]
+    answers: dict[int, Answer] = {}
+    done, started = 0, time.perf_counter()
+    with bar(title, total=len(requests)) as progress:
+        for batch in batches_by_tokens(lengths, token_budget):
+            scored = _answer_batch(scorer, [requests[i] for i in batch], max_length)
+            answers |= dict(zip(batch, scored, strict=True))
+            done += sum(requests[i].scored for i in batch)
+            rate = done / (time.perf_counter() - started)
+            progress.advance(len(batch), f"{rate:,.0f} tokens/s")
+    return [answers[i] for i in range(len(requests))]
+
+
+def _answer_batch(scorer: Scorer, requests: Sequence[Request], max_length: int) -> list[Answer]:
+    # The last token is predicted, never read.
+    inputs = [request.tokens[:-1][-max_length:] for request in requests]
+    sizes = [request.scored for request in requests]
+    rows = np.repeat(np.arange(len(requests)), sizes)
+    columns = np.concatenate(
+        [np.arange(len(row) - n, len(row)) for row, n in zip(inputs, sizes, strict=True)]
+    )
+    targets = np.concatenate([np.asarray(r.tokens[-r.scored :], np.int64) for r in requests])
+    tokens, _ = pad(inputs)
+    log_likelihoods, greedy = scorer.score(tokens, rows, columns, targets)
+    cuts = np.cumsum(sizes)[:-1]
+    return [
+        Answer(of_request, hits, len(request.tokens) - 1 - len(row))
+        for request, row, of_request, hits in zip(
+            requests, inputs, np.split(log_likelihoods, cuts), np.split(greedy, cuts), strict=True
+        )
+    ]
 
 
 def batches_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -15,10 +15,10 @@ from torch import Tensor
 from lathe.errors import UserError
 from lathe.evaluate.score import Scores
 from lathe.model.gpt import GPT
+from lathe.runtime.protocol import TokenScores
+from lathe.runtime.score import score_tokens
+from lathe.runtime.session import OnnxModel
 from lathe.serve.client import Client
-from lathe.serve.piece import TokenScores
-from lathe.serve.score import score_tokens
-from lathe.serve.session import OnnxModel
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 
@@ -57,7 +57,7 @@ class IndexedScorer:
     """What takes a rectangle of targets a batch: an exported folder, or a server.
 
     Args:
-        score_tokens: see `lathe.serve.score.score_tokens`.
+        score_tokens: see `lathe.runtime.score.score_tokens`.
     """
 
     def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:

@@ -7,7 +7,6 @@ token is scored once and nearly all of them with a long context.
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,7 @@ from tokenizers import Tokenizer
 
 from lathe import inputs
 from lathe.errors import UserError
-from lathe.evaluate.score import Scorer, ratio_stderr
-from lathe.progress import bar
-from lathe.serve.session import pad
+from lathe.evaluate.score import Request, Scorer, answer, ratio_stderr
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10
@@ -124,29 +121,14 @@ def token_losses(
         token_budget: tokens a batch.
     """
     overlap = min(overlap, seq_len)
-    losses = np.empty(len(tokens) - 1)
-    starts = range(0, max(len(losses) - seq_len, 0) + overlap, overlap)
-    per_batch = max(1, token_budget // seq_len)
-    started = time.perf_counter()
-    with bar("perplexity", total=len(starts)) as progress:
-        for first in range(0, len(starts), per_batch):
-            batch = starts[first : first + per_batch]
-            windows = [tokens[start : start + seq_len + 1] for start in batch]
-            rows, columns, targets = [], [], []
-            for row, (start, window) in enumerate(zip(batch, windows, strict=True)):
-                scored = np.arange(seq_len - overlap if start else 0, len(window) - 1)
-                rows.append(np.full(len(scored), row))
-                columns.append(scored)
-                targets.append(np.asarray(window)[scored + 1])
-            inputs, _ = pad([window[:-1] for window in windows])
-            scores, _ = scorer.score(inputs, *(np.concatenate(x) for x in (rows, columns, targets)))
-            positions = np.concatenate(
-                [start + scored for start, scored in zip(batch, columns, strict=True)]
-            )
-            losses[positions] = -scores
-            done = int(positions[-1]) + 1
-            progress.advance(len(batch), f"{done / (time.perf_counter() - started):,.0f} tokens/s")
-    return losses
+    stream, n = np.asarray(tokens, np.int64), len(tokens) - 1
+    requests = []
+    for start in range(0, max(n - seq_len, 0) + overlap, overlap):
+        window = stream[start : start + seq_len + 1]
+        known = seq_len - overlap if start else 0
+        requests.append(Request(window, len(window) - 1 - known))
+    answers = answer(scorer, requests, seq_len, token_budget, "perplexity")
+    return -np.concatenate([found.log_likelihoods for found in answers])
 
 
 def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:

@@ -20,6 +20,10 @@ fuses to `MatMulIntegerToFloat`. Activations are uint8 and weights int8 because 
 fast kernels on x86 (int8 x int8 falls back to a path an order of magnitude slower). No optimizer
 needs to be disabled for it: SkipLayerNormFusion takes one sum of this graph, the last, and changes
 neither the speed nor, in int8, a bit of the logits.
+
+Where the plan leaves a linear's input in float it is `MatMul(x, DequantizeLinear(int8 w))`, which
+onnxruntime fuses to `MatMulNBits` of 8 bits (the head's stays as it is). `open_session` tells it to
+compute that in float32: by default it rounds x to int8.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +35,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from lathe.model.config import GPTConfig, QuantizationPlan, WeightQuantizeType, largest
+from lathe.model.architecture import HEAD
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
 
 ACTIVATION_ZERO_POINT = 128
 MICROSOFT = "com.microsoft"
@@ -50,16 +56,12 @@ def build(
         config: shape; `n_head` and `n_inner` may differ from layer to layer.
         weights: by HF GPT-2 name without `transformer.`; linears are [in, out]. All float32, or all
             float16, in which the graph then computes (for GPUs: a CPU has no kernels for it).
-        quantization: the int8 flavour of the linears it has an activation scale for, of float32
-            weights; None: as the weights are.
+        quantization: the int8 flavour of its linears, of float32 weights; None: as the weights
+            are.
         opset: ONNX opset, at least 20 (the first with Gelu).
 
     The tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
     """
-    if quantization and quantization.quantize_embedding != (
-        "lm_head" in quantization.activation_scales
-    ):
-        raise ValueError("an int8 embedding and an activation scale of lm_head go together")
     if quantization and weights["wte.weight"].dtype != np.float32:
         raise ValueError("int8 is of float32 weights")
     g = Graph(weights, quantization, config.layer_norm_epsilon)
@@ -84,18 +86,16 @@ def build(
 def quantize_weight(
     weight: Weight,
     axis: int,
-    kind: WeightQuantizeType = "channel_wise_abs_max",
-    bits: int = 8,
+    form: WeightFormat = INT8,
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Symmetric int8 of a matrix, with one scale for every index of `axis`.
 
     Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, for `abs_max` the same
-    number n times. Fewer `bits` leave fewer levels in the same bytes, 7 instead of 127 for 4: the
-    integer kernels multiply bytes.
+    number n times.
     """
-    levels = largest(bits)
+    levels = form.levels
     absmax = np.maximum(weight.max(axis=1 - axis), -weight.min(axis=1 - axis))
-    if kind == "abs_max":
+    if form.quantize_type == "abs_max":
         absmax = np.full_like(absmax, absmax.max())
     scale = np.where(absmax > 0, absmax, 1).astype(np.float32) / np.float32(levels)
     q = weight / np.expand_dims(scale, 1 - axis)
@@ -196,16 +196,14 @@ class Graph:
         # weight from onnxruntime's fusion.
         transposed = self.op("Transpose", table, perm=[1, 0])
         weight = self.op("DequantizeLinear", transposed, scale, axis=1)
-        self.op("MatMul", self._rounded("lm_head", x), weight, name="logits")
+        self.op("MatMul", self._rounded(HEAD, x), weight, name="logits")
 
     def linear(self, name: str, x: str) -> str:
         weight, bias = f"{name}.weight", self.weight(f"{name}.bias")
-        if not (self.plan and name in self.plan.activation_scales):
+        if not (self.plan and name in self.plan.linears):
             product = self.op("MatMul", x, self.weight(weight), name=f"{name}.matmul")
             return self.op("Add", product, bias, name=name)
-        plan = self.plan
-        kind, bits = plan.weight_quantize_type, plan.weight_bits
-        q, scale = quantize_weight(self.weights[weight], 1, kind, bits)
+        q, scale = quantize_weight(self.weights[weight], 1, self.plan.linears[name].weight)
         dequantized = self.op(
             "DequantizeLinear",
             self.constant(weight, q),
@@ -216,19 +214,22 @@ class Graph:
         return self.op("Add", product, bias, name=name)
 
     def _rounded(self, linear: str, x: str) -> str:
-        """x rounded to the uint8 grid of the linear's input."""
+        """x rounded to the uint8 grid of the linear's input, or as it is where that is float."""
         assert self.plan is not None
+        form = self.plan.linears[linear]
+        if form.activation is None:
+            return x
         grid = (
-            self.constant(
-                f"{linear}.scale", np.array(self.plan.activation_scales[linear], np.float32)
-            ),
+            self.constant(f"{linear}.scale", np.array(form.activation_scale, np.float32)),
             self.constant("zero_point", np.array(ACTIVATION_ZERO_POINT, np.uint8)),
         )
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
 
     def _quantized_embedding(self) -> tuple[str, str]:
         if "wte.weight" not in self.made:
-            q, scale = quantize_weight(self.weights["wte.weight"], 0)
+            assert self.plan is not None
+            form = self.plan.linears[HEAD].weight
+            q, scale = quantize_weight(self.weights["wte.weight"], 0, form)
             self.constant("wte.weight", q)
             self.constant("wte.weight_scale", scale)
         return "wte.weight", "wte.weight_scale"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe.data.tokens import read_data_card
+from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
 from lathe.inputs import read_text
 
@@ -17,7 +17,7 @@ SHORTEST_PROMPT = 4
 
 def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:
     """`n` stretches of the held-out text, of lengths from 4 to `min(64, longest)` tokens."""
-    read_data_card(data)
+    read_data_metadata(data)
     path = data / HELD_OUT
     if not path.exists():
         raise UserError(f"{path}: no such file", "give the output folder of the prepare stage")

@@ -19,29 +19,29 @@ from lathe.launch.parent import tied
 from lathe.launch.shape import Shape, WorkerFailed
 
 POLL_SECONDS = 0.1
-PATIENCE_SECONDS = 5.0  # beyond what the nodes themselves give their workers
+PATIENCE_SECONDS = 5.0  # added to the grace period that nodes give their workers
 
 
 def launch(command: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
     """Run `python -m lathe <command>` in every process of `shape` and wait for all.
 
-    All processes are on this machine, in one group on the loopback interface, and find their
-    place in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-    The first failure stops the others. A signal to end goes on to the workers, which have
-    `grace_seconds` to save and end; none outlives this call. Call it from the main thread, which
-    is where Python delivers signals.
+    All processes run on this machine, in one group on the loopback interface, with torchrun's
+    environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). The first
+    failure stops the others. Termination signals are forwarded to the workers, which have
+    `grace_seconds` to save their state and exit; none outlives this call. Call it from the main
+    thread, where Python delivers signals.
 
     Raises:
         WorkerFailed: with the rank that failed first.
-        Preempted: SIGTERM came, and every worker saved its state.
-        SystemExit: on other signals, or SIGTERM that a worker did not take in time, with the
+        Preempted: SIGTERM was received and every worker saved its state.
+        SystemExit: on other signals, or if a worker did not exit in time after SIGTERM, with the
             shell's status, 128 + signal.
     """
     run(["-m", "lathe", *command], shape, grace_seconds)
 
 
 def run(arguments: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
-    """As `launch`, for any arguments of this Python."""
+    """Like `launch`, with any arguments for this Python."""
     if shape.nodes == 1:
         run_node(arguments, Node(shape), grace_seconds)
         return
@@ -55,7 +55,7 @@ class _Signalled(BaseException):
 
 
 class _Nodes:
-    """Nodes that are processes of this machine, each in a process group of its own."""
+    """Nodes as processes of this machine, each in its own process group."""
 
     def __init__(
         self, arguments: Sequence[str], shape: Shape, grace_seconds: int, outcomes: Path
@@ -93,7 +93,7 @@ class _Nodes:
             )
 
     def _first_failure(self) -> int | None:
-        """Wait; the node that ended badly first, None when all ended well."""
+        """Wait for all nodes; the first that failed, or None."""
         while True:
             statuses = [process.poll() for process in self.processes]
             for rank, status in enumerate(statuses):
@@ -104,7 +104,7 @@ class _Nodes:
             time.sleep(POLL_SECONDS)
 
     def _end(self, number: int) -> None:
-        """Ask every node to end, wait, and kill what is left of their groups."""
+        """Terminate every node, wait, and kill what is left of their process groups."""
         running = [process for process in self.processes if process.poll() is None]
         for process in running:
             process.send_signal(number)
@@ -128,7 +128,8 @@ class _Nodes:
         raise WorkerFailed(**min(failures, key=_suspicion))
 
     def _raise_if_preempted(self) -> None:
-        """Preempted is what every node says: otherwise a part of the state may be missing."""
+        """The run is preempted only if every node says so: otherwise saved state may be
+        incomplete."""
         said = [outcome.get("preempted") for outcome in self._outcomes()]
         if len(said) == self.shape.nodes and all(said):
             raise Preempted(said[0])
@@ -140,8 +141,8 @@ class _Nodes:
 
 
 def _suspicion(failure: dict[str, Any]) -> int:
-    """Who failed first, of nodes that end within a moment: the others lost their peer, which is an
-    ordinary error (or SIGABRT); who was killed, or tells the user something, did not."""
+    """Rank failures of nodes that ended at nearly the same time: a worker that was killed or raised
+    a UserError is the cause; the others lost their peer, an ordinary error (or SIGABRT)."""
     code = failure["exit_code"]
     if code == UserError.status or (code < 0 and code != -signal.SIGABRT):
         return 0
@@ -150,7 +151,7 @@ def _suspicion(failure: dict[str, Any]) -> int:
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """A signal to end raises `_Signalled` once; further ones wait until the block is left."""
+    """The first termination signal raises `_Signalled`; later ones wait until the block ends."""
 
     def handler(number: int, frame: object) -> None:
         for name in HANDLED:

@@ -1,6 +1,6 @@
-"""One node of a group of workers: torch's elastic agent (what torchrun is) with its processes.
+"""One node of a distributed job: torch's elastic agent (which torchrun wraps) and its processes.
 
-`python -m lathe.launch.node OUTCOME GRACE ARGUMENT...` is a node that `lathe.launch.local` starts.
+`python -m lathe.launch.node OUTCOME GRACE ARGUMENT...` is how `lathe.launch.local` starts one.
 """
 
 import json
@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Node:
-    """This node's place among `shape.nodes`, and where the first one listens."""
+    """This node's rank among `shape.nodes`, and the address where the first one listens."""
 
     shape: Shape
     rank: int = 0
@@ -39,7 +39,7 @@ class Node:
     port: int = 0
 
     def environment(self) -> dict[str, str]:
-        """As torchrun and Kubeflow's Trainer name it."""
+        """Environment variables, named as torchrun and Kubeflow's Trainer do."""
         return {
             "PET_NNODES": str(self.shape.nodes),
             "PET_NPROC_PER_NODE": str(self.shape.processes_per_node),
@@ -50,7 +50,7 @@ class Node:
 
 
 def this_node() -> Node | None:
-    """The node that the environment describes; None outside of a group of nodes."""
+    """The node described by the environment; None outside a multi-node job."""
     if "PET_NNODES" not in os.environ:
         return None
     shape = Shape(int(os.environ["PET_NNODES"]), int(os.environ["PET_NPROC_PER_NODE"]))
@@ -81,7 +81,7 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             signals_to_handle=",".join(HANDLED),
             shutdown_timeout=grace_seconds,
         )
-        # Without this every worker takes all cores and they fight for them.
+        # Without this every worker uses all cores and they compete for them.
         on_this_machine = node.shape.processes_per_node * (
             node.shape.nodes if node.address == LOOPBACK else 1
         )
@@ -106,7 +106,7 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
 
 
 def _said(tail: str) -> str:
-    """What a preempted worker's last words are, without their kind."""
+    """A preempted worker's last message, without the word `preempted:`."""
     return tail.rpartition(f"{Preempted.kind}: ")[2].splitlines()[0]
 
 
@@ -122,7 +122,7 @@ def _tail(logs: Path, local_rank: int) -> str:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """The agent replaces the handlers of this process and leaves its own behind."""
+    """Restore this process's signal handlers, which the agent replaces and leaves behind."""
     before = {name: signal.getsignal(getattr(signal, name)) for name in HANDLED}
     try:
         yield
@@ -132,7 +132,7 @@ def _signals_restored() -> Iterator[None]:
 
 
 def main(outcome: Path, grace_seconds: int, arguments: Sequence[str]) -> None:
-    """Run the node that the environment describes; what it raises is left in `outcome`, as JSON."""
+    """Run the node described by the environment; an exception is written to `outcome` as JSON."""
     node = this_node()
     assert node is not None
     try:

@@ -1,7 +1,7 @@
-"""A process that does not outlive the one that started it, even one that is killed; Linux only.
+"""Processes that never outlive the one that started them, even if it is killed; Linux only.
 
-`python lathe/launch/parent.py PARENT COMMAND...` runs COMMAND in its own place, so that the kernel
-kills it when the process PARENT, which starts it, has ended: see `tied`.
+`python lathe/launch/parent.py PARENT COMMAND...` replaces itself with COMMAND, set up so that the
+kernel kills it when the process PARENT, which started it, ends: see `tied`.
 """
 
 import ctypes
@@ -12,22 +12,22 @@ from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIED = "LATHE_TIED"
-"""Environment variable of a tied command: its process id, for what a shell starts in its turn."""
+"""Environment variable of a tied command: its process id, for processes that a shell starts."""
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """The command, run so that it is killed when this process ends.
+    """Wrap a command so that it is killed when this process ends.
 
-    The kernel watches the thread that starts it: that one has to wait for it.
+    The kernel watches the thread that starts it, so that thread must wait for it.
     """
     return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that started it ends.
+    """Ask the kernel to kill this process when the thread that started it ends.
 
     Args:
-        parent: the process that started this one, which may have ended already.
+        parent: process that started this one; it may already have ended.
     """
     parent = parent or os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -36,12 +36,12 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_tied_shell() -> None:
-    """Where a tied shell has started this process, have the kernel kill it when the shell ends.
+    """If a tied shell started this process, ask the kernel to kill it when the shell ends.
 
-    Elsewhere, as in a pod, whose launcher's threads come and go, nothing is done.
+    Does nothing elsewhere, such as in a pod, whose launcher's threads come and go.
     """
     shell = int(os.environ.pop(TIED, 0))
-    if shell not in (0, os.getpid()):  # this process: the shell has left its place to it
+    if shell not in (0, os.getpid()):  # equal: the shell has replaced itself with this process
         end_with_parent(shell)
 
 

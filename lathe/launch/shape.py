@@ -1,14 +1,14 @@
-"""How many processes a piece of work needs, and on how many machines."""
+"""How many processes a training needs, and on how many machines."""
 
 from dataclasses import dataclass
 
+from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
-from lathe.settings import Recipe
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many processes, and where: `nodes` machines with `processes_per_node` each."""
+    """The processes of a training: `nodes` machines with `processes_per_node` each."""
 
     nodes: int = 1
     processes_per_node: int = 1
@@ -19,7 +19,7 @@ class Shape:
 
 
 class WorkerFailed(StageError):
-    """A worker ended badly: its rank, exit code (negative: the signal) and last lines."""
+    """A worker failed: its rank, exit code (negative: a signal) and last lines."""
 
     def __init__(self, rank: int, exit_code: int, tail: str) -> None:
         super().__init__(f"rank {rank} ended with exit code {exit_code}; its last lines:\n{tail}")
@@ -29,15 +29,15 @@ class WorkerFailed(StageError):
 
 
 def shape_of(recipe: Recipe) -> Shape:
-    """The processes that the recipe's degrees ask for, divided among `Launch.nodes`.
+    """The processes that the recipe's parallel degrees require, divided among `Launch.nodes`.
 
-    `dp_degree: auto` takes a process for each GPU (of this machine, or `Launch.gpus_per_node` of
-    every node), or the fewest there can be.
+    `dp_degree: auto` starts one process per GPU (of this machine, or `Launch.gpus_per_node` of
+    every node), or as few as the other degrees allow where there are no GPUs.
 
     Raises:
-        UserError: the processes do not divide among the nodes.
+        UserError: the number of processes is not divisible by the number of nodes.
     """
-    import torch  # a launcher on a cluster has its shape from others, and starts at once
+    import torch  # only where it is needed: it takes seconds
 
     settings, nodes = recipe.Distributed, recipe.Launch.nodes
     inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree

@@ -1,38 +1,29 @@
-"""Where a training command's processes run on this machine: in this one, or in several."""
+"""Start a training command's worker processes on this machine, if it needs more than one."""
 
 import os
 from collections.abc import Sequence
 
+from lathe.config.settings import Recipe
 from lathe.launch.local import launch
 from lathe.launch.node import run_node, this_node
 from lathe.launch.parent import end_with_parent
 from lathe.launch.shape import shape_of
-from lathe.settings import Recipe
-
-PADDLE_STARTS = ("prune", "quantize")
-"""Verbs whose processes the Paddle engine starts itself."""
-
-
-def is_paddles(verb: str, recipe: Recipe) -> bool:
-    """Whether the Paddle engine trains."""
-    return recipe.Compress.engine == "paddle" and verb in PADDLE_STARTS
 
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
-    """Run `lathe <command>` in the processes that the recipe asks for, and wait for them.
+    """Run `lathe <command>` in the processes that the recipe requires, and wait for them.
 
-    On one node of several (torchrun's PET_* environment, which Kubeflow's Trainer sets) it is
-    this node's processes, else all of them, on this machine.
+    In a multi-node job (torchrun's PET_* environment, which Kubeflow's Trainer sets) these are this
+    node's processes, otherwise all of them, on this machine.
 
     Returns:
-        False where one process is enough, or this process is itself a worker: do the work here.
+        False if one process is enough, or if this process is itself a worker: the caller then does
+        the work in this process.
 
     Raises:
         UserError: see `shape_of` and `require_processes`.
         WorkerFailed, Preempted: see `lathe.launch.local.launch`.
     """
-    if is_paddles(command[0], recipe):
-        return False
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lathe.settings import GenerationSettings
+from lathe.config.settings import GenerationSettings
 
 
 class BeamSearch:

@@ -10,14 +10,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lathe.config.settings import Recipe
 from lathe.data.tokenizer import eos_id
 from lathe.model import fake_quant
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
-    PREFIX,
     WEIGHTS,
     checkpoint_digest,
-    is_conv1d,
     non_finite,
     read_marker,
     read_tensors,
@@ -28,7 +27,6 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe.model.gpt import GPT
-from lathe.settings import Recipe
 
 
 @dataclass(frozen=True)
@@ -83,18 +81,19 @@ def save_checkpoint(
     """
 
     def write_weights(path: Path) -> None:
-        tensors = {PREFIX + name: t.contiguous() for name, t in HFTensors(model).items()}
+        prefix = model.config.architecture.prefix
+        tensors = {prefix + name: t.contiguous() for name, t in HFTensors(model).items()}
         save_file(tensors, path, {"format": "pt"})
 
     write_folder(folder, write_weights, model.config, tokenizer, stage, recipe, parent, metrics)
 
 
 def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
-    state = {}
-    for name, tensor in read_tensors(path, "pt"):
-        if is_conv1d(name):
+    state, family = {}, config.architecture
+    for name, tensor in read_tensors(path, "pt", family):
+        if family.is_conv1d(name):
             tensor = tensor.T
-        if ".c_attn." in name:
+        if family.is_fused(name):
             tensor = by_head(tensor, config.head_dim)
         state[name] = tensor.float().contiguous()
     with torch.device("meta"):
@@ -114,7 +113,7 @@ class HFTensors(Mapping[str, Tensor]):
     plan has them."""
 
     def __init__(self, model: GPT) -> None:
-        self._head_dim = model.config.head_dim
+        self._family, self._head_dim = model.config.architecture, model.config.head_dim
         self._parameters = {
             name: parameter.detach()
             for name, parameter in model.named_parameters()
@@ -123,9 +122,9 @@ class HFTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._parameters[name]
-        if ".c_attn." in name:
+        if self._family.is_fused(name):
             tensor = by_projection(tensor, self._head_dim)
-        return tensor.T if is_conv1d(name) else tensor
+        return tensor.T if self._family.is_conv1d(name) else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

@@ -1,45 +1,20 @@
 """The shape of a GPT and its JSON form, which is HF's `config.json` for an unpruned model."""
 
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lathe.artifacts import checked, read_json
+from lathe.artifacts.kinds import checked, read_json
 from lathe.errors import UserError
-
-WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
+from lathe.model.architecture import GPT2, HEAD, Architecture, Units
+from lathe.model.quantization import PlanJson, QuantizationPlan
 
 MOST_LAYERS = 100_000
 _Size = Annotated[int, Field(gt=0, lt=2**31)]
-
-LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-HEAD = "lm_head"
-
-
-def largest(bits: int) -> int:
-    """Magnitude of a symmetric signed integer: 127 of 8 bits, 7 of 4."""
-    return int(2 ** (bits - 1) - 1)
-
-
-@dataclass(frozen=True)
-class QuantizationPlan:
-    """What is INT8 and at which scales: enough to rebuild the integer model from float weights.
-
-    Attributes:
-        weight_quantize_type: one scale a tensor, or one an output channel.
-        weight_bits: of the linears; the embedding's and the head's are 8.
-        quantize_embedding: the tied embedding and head are int8, one scale a vocabulary row.
-        activation_scales: module path (`h.0.attn.c_attn`, `lm_head`) -> quantum s of its input,
-            which is read as `clip(round(x / s), -128, 127)`. A linear not listed is float.
-    """
-
-    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
-    weight_bits: int = 8
-    activation_bits: int = 8
-    quantize_embedding: bool = False
-    activation_scales: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,6 +31,10 @@ class GPTConfig:
     quantization: QuantizationPlan | None = None
 
     @property
+    def architecture(self) -> Architecture:
+        return GPT2
+
+    @property
     def n_layer(self) -> int:
         return len(self.n_head)
 
@@ -67,15 +46,37 @@ class GPTConfig:
 
     def n_params(self) -> int:
         """Parameters, biases and both embeddings counted, the tied head once."""
-        C = self.n_embd
-        attention = sum(h * self.head_dim * (4 * C + 3) + C for h in self.n_head)
-        mlp = sum(f * (2 * C + 1) + C for f in self.n_inner)
-        embeddings = (self.vocab_size + self.n_positions) * C
-        return embeddings + attention + mlp + (2 * self.n_layer + 1) * 2 * C
+        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
+
+    def unit_size(self, units: Units) -> int:
+        """How wide one head or FFN channel is."""
+        return self.head_dim if units == "heads" else 1
+
+    def widths(self, units: Units) -> list[int]:
+        """Of all heads, or all FFN channels, of every layer."""
+        counts = self.n_head if units == "heads" else self.n_inner
+        return [self.unit_size(units) * count for count in counts]
 
     def linear_names(self) -> list[str]:
         """Paths of every block linear, first layer first."""
-        return [f"h.{i}.{name}" for i in range(self.n_layer) for name in LINEARS]
+        names = [linear.name for linear in self.architecture.linears]
+        return [f"h.{i}.{name}" for i in range(self.n_layer) for name in names]
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of every parameter; linears are (in, out)."""
+        C, family = self.n_embd, self.architecture
+        for name, rows in zip(family.embeddings, (self.vocab_size, self.n_positions), strict=True):
+            yield f"{name}.weight", (rows, C)
+        widths = {linear.units: self.widths(linear.units) for linear in family.linears}
+        for i in range(self.n_layer):
+            for linear in family.linears:
+                n_in, n_out = linear.shape(C, widths[linear.units][i])
+                yield f"h.{i}.{linear.name}.weight", (n_in, n_out)
+                yield f"h.{i}.{linear.name}.bias", (n_out,)
+        norms = [f"h.{i}.{norm}" for i in range(self.n_layer) for norm in family.block_norms]
+        for name in (*norms, family.final_norm):
+            yield f"{name}.weight", (C,)
+            yield f"{name}.bias", (C,)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Multiplications and additions of a forward and a backward pass, for each token of a
@@ -87,11 +88,12 @@ class GPTConfig:
         causal kernel may skip half of it, but published figures count it, and a count that
         followed the kernel would not compare.
         """
-        attention_widths = [heads * self.head_dim for heads in self.n_head]
-        linears = sum(4 * self.n_embd * width for width in attention_widths)
-        linears += sum(2 * self.n_embd * width for width in self.n_inner)
+        linears = sum(
+            math.prod(linear.shape(self.n_embd, sum(self.widths(linear.units))))
+            for linear in self.architecture.linears
+        )
         head = self.vocab_size * self.n_embd
-        return 6.0 * (linears + head) + 12.0 * sum(attention_widths) * seq_len
+        return 6.0 * (linears + head) + 12.0 * sum(self.widths("heads")) * seq_len
 
     def to_json(self) -> dict[str, Any]:
         """HF's GPT2Config keys, and the group `lathe` with what HF does not know."""
@@ -112,7 +114,7 @@ class GPTConfig:
                 "head_dim": self.head_dim,
                 "n_head": list(self.n_head),
                 "n_inner": list(self.n_inner),
-                "quantization": asdict(self.quantization) if self.quantization else None,
+                "quantization": self.quantization.to_json() if self.quantization else None,
             },
         }
 
@@ -134,21 +136,21 @@ class GPTConfig:
                     f"{source}: {key} is {values[key]!r}, Lathe computes {wanted[0]!r}",
                     "give a checkpoint of the plain GPT-2 architecture",
                 )
-        cure = "give the folder of a checkpoint"
+        hint = "give the folder of a checkpoint"
         C, L, H, inner = (values.get(key) for key in ("n_embd", "n_layer", "n_head", "n_inner"))
         own = values.get("lathe")
         if own is None:
-            whole = checked({"C": C, "L": L, "H": H}, _HFShape, source, cure)
+            whole = checked({"C": C, "L": L, "H": H}, _HFShape, source, hint)
             own = {
                 "head_dim": whole.C // whole.H,
                 "n_head": [whole.H] * whole.L,
                 "n_inner": [inner or 4 * whole.C] * whole.L,
             }
         elif not isinstance(own, dict):
-            raise UserError(f"{source}: lathe holds a {type(own).__name__}", cure)
+            raise UserError(f"{source}: lathe holds a {type(own).__name__}", hint)
         keys = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
         found = {key: values[key] for key in keys if key in values}
-        shape = checked({**own, **found}, _Shape, source, cure)
+        shape = checked({**own, **found}, _Shape, source, hint)
         plan = shape.quantization
         return cls(
             vocab_size=shape.vocab_size,
@@ -158,7 +160,7 @@ class GPTConfig:
             n_head=tuple(shape.n_head),
             n_inner=tuple(shape.n_inner),
             layer_norm_epsilon=shape.layer_norm_epsilon,
-            quantization=QuantizationPlan(**plan.model_dump()) if plan else None,
+            quantization=plan.plan() if plan else None,
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -190,17 +192,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-class _Plan(_Part):
-    """A `QuantizationPlan` as JSON, whose scales are all known."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
-    weight_bits: Literal[4, 8] = 8
-    activation_bits: Literal[8] = 8
-    quantize_embedding: bool = False
-    activation_scales: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
-
-
 class _HFShape(_Part):
     """`n_embd`, `n_layer` and `n_head` of HF."""
 
@@ -223,7 +214,7 @@ class _Shape(_Part):
     n_head: Annotated[list[_Size], Field(min_length=1, max_length=MOST_LAYERS)]
     n_inner: list[_Size]
     layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 1e-5
-    quantization: _Plan | None = None
+    quantization: PlanJson | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "_Shape":
@@ -234,8 +225,9 @@ class _Shape(_Part):
                 f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
             )
         if self.quantization is not None:
-            names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in LINEARS}
-            scales = self.quantization.activation_scales.keys()
-            if unknown := scales - names - {HEAD}:
-                raise ValueError(f"activation_scales has {min(unknown)}, which is no linear of it")
+            linears = [linear.name for linear in GPT2.linears]
+            names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in linears}
+            found = self.quantization.plan().linears.keys()
+            if unknown := found - names - {HEAD}:
+                raise ValueError(f"quantization has {min(unknown)}, which is no linear of it")
         return self

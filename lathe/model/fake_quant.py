@@ -1,7 +1,7 @@
 """Simulated INT8 in float: the forward pass computes what the integer graph will, the backward
 pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
 
-Activations: one static quantum a tensor, tracked as the moving average of the absolute maximum.
+Activations: one static scale a tensor, tracked as the moving average of the absolute maximum.
 Weights: symmetric, one scale an output channel (or a tensor), taken from the weight itself.
 """
 
@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lathe.model.config import HEAD, QuantizationPlan, WeightQuantizeType, largest
+from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT, Embedding
-
-LEVELS = largest(8)
+from lathe.model.quantization import ACTIVATION_LEVELS, INT8, QuantizationPlan, WeightFormat
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -39,40 +38,39 @@ def _fake_quantize(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     return y
 
 
-def weight_scale(weight: Tensor, kind: WeightQuantizeType, bits: int = 8) -> Tensor:
+def weight_scale(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
     """Scale(s) of a weight (out, in): absolute maximum / the largest integer (127 of 8 bits),
     shape (out, 1) or (1, 1)."""
-    dims = (1,) if kind == "channel_wise_abs_max" else (0, 1)
+    dims = (1,) if form.quantize_type == "channel_wise_abs_max" else (0, 1)
     absmax = weight.detach().abs().amax(dim=dims, keepdim=True)
-    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / largest(bits)
+    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / form.levels
 
 
-def fake_quantize_weight(weight: Tensor, kind: WeightQuantizeType, bits: int = 8) -> Tensor:
-    high = largest(bits)
-    return _fake_quantize(weight, weight_scale(weight, kind, bits), -high, high)
+def fake_quantize_weight(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
+    return _fake_quantize(weight, weight_scale(weight, form), -form.levels, form.levels)
 
 
 class QuantizedWeight:
     """`fake_quantize_weight`, done again only where gradients or a changed weight ask for it."""
 
-    def __init__(self, kind: WeightQuantizeType, bits: int = 8) -> None:
-        self.kind, self.bits = kind, bits
+    def __init__(self, form: WeightFormat) -> None:
+        self.form = form
         self._made_from: tuple[int, int] | None = None
         self._value = torch.empty(0)
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             self._made_from = None  # training follows, and a fused optimizer leaves _version
-            return fake_quantize_weight(weight, self.kind, self.bits)
+            return fake_quantize_weight(weight, self.form)
         made_from = weight.data_ptr(), weight._version
         if made_from != self._made_from:
             self._made_from = made_from
-            self._value = fake_quantize_weight(weight, self.kind, self.bits)
+            self._value = fake_quantize_weight(weight, self.form)
         return self._value
 
 
 class Observer(nn.Module):
-    """Fake-quantizes an activation at a static quantum, and in training watches its range.
+    """Fake-quantizes an activation at a static scale, and in training watches its range.
 
     The forward pass only raises `seen` (so a recomputed forward changes nothing); `fold_observers`
     moves the average once a step. `alpha`, where there is one, is PACT's learned clipping bound
@@ -84,7 +82,7 @@ class Observer(nn.Module):
 
     def __init__(self, scale: float | None = None, pact: bool = False) -> None:
         super().__init__()
-        self.register_buffer("absmax", torch.tensor(LEVELS * scale if scale else 0.0))
+        self.register_buffer("absmax", torch.tensor(ACTIVATION_LEVELS * scale if scale else 0.0))
         self.register_buffer("seen", torch.tensor(0.0))
         self.alpha = nn.Parameter(torch.tensor([100.0])) if pact else None  # FSDP shards vectors
         self.calibrating = False
@@ -98,11 +96,11 @@ class Observer(nn.Module):
 
     @property
     def scale(self) -> float:
-        """The quantum that the exported graph uses."""
-        return float(self.bound) / LEVELS
+        """The scale that the exported graph uses."""
+        return float(self.bound) / ACTIVATION_LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, DTensor):  # tensor parallelism: every process its part, same quantum
+        if isinstance(x, DTensor):  # tensor parallelism: every process its part, same scale
             y = self._quantize(x.to_local())
             return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
         return self._quantize(x)
@@ -114,56 +112,63 @@ class Observer(nn.Module):
             self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax().to(self.seen.dtype)))
         if self.calibrating:
             return x
-        return _fake_quantize(x, (self.bound / LEVELS).to(x.dtype), -LEVELS - 1, LEVELS)
+        low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
+        return _fake_quantize(x, (self.bound / high).to(x.dtype), low, high)
 
 
 class FakeQuantLinear(nn.Linear):
-    """`nn.Linear` whose input and weight are read as INT8."""
+    """`nn.Linear` whose weight is read as integers, and its input too where it has an observer."""
 
-    def __init__(self, linear: nn.Linear, observer: Observer, quantized: QuantizedWeight) -> None:
+    observer: Observer | None
+
+    def __init__(
+        self, linear: nn.Linear, observer: Observer | None, quantized: QuantizedWeight
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.observer, self.quantized = observer, quantized
+        self.register_module("observer", observer)
+        self.quantized = quantized
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.observer(x), self.quantized(self.weight), self.bias)
+        if self.observer is not None:
+            x = self.observer(x)
+        return F.linear(x, self.quantized(self.weight), self.bias)
 
 
 class FakeQuantEmbedding(Embedding):
-    """`Embedding` whose table is read as INT8, one scale a vocabulary row."""
+    """`Embedding` whose table is read as integers."""
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: Embedding, form: WeightFormat) -> None:
         V, C = embedding.weight.shape
         super().__init__(V, C, device="meta")
-        self.weight, self.quantized = embedding.weight, QuantizedWeight("channel_wise_abs_max")
+        self.weight, self.quantized = embedding.weight, QuantizedWeight(form)
 
     def table(self) -> Tensor:
         return self.quantized(self.weight)
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
-    """Replace in place the linears that `plan.activation_scales` lists by fake-quantized ones.
+    """Replace in place the linears of the plan by fake-quantized ones.
 
     A scale of 0 stands for "not known yet": calibrate before use.
     """
-    for name, scale in plan.activation_scales.items():
-        observer = Observer(scale, pact)
+    for name, form in plan.linears.items():
+        observer = Observer(form.activation_scale, pact) if form.activation else None
         if name == HEAD:
             model.head_input = observer
+            model.wte = FakeQuantEmbedding(model.wte, form.weight)
         else:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            quantized = QuantizedWeight(plan.weight_quantize_type, plan.weight_bits)
+            quantized = QuantizedWeight(form.weight)
             replace_module(model, name, FakeQuantLinear(linear, observer, quantized))
-    if plan.quantize_embedding:
-        model.wte = FakeQuantEmbedding(model.wte)
 
 
 @contextmanager
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
     """`insert` for the time of a `with` block; the model is as before afterwards."""
-    linears = {n: model.get_submodule(n) for n in plan.activation_scales if n != HEAD}
+    linears = {n: model.get_submodule(n) for n in plan.linears if n != HEAD}
     before = model.head_input, model.wte
     insert(model, plan)
     try:
@@ -187,9 +192,11 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         batches: tokens (B, T) each.
 
     Returns:
-        Module path -> quantum.
+        Module path -> scale; empty, and no batch is read, where no activation is quantized.
     """
     found = dict(observers(model))
+    if not found:
+        return {}
     model.eval()
     for observer in found.values():
         observer.calibrating = True

@@ -15,22 +15,21 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe.artifacts import CHECKPOINT, read_card, read_json
-from lathe.cards import CheckpointCard
+from lathe.artifacts.kinds import CHECKPOINT, read_json, read_metadata
+from lathe.artifacts.metadata import CheckpointMetadata
+from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
-from lathe.model.config import LINEARS, GPTConfig
-from lathe.settings import Recipe
+from lathe.model.architecture import Architecture
+from lathe.model.config import GPTConfig, read_config
 from lathe.storage import sha256
 from lathe.storage.verified import require_intact
 
 WEIGHTS = "model.safetensors"
-MARKER = CHECKPOINT.card
-PREFIX = "transformer."
+MARKER = CHECKPOINT.metadata_file
 FLOATS = ("F32", "F16", "BF16", "F64")
 SMALLEST = 2  # bytes of one of them
-HF_BUFFERS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -62,7 +61,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     """`lathe.json`, after the digests in it were checked; empty for a plain HF folder.
 
     Raises:
-        UserError: the checkpoint was never finished, or altered since; a broken card.
+        UserError: the checkpoint was never finished, or altered since; a broken metadata.
     """
     marker = folder / MARKER
     if not marker.is_file():
@@ -72,10 +71,24 @@ def read_marker(folder: Path) -> dict[str, Any]:
                 "run the stage that writes it again; it goes on where it was",
             )
         return {}
-    cure = "copy the checkpoint again, or run the stage that wrote it again"
-    card = read_card(marker, CheckpointCard, cure)
-    require_intact(folder, card.files, MARKER, cure)
-    return card.raw
+    hint = "copy the checkpoint again, or run the stage that wrote it again"
+    metadata = read_metadata(marker, CheckpointMetadata, hint)
+    require_intact(folder, metadata.files, MARKER, hint)
+    return metadata.raw
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Check that a folder is a whole checkpoint, or that of a HF GPT-2 model; the tensors are not
+    read.
+
+    Raises:
+        UserError: it is not.
+    """
+    config = read_config(resolve(folder))
+    read_marker(folder)
+    read_tokenizer(folder, config)
+    if not (folder / WEIGHTS).is_file():
+        raise UserError(f"{folder}: no {WEIGHTS}", "save the model as safetensors")
 
 
 def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
@@ -94,8 +107,10 @@ def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
     return tokenizer
 
 
-def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
-    """(name without `transformer.`, tensor) of a safetensors file, one in memory at a time.
+def read_tensors(
+    path: Path, framework: str, architecture: Architecture
+) -> Iterator[tuple[str, Any]]:
+    """(name without the family's prefix, tensor) of a safetensors file, one in memory at a time.
 
     Args:
         framework: `pt` for torch's tensors, `np` for arrays.
@@ -107,16 +122,18 @@ def read_tensors(path: Path, framework: str) -> Iterator[tuple[str, Any]]:
         pickled = [p.name for p in path.parent.glob("*.bin")]
         found = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
         raise UserError(f"{path}: no such file{found}", "save the model as safetensors")
-    cure = "copy the file again"
+    hint = "copy the file again"
     try:
         with safe_open(path, framework) as file:
-            stored = [name for name in file.keys() if not name.endswith(HF_BUFFERS)]  # noqa: SIM118
+            names = list(file.keys())
+            stored = [name for name in names if not name.endswith(architecture.not_weights)]
             types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not safetensors: {error}", cure) from None
-    names = [name.removeprefix(PREFIX) for name in stored]
+        raise UserError(f"{path}: not safetensors: {error}", hint) from None
+    prefix = architecture.prefix
+    names = [name.removeprefix(prefix) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"{path}: holds {twice[0]} twice, with {PREFIX} and without", cure)
+        raise UserError(f"{path}: holds {twice[0]} twice, with {prefix} and without", hint)
     for name, dtype in types.items():
         if dtype not in FLOATS:
             raise UserError(
@@ -159,11 +176,6 @@ def require_fit(
 
 def non_finite(path: Path, name: str) -> UserError:
     return UserError(f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint")
-
-
-def is_conv1d(name: str) -> bool:
-    """Whether HF stores this tensor as its Conv1D does, (in, out)."""
-    return name.endswith(tuple(f"{linear}.weight" for linear in LINEARS))
 
 
 def write_folder(

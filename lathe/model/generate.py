@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lathe.config.settings import GenerationSettings
 from lathe.errors import UserError
 from lathe.model.beam import BeamSearch
 from lathe.model.gpt import GPT, KVCache
 from lathe.progress import Bar
-from lathe.settings import GenerationSettings
 
 
 @torch.inference_mode()

@@ -138,9 +138,10 @@ def initial_weight(
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
-    if "ln_" in name:
+    if config.architecture.is_norm(name):
         return torch.ones(shape)
-    if scale_residual and name.endswith("c_proj.weight"):
+    linear = config.architecture.linear_of(name)
+    if scale_residual and linear is not None and linear.style == "row":
         std /= (2 * config.n_layer) ** 0.5
     of_its_own = zlib.crc32(f"{seed} {name}".encode())
     return torch.normal(0.0, std, shape, generator=torch.Generator().manual_seed(of_its_own))

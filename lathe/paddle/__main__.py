@@ -9,16 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lathe.cli import Data, Model, Output, OutputBeside, Overrides, RecipeName
+from lathe.backends.paddle_process import MARK_VARIABLE, leave_outcome
+from lathe.cli.options import (
+    Data,
+    Model,
+    Output,
+    OutputBeside,
+    Overrides,
+    RecipeName,
+    Tasks,
+    given_tasks,
+    upload_outputs,
+)
 from lathe.console import log_to_stderr
-from lathe.errors import StageError, UserError
+from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_parent
 from lathe.paddle.environment import prepare
-from lathe.paddle.start import MARK_VARIABLE, leave_outcome
-from lathe.remote import upload_outputs
 
 if TYPE_CHECKING:
-    from lathe.settings import Recipe
+    from lathe.config.settings import Recipe
 
 log = logging.getLogger("lathe")
 
@@ -33,7 +42,7 @@ app = typer.Typer(
     help="The stages of lathe that PaddlePaddle and PaddleSlim can do, with lathe's options.",
     no_args_is_help=True,
     add_completion=False,
-    result_callback=lambda *_: upload_outputs(),
+    result_callback=upload_outputs,
     pretty_exceptions_enable=False,
 )
 
@@ -96,15 +105,17 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Folder of `lathe prepare`.")] = None,
     cloze: Annotated[Path | None, typer.Option(help="LAMBADA-format JSONL.")] = None,
     text: Annotated[Path | None, typer.Option(help="Text file, for the perplexity.")] = None,
+    task: Tasks = None,
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: OutputBeside = None,
 ) -> None:
-    """Measure cloze accuracy and perplexity of a checkpoint with Paddle."""
+    """Measure cloze accuracy, perplexity and other tasks of a checkpoint with Paddle."""
     settings = _load(recipe, override)
     from lathe.paddle.evaluate import evaluate
 
-    evaluate(settings, model, output or model.with_name(f"{model.name}-eval"), data, cloze, text)
+    output = output or model.with_name(f"{model.name}-eval")
+    evaluate(settings, model, output, data, cloze, text, given_tasks(task))
 
 
 @app.command()
@@ -137,16 +148,16 @@ def main() -> None:
     try:
         prepare()
         app(prog_name="python -m lathe.paddle")
-    except (UserError, StageError) as error:
-        if leave_outcome(error):
-            sys.exit(error.status)
-        for line in f"{error.kind}: {error}".splitlines():
-            log.error("%s", line)
-        sys.exit(error.status)
+    except ENDINGS as error:
+        told = explain(error)
+        if not leave_outcome(told):
+            for line in f"{told.kind}: {told}".splitlines():
+                log.error("%s", line)
+        sys.exit(told.status)
 
 
 def _log_for_starter(mark: str) -> None:
-    """Lines on stdout that `lathe.paddle.start` knows by their mark."""
+    """Lines on stdout that `lathe.backends.paddle_process` knows by their mark."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
     log.handlers, log.propagate = [handler], False
@@ -154,7 +165,7 @@ def _log_for_starter(mark: str) -> None:
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":
-    from lathe.recipe import load_recipe
+    from lathe.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
 

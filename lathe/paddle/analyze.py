@@ -5,7 +5,6 @@ The loop is `lathe.compress.sensitivity.rank`'s: PaddleSlim 2.6.0 sorts the rank
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,35 @@ from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.rank import (
-    part_of,
     run_analysis,
     validation_batches,
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.model.config import HEAD, QuantizationPlan, largest
+from lathe.model.architecture import HEAD
+from lathe.model.quantization import ACTIVATION_LEVELS, QuantizationPlan
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Checkpoint, load_checkpoint
 from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.paddle.measure import Measure
 from lathe.paddle.workers import choose_device
-from lathe.settings import Recipe
 from lathe.train.batches import calibration_batches
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
-    """See `lathe.compress.sensitivity.stage.analyze`."""
+    """See `lathe.compress.sensitivity.analyze.analyze`."""
     paddle.set_device(choose_device(recipe.Global.device))
     checkpoint = load_checkpoint(model)
 
-    def open_subject(tokens: TokenDataset, journal: Journal) -> PaddleSubject:
-        return PaddleSubject(recipe, checkpoint, tokens, journal)
+    def open_model(tokens: TokenDataset, journal: Journal) -> PaddleModel:
+        return PaddleModel(recipe, checkpoint, tokens, journal)
 
-    return run_analysis(recipe, model, data, output, checkpoint, open_subject)
+    return run_analysis(recipe, model, data, output, checkpoint, open_model)
 
 
-class PaddleSubject:
-    """See `lathe.compress.sensitivity.rank.Subject`."""
+class PaddleModel:
+    """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
 
     engine = "paddle"
 
@@ -58,13 +57,13 @@ class PaddleSubject:
         self.plan = self.model.config.quantization or self._calibrated(
             make_plan(self.model.config, settings), journal
         )
-        self.names: Sequence[str] = list(self.plan.activation_scales)
+        self.names: Sequence[str] = list(self.plan.linears)
         possible = quantizable(self.model.config, settings)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
-        with fake_quant.inserted(self.model, part_of(self.plan, quantized)):
+        with fake_quant.inserted(self.model, self.plan.part(quantized)):
             return self._measure(self.model)
 
     def estimates(self) -> dict[str, float]:
@@ -129,9 +128,7 @@ class PaddleSubject:
             with fake_quant.inserted(self.model, plan):
                 return fake_quant.calibrate(self.model, self.calibration)
 
-        scales = journal.recall("scales", find, dict)
-        ordered = {name: scales[name] for name in plan.activation_scales}
-        return replace(plan, activation_scales=ordered)
+        return plan.with_scales(journal.recall("scales", find, dict))
 
 
 class _watching:
@@ -170,16 +167,16 @@ def weight_of(model: GPT, name: str) -> Tensor:
 @paddle.no_grad()
 def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
     """The weight of the linear `name` as PaddleSlim has it read."""
-    channel, bits = (0, 8) if name == HEAD else (1, plan.weight_bits)
-    per_channel = name == HEAD or plan.weight_quantize_type == "channel_wise_abs_max"
+    channel, form = 0 if name == HEAD else 1, plan.linears[name].weight
+    per_channel = form.quantize_type == "channel_wise_abs_max"
     absmax = weight.abs().max(axis=1 - channel if per_channel else [0, 1], keepdim=True)
-    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / largest(bits)
-    return _quantize(weight, scale, largest(bits))
+    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / form.levels
+    return _quantize(weight, scale, form.levels)
 
 
 def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
-    """An activation as it is read at a static quantum."""
-    return _quantize(x, paddle.to_tensor(scale, dtype=x.dtype), fake_quant.LEVELS)
+    """An activation as it is read at a static scale."""
+    return _quantize(x, paddle.to_tensor(scale, dtype=x.dtype), ACTIVATION_LEVELS)
 
 
 def _quantize(x: Tensor, scale: Tensor, high: int) -> Tensor:

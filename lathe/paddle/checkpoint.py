@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from lathe.backends.qkv import by_head, by_projection
+from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
-    PREFIX,
     WEIGHTS,
     checkpoint_digest,
     non_finite,
@@ -26,8 +27,6 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe.paddle.gpt import GPT
-from lathe.paddle.qkv import by_head, by_projection
-from lathe.settings import Recipe
 
 Arrays = dict[str, NDArray[np.float32]]
 
@@ -76,8 +75,9 @@ def save_checkpoint(
     `config.json`."""
 
     def write_weights(path: Path) -> None:
-        files = to_files(weights or weights_of(model), model.config.head_dim)
-        save_file({PREFIX + name: array for name, array in files.items()}, path, {"format": "pt"})
+        files = to_files(weights or weights_of(model), model.config)
+        prefix = model.config.architecture.prefix
+        save_file({prefix + name: array for name, array in files.items()}, path, {"format": "pt"})
 
     write_folder(
         folder, write_weights, model.config, tokenizer, stage, recipe, parent, metrics, "paddle"
@@ -113,16 +113,18 @@ def set_weights(model: GPT, weights: Mapping[str, NDArray[Any]], path: Path) -> 
         parameter.set_value(paddle.to_tensor(np.ascontiguousarray(weights[name], np.float32)))
 
 
-def to_files(weights: Arrays, head_dim: int) -> Arrays:
+def to_files(weights: Arrays, config: GPTConfig) -> Arrays:
     """HF's order of qkv, all of q first."""
+    is_fused = config.architecture.is_fused
     return {
-        name: by_projection(array, head_dim) if ".c_attn." in name else array
+        name: by_projection(array, config.head_dim) if is_fused(name) else array
         for name, array in weights.items()
     }
 
 
 def _read_weights(path: Path, config: GPTConfig) -> Arrays:
+    family = config.architecture
     return {
-        name: by_head(array, config.head_dim) if ".c_attn." in name else array
-        for name, array in read_tensors(path, "np")
+        name: by_head(array, config.head_dim) if family.is_fused(name) else array
+        for name, array in read_tensors(path, "np", family)
     }

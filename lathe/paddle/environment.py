@@ -21,7 +21,7 @@ VERSIONS = {
     "numpy": ("1.26.4", "paddlepaddle 2.6.2 is built for numpy 1"),
 }
 ALTERNATIVES = {"paddlepaddle": ("paddlepaddle-gpu",)}
-CURE = "make the environment with `make paddle-env`: images/paddle/requirements.lock has the set"
+HINT = "make the environment with `make paddle-env`: images/paddle/requirements.lock has the set"
 
 
 def prepare() -> None:
@@ -33,9 +33,9 @@ def prepare() -> None:
     for package, (wanted, reason) in VERSIONS.items():
         found = _version(package, *ALTERNATIVES.get(package, ()))
         if found is None:
-            raise UserError(f"{package} is not installed in {sys.prefix}", CURE)
+            raise UserError(f"{package} is not installed in {sys.prefix}", HINT)
         if found != wanted:
-            raise UserError(f"{package} is {found}, not {wanted}: {reason}", CURE)
+            raise UserError(f"{package} is {found}, not {wanted}: {reason}", HINT)
     # Paddle's library exports a zlib of its own: whatever needs the system's must find that first,
     # or it ends in a segmentation fault.
     import zlib  # noqa: F401

@@ -1,4 +1,4 @@
-"""A checkpoint measured on a cloze set and on a text with Paddle."""
+"""A checkpoint measured by the evaluation tasks with Paddle."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,18 +9,18 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
+from lathe.backends.paddle_support import require_supported
+from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.evaluate.measure import EvalResult, Subject, measure
+from lathe.evaluate.measure import EvalResult, EvaluatedModel, GivenTask, measure
 from lathe.evaluate.score import Scores
 from lathe.model.folder import WEIGHTS
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint
 from lathe.paddle.gpt import GPT
-from lathe.paddle.supported import require_supported
 from lathe.paddle.workers import choose_device
-from lathe.serve.params import Params
-from lathe.serve.sampling import next_token
-from lathe.settings import GenerationSettings, Recipe
+from lathe.runtime.params import Params
+from lathe.runtime.sampling import next_token
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 
@@ -32,8 +32,9 @@ def evaluate(
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
+    tasks: Sequence[GivenTask] = (),
 ) -> EvalResult:
-    """See `lathe.evaluate.stage.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
+    """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
     quantization."""
     require_supported("evaluate", recipe)
     device = choose_device(recipe.Global.device)
@@ -43,7 +44,7 @@ def evaluate(
     if plan is not None:
         fake_quant.insert(net, plan)
         net.eval()
-    subject = Subject(
+    subject = EvaluatedModel(
         folder=checkpoint.folder,
         scorer=PaddleScorer(net),
         config=net.config,
@@ -57,7 +58,7 @@ def evaluate(
         ),
         engine="paddle",
     )
-    return measure(recipe, subject, output, data, cloze, text)
+    return measure(recipe, subject, output, data, cloze, text, tasks)
 
 
 @paddle.no_grad()

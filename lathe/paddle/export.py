@@ -19,24 +19,24 @@ import paddle
 from numpy.typing import NDArray
 from paddle.static import InputSpec
 
-from lathe.artifacts import PADDLE_EXPORT
+from lathe.artifacts.kinds import PADDLE_EXPORT
+from lathe.config.settings import Recipe
 from lathe.errors import StageError
 from lathe.export.prompts import held_out_prompts
-from lathe.model.config import HEAD
+from lathe.model.architecture import HEAD
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Arrays, load_checkpoint, set_weights, weights_of
 from lathe.paddle.environment import VERSIONS
 from lathe.paddle.gpt import GPT
 from lathe.paddle.onnx_graph import convert, count_quantized
-from lathe.serve.session import OnnxModel
-from lathe.settings import Recipe
+from lathe.runtime.session import OnnxModel
 from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")
 
 NAME = "model"
-CARD = PADDLE_EXPORT.card
+METADATA = PADDLE_EXPORT.metadata_file
 # Limits of the mean error of logits. In float, relative to their standard deviation: right graphs
 # are seen at 3e-7, one with erf GELU at 1.4e-4. In INT8, relative to what quantization did; see
 # `lathe.export.proof`.
@@ -91,7 +91,7 @@ def export(
         _save(net, qat, work / NAME)
         differences = {"paddle.inference": compare("model.pdmodel", _inference(work / NAME))}
         graph = _onnx(weights, config, model)
-        wanted = len(plan.activation_scales) if plan else 0
+        wanted = len(plan.linears) if plan else 0
         if (count := count_quantized(graph)) != wanted:
             raise ProofError(
                 f"paddle2onnx's graph has {count} quantized MatMuls where the plan has {wanted}"
@@ -101,19 +101,19 @@ def export(
         if served is not None:
             own = OnnxModel(served)
             differences["served"] = compare("the served graph", lambda row: own.logits(row)[0])
-        card = {
+        metadata = {
             "source": checkpoint_digest(model),
             "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},
             "quantized_matmuls": wanted,
             "differences": {name: asdict(found) for name, found in differences.items()},
         }
-        (work / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        (work / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     for name, found in differences.items():
         log.info(
             "%s: logits within %.2g of Paddle's (mean %.2g), argmax the same at %.1f %%",
             *(name, found.max_error, found.mean_error, 100 * found.argmax_agreement),
         )
-    return card
+    return metadata
 
 
 def _build(weights: Arrays, config: Any, source: Path) -> tuple[GPT, Any]:
@@ -144,13 +144,12 @@ def _onnx(weights: Arrays, config: Any, source: Path) -> Any:
     table = head = None
     if plan is not None:
         head = plan.activation_scales.get(HEAD)
-        linears = {name: s for name, s in plan.activation_scales.items() if name != HEAD}
+        linears = plan.part(plan.linears.keys() - {HEAD})
         if plan.quantize_embedding:
             net, _ = _build(weights, config, source)
             table = net.table().numpy()
-            weights = weights | {"wte.weight": table}
-        bare = replace(plan, quantize_embedding=False, activation_scales=linears)
-        config = replace(config, quantization=bare if linears else None)
+            weights = weights | {config.architecture.table: table}
+        config = replace(config, quantization=linears if linears.linears else None)
     with TemporaryDirectory(prefix="lathe-paddle-") as scratch:
         _save(*_build(weights, config, source), Path(scratch) / NAME)
         return convert(Path(scratch) / NAME, head, table)

@@ -7,7 +7,6 @@ range sees. Its moving average counts every forward pass, Lathe's every step.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,33 +22,38 @@ from paddle.nn.quant.quant_layers import (
     QuantizedRowParallelLinear,
 )
 
-from lathe.model.config import HEAD, QuantizationPlan, largest
+from lathe.errors import UserError
+from lathe.model.architecture import HEAD
+from lathe.model.quantization import ACTIVATION_LEVELS, INT8, QuantizationPlan, WeightFormat
 from lathe.paddle.gpt import GPT
 
-LEVELS = largest(8)
 QUANTIZED = (QuantizedLinear, QuantizedColumnParallelLinear, QuantizedRowParallelLinear)
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: float = 0.9) -> Any:
-    """Replace in place the linears that `plan.activation_scales` lists by PaddleSlim's.
+    """Replace in place the linears of the plan by PaddleSlim's.
 
     A scale of 0 stands for "not known yet": calibrate before use.
 
     Returns:
         The `paddleslim.dygraph.quant.QAT`, which also saves the static model.
+
+    Raises:
+        UserError: a linear's input is float.
     """
     from paddleslim.dygraph.quant import QAT
 
     paths = model.config.linear_names()
     for path in paths:
-        layer_at(model, path).skip_quant = path not in plan.activation_scales
+        layer_at(model, path).skip_quant = path not in plan.linears
+    weight = _weight_format(plan)
     qat = QAT(
         {
-            "weight_quantize_type": plan.weight_quantize_type,
+            "weight_quantize_type": weight.quantize_type,
             "activation_quantize_type": "moving_average_abs_max",
             "activation_preprocess_type": "PACT" if pact else None,
-            "weight_bits": plan.weight_bits,
-            "activation_bits": plan.activation_bits,
+            "weight_bits": weight.bits,
+            "activation_bits": 8,
             "moving_rate": moving_rate,
             "quantizable_layer_type": ["Linear", "ColumnParallelLinear", "RowParallelLinear"],
             "onnx_format": True,
@@ -63,13 +67,24 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
         model.table_quantizer = FakeQuantChannelWiseAbsMax(
             "table", channel_num=V, quant_axis=0, quant_on_weight=True
         )
-    if HEAD in plan.activation_scales:
         model.head_input = FakeQuantMovingAverageAbsMax("head", moving_rate)
     for name, quantizer in activation_quantizers(model):
-        scale = plan.activation_scales[name]
+        scale = plan.linears[name].activation_scale
         if scale:
-            set_range(quantizer, LEVELS * scale)
+            set_range(quantizer, ACTIVATION_LEVELS * scale)
     return qat
+
+
+def _weight_format(plan: QuantizationPlan) -> WeightFormat:
+    """That of the block linears, which PaddleSlim quantizes alike, weight and input together."""
+    if in_float := plan.linears.keys() - plan.activation_scales.keys():
+        raise UserError(
+            f"{min(in_float)} has INT8 weights and float inputs, which PaddleSlim has not",
+            "use Compress.engine=torch",
+        )
+    formats = {form.weight for name, form in plan.linears.items() if name != HEAD}
+    assert len(formats) <= 1, formats
+    return formats.pop() if formats else INT8
 
 
 @contextmanager
@@ -127,22 +142,21 @@ def set_range(quantizer: Any, absmax: float) -> None:
 
 
 def scales(model: GPT) -> dict[str, float]:
-    """Path -> quantum of its input, as the exported graph uses it; PACT's bound counts."""
+    """Path -> scale of its input, as the exported graph uses it; PACT's bound counts."""
     bounds = {
         name: float(layer._act_preprocess.alpha)
         for name, layer in quantized_linears(model)
         if layer._act_preprocess is not None
     }
     return {
-        name: min(float(quantizer._scale), bounds.get(name, np.inf)) / LEVELS
+        name: min(float(quantizer._scale), bounds.get(name, np.inf)) / ACTIVATION_LEVELS
         for name, quantizer in activation_quantizers(model)
     }
 
 
 def with_scales(model: GPT, plan: QuantizationPlan) -> QuantizationPlan:
     """The plan with the ranges that the model has now."""
-    found = scales(model)
-    return replace(plan, activation_scales={name: found[name] for name in plan.activation_scales})
+    return plan.with_scales(scales(model))
 
 
 @paddle.no_grad()
@@ -151,7 +165,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
     and activations not, as `lathe.model.fake_quant.calibrate`.
 
     Returns:
-        Path -> quantum.
+        Path -> scale.
     """
     found = dict(activation_quantizers(model))
     seen = dict.fromkeys(found, 0.0)

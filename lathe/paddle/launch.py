@@ -16,10 +16,10 @@ from pathlib import Path
 
 import paddle
 
+from lathe.backends.paddle_process import LOGS_VARIABLE, OUTCOME, error_of
+from lathe.config.settings import DistributedSettings
 from lathe.errors import Preempted, StageError
 from lathe.launch.parent import end_with_parent
-from lathe.paddle.start import LOGS_VARIABLE, OUTCOME, error_of
-from lathe.settings import DistributedSettings
 
 SCRIPT = Path(__file__).with_name("__main__.py")
 TAIL_LINES = 20

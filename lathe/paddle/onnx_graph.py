@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from lathe.errors import StageError
-from lathe.paddle.fake_quant import LEVELS
+from lathe.model.quantization import INT8
 
 OPSET = 13
 
@@ -24,7 +24,7 @@ def convert(static: Path, head_scale: float | None, table: NDArray[np.float32] |
 
     Args:
         static: path of the `.pdmodel` without its suffix; the embedding and the head are float.
-        head_scale: quantum of what the head reads, where it is quantized.
+        head_scale: step of what the head reads, where it is quantized.
         table: the embedding (V, C) on its int8 grid, a scale a row, where it is quantized.
     """
     text = paddle2onnx.export(
@@ -91,14 +91,14 @@ class _Graph:
             axis = next((a.i for a in node.attribute if a.name == "axis"), 1)
             if scale.size > 1:
                 scale = scale.reshape([-1 if i == axis else 1 for i in range(weight.ndim)])
-            integers = np.clip(np.rint(weight / scale), -LEVELS, LEVELS).astype(np.int8)
+            integers = np.clip(np.rint(weight / scale), -INT8.levels, INT8.levels).astype(np.int8)
             self.constants[node.output[0]] = integers
             self.nodes.remove(node)
 
     def quantize_table(self, table: NDArray[np.float32]) -> None:
         """The float embedding -> DequantizeLinear of integers, a scale a row."""
         name = next(n for n, array in self.constants.items() if array.shape == table.shape)
-        scale = np.abs(table).max(1) / LEVELS
+        scale = np.abs(table).max(1) / INT8.levels
         scale = np.where(scale > 0, scale, 1).astype(np.float32)
         self.constants |= {
             f"{name}.int8": np.rint(self.constants.pop(name) / scale[:, None]).astype(np.int8),
@@ -112,11 +112,11 @@ class _Graph:
         """What the last MatMul reads goes through int8."""
         head = [node for node in self.nodes if node.op_type == "MatMul"][-1]
         x = head.input[0]
-        quantum, zero = self._scalar(scale), self._constant("head.zero", np.zeros((), np.int8))
+        step, zero = self._scalar(scale), self._constant("head.zero", np.zeros((), np.int8))
         at = self.nodes.index(head)
         self.nodes[at:at] = [
-            helper.make_node("QuantizeLinear", [x, quantum, zero], [f"{x}.int8"]),
-            helper.make_node("DequantizeLinear", [f"{x}.int8", quantum, zero], [f"{x}.read"]),
+            helper.make_node("QuantizeLinear", [x, step, zero], [f"{x}.int8"]),
+            helper.make_node("DequantizeLinear", [f"{x}.int8", step, zero], [f"{x}.read"]),
         ]
         head.input[0] = f"{x}.read"
 

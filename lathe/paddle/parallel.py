@@ -9,13 +9,11 @@ from numpy.typing import NDArray
 from paddle.distributed import fleet
 
 from lathe.errors import UserError
+from lathe.model.architecture import Architecture
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Arrays, is_weight, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.workers import Workers
-
-COLUMNS = ("attn.c_attn", "mlp.c_fc")
-ROWS = ("attn.c_proj", "mlp.c_proj")
 
 
 def divide(model: GPT, workers: Workers) -> None:
@@ -40,7 +38,7 @@ def divide(model: GPT, workers: Workers) -> None:
     for path in config.linear_names():
         linear = fake_quant.layer_at(model, path)
         n_in, n_out = linear.weight.shape
-        is_column = path.endswith(COLUMNS)
+        is_column = axis_of(f"{path}.weight", config.architecture) == 1
         if is_column:
             own = fleet.meta_parallel.ColumnParallelLinear(
                 n_in, n_out, has_bias=True, gather_output=False
@@ -63,20 +61,18 @@ def whole_weights(model: GPT, workers: Workers) -> Arrays:
         return weights_of(model)
     group = workers.parts
     return {
-        name: _gathered(parameter, axis_of(name), group)
+        name: _gathered(parameter, axis_of(name, model.config.architecture), group)
         for name, parameter in model.named_parameters()
         if is_weight(name)
     }
 
 
-def axis_of(name: str) -> int | None:
+def axis_of(name: str, architecture: Architecture) -> int | None:
     """Along which a parameter is divided; None for those that every process has whole."""
-    linear, _, kind = name.rpartition(".")
-    if linear.endswith(COLUMNS):
-        return 1 if kind == "weight" else 0
-    if linear.endswith(ROWS) and kind == "weight":
-        return 0
-    return None
+    linear, is_weight = architecture.linear_of(name), name.endswith(".weight")
+    if linear is not None and linear.style == "column":
+        return 1 if is_weight else 0
+    return 0 if linear is not None and is_weight else None
 
 
 def _gathered(parameter: Any, axis: int | None, group: Any) -> NDArray[np.float32]:

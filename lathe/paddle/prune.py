@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
+from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
+from lathe.config.settings import PruneSettings, Recipe
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
-from lathe.paddle.stage import Work, new_model, run_training
-from lathe.paddle.supported import require_supported
+from lathe.paddle.run import TrainingJob, new_model, run_training
 from lathe.paddle.workers import Workers
-from lathe.settings import PruneSettings, Recipe
 from lathe.train.result import TrainResult
 
 log = logging.getLogger("lathe")
@@ -27,7 +27,7 @@ PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptUnits:
     """Indexes of one layer's surviving heads and FFN channels, ascending."""
 
     heads: NDArray[np.int64]
@@ -45,7 +45,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     require_enabled("Prune", settings.enable)
     require_supported("prune", recipe)
 
-    def make(workers: Workers) -> Work:
+    def make(workers: Workers) -> TrainingJob:
         dense = load_checkpoint(model)
         pruned, kept = cut(dense.model, settings, model)
         small = _filled(new_model(pruned.config, recipe.Model), weights_of(pruned), model)
@@ -59,13 +59,13 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return Work("prune", small, dense.tokenizer, dense.digest)
+        return TrainingJob("prune", small, dense.tokenizer, dense.digest)
 
     inputs = {"model": checkpoint_digest(model)}
     return run_training(recipe, data, output, inputs, make, [model])
 
 
-def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Kept]]:
+def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptUnits]]:
     """The smaller GPT, and what is left of every layer; `model` is used up.
 
     PaddleSlim removes columns of the fused qkv and of the first FFN linear, and the rows of the
@@ -86,7 +86,8 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         )
     names = {name: parameter.name for name, parameter in model.named_parameters()}
     masks: dict[str, Any] = {}
-    for linear, n_head in (("attn.c_attn", full), ("mlp.c_fc", -1)):
+    qkv, ffn = (config.architecture.column(units).name for units in ("heads", "channels"))
+    for linear, n_head in ((qkv, full), (ffn, -1)):
         pruner = PRUNERS[settings.criterion](
             model,
             [[1, min(16, config.n_positions)]],
@@ -100,11 +101,11 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         masks |= {target: plan.masks[target][0].mask for target in targets}
     kept = []
     for i in range(config.n_layer):
-        columns = np.asarray(masks[names[f"h.{i}.attn.c_attn.weight"]]).astype(bool)
+        columns = np.asarray(masks[names[f"h.{i}.{qkv}.weight"]]).astype(bool)
         heads = columns.reshape(full, 3 * config.head_dim)
         assert (heads.all(1) | ~heads.any(1)).all()  # whole heads
-        channels = np.asarray(masks[names[f"h.{i}.mlp.c_fc.weight"]]).astype(bool)
-        kept.append(Kept(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
+        channels = np.asarray(masks[names[f"h.{i}.{ffn}.weight"]]).astype(bool)
+        kept.append(KeptUnits(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
     small = replace(
         config,
         n_head=tuple(len(layer.heads) for layer in kept),

@@ -3,21 +3,19 @@
 import logging
 from pathlib import Path
 
-from lathe.artifacts import SENSITIVITY
+from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, skip_names
-from lathe.compress.sensitivity.result import read_analysis
+from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint, set_weights, weights_of
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import divide
-from lathe.paddle.stage import Work, new_model, run_training
-from lathe.paddle.supported import require_supported
+from lathe.paddle.run import TrainingJob, new_model, run_training
 from lathe.paddle.workers import Workers
-from lathe.settings import Recipe
-from lathe.storage import sha256
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.result import TrainResult
 
@@ -33,11 +31,11 @@ def quantize(
     require_supported("quantize", recipe)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        read_analysis(sensitivity)
-        inputs["sensitivity"] = sha256(sensitivity / SENSITIVITY.card)
+        require_analysis_of(model, sensitivity)
+        inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
 
-    def make(workers: Workers) -> Work:
+    def make(workers: Workers) -> TrainingJob:
         start = load_checkpoint(model)
         config = start.model.config
         if config.quantization is not None:
@@ -52,7 +50,7 @@ def quantize(
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
         if workers.size > 1:
             fake_quant.share_ranges(trainable)
-        log.info("%d linears are INT8, by PaddleSlim", len(plan.activation_scales))
+        log.info("%d linears are INT8, by PaddleSlim", len(plan.linears))
 
         def after_step(workers: Workers) -> None:
             if workers.size > 1:
@@ -62,7 +60,9 @@ def quantize(
             plan_now = fake_quant.with_scales(whole, plan)
             whole.config = whole.config.with_quantization(plan_now)
 
-        return Work("quantize", trainable, start.tokenizer, start.digest, after_step, before_save)
+        return TrainingJob(
+            "quantize", trainable, start.tokenizer, start.digest, after_step, before_save
+        )
 
     sources = [model, sensitivity] if sensitivity else [model]
     return run_training(recipe, data, output, inputs, make, sources)

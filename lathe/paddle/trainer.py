@@ -13,6 +13,8 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
+from lathe.artifacts.kinds import STATE
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.paddle import state
@@ -20,10 +22,9 @@ from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.paddle.parallel import axis_of
 from lathe.paddle.sharding import GradientSums
 from lathe.paddle.workers import Workers, seed_everything
-from lathe.settings import Recipe
 from lathe.train.loop import Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
-from lathe.train.saved import STATE, read_card, restored, saved_steps
+from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.schedule import is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 
@@ -53,7 +54,7 @@ class Trainer(Loop):
         trained = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
         self.names = {p.name: n for n, p in trained}
         self.sums = GradientSums([p for _, p in trained], workers)
-        settings = recipe.Optimizer
+        settings, family = recipe.Optimizer, model.config.architecture
         self.optimizer = paddle.optimizer.AdamW(
             learning_rate=settings.lr.max_lr,
             beta1=settings.beta1,
@@ -61,10 +62,11 @@ class Trainer(Loop):
             epsilon=settings.epsilon,
             parameters=self.sums.owned,
             weight_decay=settings.weight_decay,
-            apply_decay_param_fun=lambda name: is_decayed(self.names[name]),
+            apply_decay_param_fun=lambda name: is_decayed(self.names[name], family),
         )
-        peak = _peak_flops() * workers.size
-        self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
+        if paddle.device.get_device() != "cpu":
+            peak = _peak_flops() * workers.size
+            self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
         self.states = StateFolder(output / STATE, self.engine.save_load.keep, workers)
 
     def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
@@ -137,15 +139,15 @@ class Trainer(Loop):
         saved = saved_steps(self.output / STATE)
         if not saved:
             return
-        card = read_card(saved[-1])
-        if card["mp"] != self.workers.mp:
+        metadata = read_metadata(saved[-1])
+        if metadata["mp"] != self.workers.mp:
             raise UserError(
-                f"{saved[-1]}: saved with Distributed.mp_degree {card['mp']}, and it is "
+                f"{saved[-1]}: saved with Distributed.mp_degree {metadata['mp']}, and it is "
                 f"{self.workers.mp} now",
                 "set it back; dp_degree and sharding may change",
             )
-        self.at = restored(saved[-1], card["progress"], Progress)
-        self.loss_scale = restored(saved[-1], card["loss_scale"], LossScale)
+        self.at = restored(saved[-1], metadata["progress"], Progress)
+        self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
         state.read(saved[-1], self.model, self.optimizer, self.sums.owned, self.workers)
         if self.workers.is_first:
             log.info("resuming at step %d from %s", self.at.step, saved[-1])
@@ -164,7 +166,8 @@ class Trainer(Loop):
         copies = workers.size // workers.sharding
         for parameter in self.sums.owned:
             if parameter.grad is not None:
-                is_divided = axis_of(self.names[parameter.name]) is not None
+                axis = axis_of(self.names[parameter.name], self.model.config.architecture)
+                is_divided = axis is not None
                 holders = copies // workers.mp if is_divided else copies
                 total += float(parameter.grad.square().sum()) / holders
         return total

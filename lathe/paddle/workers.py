@@ -12,9 +12,9 @@ import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
 
+from lathe.backends.paddle_support import require_no_gpu_needed
+from lathe.config.settings import DistributedSettings, Recipe
 from lathe.errors import UserError
-from lathe.paddle.supported import require_no_gpu_needed
-from lathe.settings import DistributedSettings, Recipe
 
 log = logging.getLogger("lathe")
 

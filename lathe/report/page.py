@@ -8,26 +8,27 @@ from typing import Any
 
 import yaml
 
-from lathe.artifacts import (
+from lathe.artifacts.kinds import (
     CHECKPOINT,
     EVALUATION,
     EXPORT,
     SENSITIVITY,
     checked,
-    read_card,
     read_json,
+    read_metadata,
 )
-from lathe.cards import DeploymentCard
+from lathe.artifacts.metadata import DeploymentMetadata
+from lathe.compress.sensitivity.page import section
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
+from lathe.evaluate.results import read_metrics
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
+from lathe.pages.html import Picture, picture, render
+from lathe.report.achieved import find_achieved
 from lathe.report.figures import Measure, comparison, loss_curve
-from lathe.report.html import Picture, picture, render
-from lathe.report.sensitivity import find_achieved, section
 from lathe.report.summary import (
-    COLUMNS,
     Candidate,
     Row,
     cells,
@@ -36,7 +37,7 @@ from lathe.report.summary import (
 )
 from lathe.storage import atomic_file
 
-CURE = "give the folder that the stage wrote, or run the stage again"
+HINT = "give the folder that the stage wrote, or run the stage again"
 STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
 
 
@@ -65,10 +66,10 @@ def report(
     ranked = None
     if sensitivity is not None:
         read_analysis(sensitivity)
-        analysis = read_json(sensitivity / SENSITIVITY.card, CURE)
+        analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
         ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
     page = render(
-        "page.html.j2",
+        "report/page.html.j2",
         title,
         gate=gate,
         columns=[column.title for column in columns(rows)],
@@ -89,23 +90,12 @@ def report(
 
 
 def _comparisons(rows: Sequence[Row]) -> list[Picture]:
-    units = {
-        "File": ("File size", "megabytes", 1e-6),
-        "Perplexity": ("Perplexity, lower is better", "perplexity, with 95 % interval", 1.0),
-        "Cloze accuracy": (
-            "Cloze accuracy, higher is better",
-            "% of last words right, with 95 % interval",
-            100.0,
-        ),
-        "Prefill": ("Latency: prefill", "ms for the prompt, batch of 1", 1.0),
-        "Decode, a token": ("Latency: decode", "ms per generated token, batch of 1", 1.0),
-    }
     pictures = []
-    for column in COLUMNS:
-        values = [column.of(row) for row in rows]
-        if column.title not in units or not any(value is not None for value in values):
+    for column in columns(rows):
+        if column.panel is None:
             continue
-        title, unit, factor = units[column.title]
+        title, unit, factor = column.panel.title, column.panel.axis, column.panel.factor
+        values = [column.of(row) for row in rows]
         stderr = column.stderr
         measure = Measure(
             title=title,
@@ -144,17 +134,17 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in lines if line.endswith("}\n")]
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON lines: {error}", CURE) from None
+        raise UserError(f"{path}: not JSON lines: {error}", HINT) from None
 
 
 def _meta(candidate: Candidate) -> dict[str, Any]:
     """`lathe.json`; empty for a plain HF folder."""
-    path = candidate.model / CHECKPOINT.card
-    return read_json(path, CURE) if path.is_file() else {}
+    path = candidate.model / CHECKPOINT.metadata_file
+    return read_json(path, HINT) if path.is_file() else {}
 
 
 def _deployment(folder: Path) -> dict[str, Any]:
-    return read_card(folder / "deploy.json", DeploymentCard, CURE).raw
+    return read_metadata(folder / "deploy.json", DeploymentMetadata, HINT).raw
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -162,7 +152,7 @@ def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str,
     by_model = {
         c.name: {
             sample.prompt: sample.text
-            for sample in checked(read_json(path, CURE, list), list[Sample], str(path), CURE)
+            for sample in checked(read_json(path, HINT, list), list[Sample], str(path), HINT)
         }
         for c in candidates
         if c.evaluation and (path := c.evaluation / "samples.json").is_file()
@@ -176,15 +166,19 @@ def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str,
 
 def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Names of the exported candidates, and (figure of `export.json`, its value in each)."""
-    cards = {c.name: read_json(c.exported / EXPORT.card, CURE) for c in candidates if c.exported}
-    figures = [_proof(card) for card in cards.values()]
+    metadata_files = {
+        c.name: read_json(c.exported / EXPORT.metadata_file, HINT) for c in candidates if c.exported
+    }
+    figures = [_proof(metadata) for metadata in metadata_files.values()]
     keys = dict.fromkeys(key for proof in figures for key in proof)
-    return list(cards), [(key, [proof.get(key, "-") for proof in figures]) for key in keys]
+    return list(metadata_files), [(key, [proof.get(key, "-") for proof in figures]) for key in keys]
 
 
-def _proof(card: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers and names of a card, in words; lists by their length."""
-    shown = {k: card[k] for k in ("flavour", "opset") if k in card} | card.get("proof", {})
+def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Numbers and names of a metadata file, in words; lists by their length."""
+    shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | metadata.get(
+        "proof", {}
+    )
     return {
         key.replace("_", " "): f"{value:.3g}"
         if isinstance(value, float)
@@ -201,14 +195,14 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
         if "engine" in meta:
             found.append((f"{name}: {meta['stage']}", meta["engine"]))
         if candidate.evaluation:
-            measured = read_json(candidate.evaluation / EVALUATION.card, CURE)["model"]
+            measured = read_json(candidate.evaluation / EVALUATION.metadata_file, HINT)["model"]
             found.append((f"{name}: evaluate", measured.get("engine", "torch")))
         if candidate.exported:
-            card = read_json(candidate.exported / EXPORT.card, CURE)
-            engine = "torch, and paddle's files beside" if "paddle" in card else "torch"
+            metadata = read_json(candidate.exported / EXPORT.metadata_file, HINT)
+            engine = "torch, and paddle's files beside" if "paddle" in metadata else "torch"
             found.append((f"{name}: export", engine))
     if sensitivity is not None:
-        analysis = read_json(sensitivity / SENSITIVITY.card, CURE)
+        analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
         found.append(("analyze", analysis.get("engine", "torch")))
     return found
 
@@ -226,7 +220,8 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
     found = [(f"{c.name} checkpoint", checkpoint_digest(c.model)) for c in candidates]
     for candidate in candidates:
         if candidate.evaluation:
-            digests = read_json(candidate.evaluation / EVALUATION.card, CURE)["digests"]
+            metrics = read_metrics(candidate.evaluation)
+            digests = metrics["digests"] | {n: t["sha256"] for n, t in metrics["tasks"].items()}
             found += [
                 (f"{name} evaluated on" if name != "tokenizer" else name, digest)
                 for name, digest in digests.items()

@@ -1,17 +1,21 @@
-"""Models side by side: parameters, bytes, perplexity, cloze accuracy, latency."""
+"""Models side by side: parameters, bytes, what the evaluation tasks measured, latency."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from lathe.errors import UserError
-from lathe.evaluate.results import read_metrics
+from lathe.evaluate.measures import Measure
+from lathe.evaluate.results import measured, read_metrics
+from lathe.evaluate.tasks import SLOTS
 from lathe.model.config import read_config
 from lathe.model.folder import WEIGHTS
 
 ONNX = "model.onnx"
+STDERR = "_stderr"
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,21 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Score:
+    """A figure of an evaluation task, with its standard error; `title` is the column's."""
+
+    measure: Measure
+    title: str
+    value: float
+    stderr: float | None
+
+
+@dataclass(frozen=True)
 class Row:
     """Figures of one candidate; None where they were not measured.
+
+    Attributes:
+        scores: what the evaluation tasks measured, by the name of the column.
 
     `flops` are multiplications and additions of a forward pass, a token of the longest sequence;
     `n_bytes` is the ONNX file's, or the checkpoint's weights' where nothing was exported.
@@ -42,12 +59,36 @@ class Row:
     n_params: int
     flops: float
     n_bytes: int
-    perplexity: float | None = None
-    perplexity_stderr: float | None = None
-    accuracy: float | None = None
-    accuracy_stderr: float | None = None
     prefill_ms: float | None = None
     decode_ms: float | None = None
+    scores: Mapping[str, Score] = field(default_factory=dict)
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of the held-out text."""
+        found = self.scores.get("perplexity")
+        return found.value if found else None
+
+    def figures(self) -> dict[str, float | None]:
+        """All figures by name, for a pipeline's metrics; `of_figures` reads them again."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        del own["name"], own["scores"]
+        for key, score in self.scores.items():
+            own |= {key: score.value, f"{key}{STDERR}": score.stderr}
+        return own
+
+    @classmethod
+    def of_figures(cls, name: str, figures: Mapping[str, float]) -> "Row":
+        """The row of a model from its figures; those that no column knows are left out."""
+        names = {f.name for f in fields(cls)} - {"name", "scores"}
+        own: dict[str, Any] = {key: value for key, value in figures.items() if key in names}
+        scores = {
+            m.key: Score(m, m.title, figures[m.key], figures.get(f"{m.key}{STDERR}"))
+            for task in SLOTS
+            for m in task.measures
+            if m.key in figures
+        }
+        return cls(name=name, **own, scores=scores)
 
 
 @dataclass(frozen=True)
@@ -63,12 +104,22 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Panel:
+    """How a column is drawn: title, what the axis says, and the axis's unit in the column's."""
+
+    title: str
+    axis: str
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Column:
     title: str
     show: Callable[[float], str]
     of: Callable[[Row], float | None]
     stderr: Callable[[Row], float | None] | None = None
     has_ratio: bool = True
+    panel: Panel | None = None
 
     def cell(self, row: Row, first: Row) -> Cell:
         value, reference = self.of(row), self.of(first)
@@ -82,22 +133,29 @@ class Column:
         return Cell(self.show(value), error, ratio)
 
 
-COLUMNS = (
+SIZES = (
     Column("Parameters", lambda x: _scaled(x, ("", " k", " M", " B")), lambda r: r.n_params),
     Column("FLOPs, a token", lambda x: _scaled(x, ("", " k", " M", " G")), lambda r: r.flops),
-    Column("File", lambda x: _scaled(x, (" B", " kB", " MB", " GB")), lambda r: r.n_bytes),
     Column(
-        "Perplexity", lambda x: f"{x:.2f}", lambda r: r.perplexity, lambda r: r.perplexity_stderr
+        "File",
+        lambda x: _scaled(x, (" B", " kB", " MB", " GB")),
+        lambda r: r.n_bytes,
+        panel=Panel("File size", "megabytes", 1e-6),
+    ),
+)
+TIMES = (
+    Column(
+        "Prefill",
+        lambda x: f"{x:.2f} ms",
+        lambda r: r.prefill_ms,
+        panel=Panel("Latency: prefill", "ms for the prompt, batch of 1"),
     ),
     Column(
-        "Cloze accuracy",
-        lambda x: f"{100 * x:.1f} %",
-        lambda r: r.accuracy,
-        lambda r: r.accuracy_stderr,
-        has_ratio=False,
+        "Decode, a token",
+        lambda x: f"{x:.2f} ms",
+        lambda r: r.decode_ms,
+        panel=Panel("Latency: decode", "ms per generated token, batch of 1"),
     ),
-    Column("Prefill", lambda x: f"{x:.2f} ms", lambda r: r.prefill_ms),
-    Column("Decode, a token", lambda x: f"{x:.2f} ms", lambda r: r.decode_ms),
 )
 
 
@@ -121,7 +179,29 @@ def cells(rows: Sequence[Row]) -> list[list[Cell]]:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that were measured for any row."""
-    return [column for column in COLUMNS if any(column.of(row) is not None for row in rows)]
+    scores = {key: score for row in rows for key, score in row.scores.items()}
+    tasks = [_score_column(key, score) for key, score in scores.items()]
+    every = (*SIZES, *tasks, *TIMES)
+    return [column for column in every if any(column.of(row) is not None for row in rows)]
+
+
+def _score_column(key: str, score: Score) -> Column:
+    """The column of a task's measure; the better end of a picture's axis is told by its title."""
+    measure = score.measure
+    better = "higher" if measure.higher_is_better else "lower"
+    panel = Panel(
+        f"{score.title}, {better} is better",
+        f"{measure.axis}, with 95 % interval",
+        measure.factor,
+    )
+    return Column(
+        score.title,
+        measure.show,
+        lambda row: row.scores[key].value if key in row.scores else None,
+        lambda row: row.scores[key].stderr if key in row.scores else None,
+        measure.has_ratio,
+        panel if measure.axis else None,
+    )
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
@@ -135,8 +215,7 @@ def summary_table(rows: Sequence[Row]) -> Table:
 
 
 def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
-    metrics = read_metrics(candidate.evaluation) if candidate.evaluation else {}
-    cloze, text = metrics.get("cloze") or {}, metrics.get("text") or {}
+    scores = _scores(candidate.evaluation) if candidate.evaluation else {}
     file = candidate.exported / ONNX if candidate.exported else candidate.model / WEIGHTS
     if not file.is_file():
         raise UserError(f"{file}: no such file", "give the folder that the stage wrote")
@@ -146,13 +225,19 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
         n_params=config.n_params(),
         flops=config.flops_per_token(config.n_positions) / 3,
         n_bytes=file.stat().st_size,
-        perplexity=text.get("perplexity"),
-        perplexity_stderr=text.get("perplexity_stderr"),
-        accuracy=cloze.get("accuracy"),
-        accuracy_stderr=cloze.get("accuracy_stderr"),
         prefill_ms=latency.get("prefill_ms"),
         decode_ms=latency.get("decode_ms"),
+        scores=scores,
     )
+
+
+def _scores(evaluation: Path) -> dict[str, Score]:
+    found = {}
+    for result in measured(read_metrics(evaluation), evaluation):
+        for measure, value, stderr in result.scores():
+            key = f"{result.name}.{measure.key}" if result.is_named else measure.key
+            found[key] = Score(measure, result.label(measure), value, stderr)
+    return found
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:

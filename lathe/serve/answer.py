@@ -1,4 +1,5 @@
-"""Answers on their way out of the backend: as they come or whole, and who still waits for them."""
+"""Send responses from the backend to Triton, streamed or whole, and notice clients that are
+gone."""
 
 import logging
 import queue
@@ -11,20 +12,20 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
-from lathe.serve.group import Receiver
-from lathe.serve.params import Params
-from lathe.serve.piece import Piece
+from lathe.runtime.params import Params
+from lathe.runtime.protocol import Chunk
+from lathe.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
 
-# Between two rounds of questions to Triton whether clients are still there: so many seconds, and so
-# many times as long as a round took.
+# Pause between two rounds of asking Triton which clients are gone: at least this many seconds, and
+# this many times the duration of a round.
 ASK_SECONDS, ASK_SHARE = 0.01, 4
 
 
-class Courier:
-    """Takes responses to Triton, and asks it whether clients are gone, on a thread of its own: both
-    wait for another process, for which the running batch need not."""
+class ResponseSender:
+    """Sends responses to Triton, and asks it which clients are gone, on a separate thread: both
+    wait for another process, and the running batch must not."""
 
     def __init__(self) -> None:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -33,14 +34,14 @@ class Courier:
         self._thread.start()
 
     def accept(self, answer: "Answer") -> None:
-        """From now on `answer.abandoned` is kept true to what Triton says."""
+        """Keep `answer.abandoned` up to date with what Triton reports."""
         self._errands.put(lambda: self._open.add(answer))
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         self._errands.put(lambda: self._send(answer, make, final))
 
     def close(self) -> None:
-        """Once everything is sent."""
+        """Send everything that is queued, then end the thread."""
         self._errands.put(None)
         self._thread.join()
 
@@ -77,74 +78,74 @@ class Courier:
 
 
 class Answer:
-    """Sends the pieces of one request: as they come, or all at the end.
+    """Sends the chunks of one request, streamed or all at the end.
 
     Attributes:
         abandoned: whether its client is gone.
     """
 
-    def __init__(self, sender: Any, courier: Courier) -> None:
-        self.sender, self.courier = sender, courier
+    def __init__(self, sender: Any, responses: ResponseSender) -> None:
+        self.sender, self.responses = sender, responses
         self.params = Params()
         self.abandoned = False
         self.receiver = Receiver(self.take, lambda: self.abandoned)
-        self.held: dict[int, list[Piece]] = {}  # by sequence
+        self.held: dict[int, list[Chunk]] = {}  # by sequence
         self.ended = 0
-        courier.accept(self)
+        responses.accept(self)
 
-    def take(self, answer: Piece | Exception) -> None:
-        """A piece, of which those with a finish reason are counted, or the error that ends it."""
+    def take(self, answer: Chunk | Exception) -> None:
+        """Receive a chunk (those with a finish reason are counted), or the error that ends it."""
         if isinstance(answer, UserError):
             self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)
         elif isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)
             self.refuse(pb_utils.TritonError.INTERNAL, answer)
         elif answer.finish_reason == "cancelled" and self.abandoned:
-            self.courier.send(self, lambda: None, final=True)  # nobody to write to
+            self.responses.send(self, lambda: None, final=True)  # no client to answer
         elif answer.finish_reason == "cancelled":
             self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:
             self._hold(answer)
 
     def refuse(self, code: Any, error: Exception) -> None:
-        self.courier.send(self, lambda: _refusal(code, error), final=True)
+        self.responses.send(self, lambda: _refusal(code, error), final=True)
 
-    def _hold(self, piece: Piece) -> None:
-        held = self.held.setdefault(piece.sequence, [])
-        held.append(piece)
-        self.ended += bool(piece.finish_reason)
+    def _hold(self, chunk: Chunk) -> None:
+        held = self.held.setdefault(chunk.sequence, [])
+        held.append(chunk)
+        self.ended += bool(chunk.finish_reason)
         final = self.ended == self.params.num_return_sequences
         if not self.params.stream and final:
-            whole = [_joined(pieces) for _, pieces in sorted(self.held.items())]
-            self.courier.send(self, lambda: _response(whole), final=True)
-        # Tokens that end in the middle of a character wait until the rest is there.
-        if self.params.stream and (piece.text or piece.finish_reason):
-            piece = _joined(held)
-            self.courier.send(self, lambda: _response([piece]), final)
+            whole = [_joined(chunks) for _, chunks in sorted(self.held.items())]
+            self.responses.send(self, lambda: _response(whole), final=True)
+        # Tokens that end in the middle of a character wait for the rest of it.
+        if self.params.stream and (chunk.text or chunk.finish_reason):
+            chunk = _joined(held)
+            self.responses.send(self, lambda: _response([chunk]), final)
             held.clear()
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """One sequence's pieces as one."""
-    return Piece(
-        "".join(piece.text for piece in pieces),
-        [token for piece in pieces for token in piece.tokens],
-        pieces[-1].finish_reason,
-        pieces[-1].sequence,
-        [value for piece in pieces for value in piece.log_probabilities],
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Join the chunks of one sequence."""
+    return Chunk(
+        "".join(chunk.text for chunk in chunks),
+        [token for chunk in chunks for token in chunk.tokens],
+        chunks[-1].finish_reason,
+        chunks[-1].sequence,
+        [value for chunk in chunks for value in chunk.log_probabilities],
     )
 
 
-def _response(pieces: Sequence[Piece]) -> Any:
-    """A piece a sequence."""
+def _response(chunks: Sequence[Chunk]) -> Any:
+    """A response with one chunk per sequence."""
     arrays = {
-        "text_output": np.array([piece.text.encode() for piece in pieces], np.object_),
-        "finish_reason": np.array([piece.finish_reason.encode() for piece in pieces], np.object_),
-        "sequence": np.array([piece.sequence for piece in pieces], np.int64),
-        "token_count": np.array([len(piece.tokens) for piece in pieces], np.int64),
-        "tokens": np.array([token for piece in pieces for token in piece.tokens], np.int64),
+        "text_output": np.array([chunk.text.encode() for chunk in chunks], np.object_),
+        "finish_reason": np.array([chunk.finish_reason.encode() for chunk in chunks], np.object_),
+        "sequence": np.array([chunk.sequence for chunk in chunks], np.int64),
+        "token_count": np.array([len(chunk.tokens) for chunk in chunks], np.int64),
+        "tokens": np.array([token for chunk in chunks for token in chunk.tokens], np.int64),
         "log_probabilities": np.array(
-            [value for piece in pieces for value in piece.log_probabilities], np.float32
+            [value for chunk in chunks for value in chunk.log_probabilities], np.float32
         ),
     }
     return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])

@@ -1,8 +1,8 @@
-"""The client for programs that wait with asyncio; parameters and errors are `lathe.serve.client`'s.
+"""The asyncio client; its parameters and errors are those of `lathe.serve.client`.
 
 async with AsyncClient("localhost:8001", "gpt") as client:
-    async for piece in client.stream("Once upon a time"):
-        print(piece.text, end="", flush=True)
+    async for chunk in client.stream("Once upon a time"):
+        print(chunk.text, end="", flush=True)
 """
 
 from collections.abc import AsyncIterator
@@ -14,8 +14,8 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
     service_pb2_grpc,
 )
 
-from lathe.serve.client import CHANNEL_OPTIONS, Parameter, lost, pieces_of, refusal, request
-from lathe.serve.piece import Piece
+from lathe.runtime.protocol import Chunk
+from lathe.serve.client import CHANNEL_OPTIONS, Parameter, chunks_of, lost, refusal, request
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 
@@ -25,10 +25,10 @@ class AsyncClient:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits for ever, once the server has answered.
+        timeout_seconds: of a whole generation; None waits forever once the server has answered.
 
     Raises:
-        UserError: `url` is no address.
+        UserError: `url` is not an address.
     """
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
@@ -44,29 +44,30 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def generate(self, prompt: str, **parameters: Parameter) -> Piece:
-        """The whole continuation at once.
+    async def generate(self, prompt: str, **parameters: Parameter) -> Chunk:
+        """Generate and return the whole continuation.
 
         Raises:
             UserError: the server cannot be reached, is busy, or refuses the request.
         """
         return (await self.generate_all(prompt, **parameters))[0]
 
-    async def generate_all(self, prompt: str, **parameters: Parameter) -> list[Piece]:
-        """The `num_return_sequences` continuations at once; raises as `generate` does."""
-        return [piece async for piece in self._pieces(prompt, parameters)]
+    async def generate_all(self, prompt: str, **parameters: Parameter) -> list[Chunk]:
+        """Generate `num_return_sequences` continuations; raises as `generate` does."""
+        return [chunk async for chunk in self._chunks(prompt, parameters)]
 
-    async def stream(self, prompt: str, **parameters: Parameter) -> AsyncIterator[Piece]:
-        """Pieces as they are made; leaving the loop, or a cancelled task, cancels the rest.
+    async def stream(self, prompt: str, **parameters: Parameter) -> AsyncIterator[Chunk]:
+        """Yield chunks as they are generated; leaving the loop or cancelling the task cancels the
+        rest.
 
         Raises:
-            UserError: as `generate`, at the first piece.
+            UserError: as `generate`, at the first chunk.
         """
-        async for piece in self._pieces(prompt, {**parameters, "stream": True}):
-            yield piece
+        async for chunk in self._chunks(prompt, {**parameters, "stream": True}):
+            yield chunk
 
     async def _reach(self) -> None:
-        """Have the server answer once before the first request, which may take long."""
+        """Check once that the server answers, as a generation may take long."""
         if self._is_reached:
             return
         try:
@@ -75,7 +76,7 @@ class AsyncClient:
             raise unreachable(error, self.url) from None
         self._is_reached = True
 
-    async def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> AsyncIterator[Piece]:
+    async def _chunks(self, prompt: str, parameters: dict[str, Parameter]) -> AsyncIterator[Chunk]:
         message = request(self.model_name, prompt, parameters)
         await self._reach()
         call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_seconds)
@@ -83,8 +84,8 @@ class AsyncClient:
             async for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                for piece in pieces_of(InferResult(response.infer_response)):
-                    yield piece
+                for chunk in chunks_of(InferResult(response.infer_response)):
+                    yield chunk
         except grpc.RpcError as error:
             raise lost(error, self.url, self.timeout_seconds) from None
         finally:

@@ -1,7 +1,8 @@
 """Triton's Python backend for text generation: requests in, decoupled responses out.
 
-Runs inside Triton's stub process, which alone can import `triton_python_backend_utils`; with it
-only numpy, onnxruntime and tokenizers. Requests share one running batch; what fails fails alone.
+Runs inside Triton's stub process, the only one that can import `triton_python_backend_utils`; its
+environment has only numpy, onnxruntime and tokenizers. Requests share one running batch, and a
+failing request does not affect the others.
 """
 
 import json
@@ -12,17 +13,17 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
-from lathe.serve.answer import Answer, Courier
-from lathe.serve.engine import Engine
+from lathe.runtime.params import FIELDS, Params, parse
+from lathe.runtime.protocol import decode, model_settings
+from lathe.runtime.text_generator import TextGenerator
+from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
-from lathe.serve.params import FIELDS, Params, parse
-from lathe.serve.piece import decode, model_settings
 
 log = logging.getLogger("lathe")
 
 
 class TritonPythonModel:
-    """What Triton calls; see https://github.com/triton-inference-server/python_backend."""
+    """The interface that Triton calls; see https://github.com/triton-inference-server/python_backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model beside `model.py`. Settings: `parameters` of config.pbtxt, JSON each."""
@@ -32,18 +33,18 @@ class TritonPythonModel:
         self.max_queue: int = settings["max_queue"]
         limits = settings["threads"], settings["max_running"], self.max_queue
         metrics = Metrics(args["model_name"])
-        self.courier = Courier()
-        self.engine = Engine(folder, settings["max_tokens"], *limits, metrics)
+        self.responses = ResponseSender()
+        self.generator = TextGenerator(folder, settings["max_tokens"], *limits, metrics)
 
     def execute(self, requests: list[Any]) -> None:
-        """Read each request and queue it; the answers come from the batch's thread."""
+        """Parse and queue each request; responses are sent from the batch's thread."""
         for request in requests:
-            answer = Answer(request.get_response_sender(), self.courier)
+            answer = Answer(request.get_response_sender(), self.responses)
             try:
                 prompt, answer.params = _read(request, self.defaults)
-                if not self.engine.submit(prompt, answer.params, answer.receiver):
+                if not self.generator.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
-                        f"the server is busy: {self.max_queue} requests wait already",
+                        f"the server is busy: {self.max_queue} requests are already waiting",
                         "try again in a moment, or raise Serving.max_queue",
                     )
                     answer.refuse(pb_utils.TritonError.UNAVAILABLE, full)
@@ -54,13 +55,13 @@ class TritonPythonModel:
                 answer.refuse(pb_utils.TritonError.INTERNAL, error)
 
     def finalize(self) -> None:
-        """End what runs: Triton is shutting down or unloads the model."""
-        self.engine.close()
-        self.courier.close()
+        """Cancel all requests: Triton is shutting down or unloading the model."""
+        self.generator.close()
+        self.responses.close()
 
 
 def _read(request: Any, defaults: Params) -> tuple[str, Params]:
-    """Parameters come as optional tensors or as Triton request parameters, alike."""
+    """Read prompt and parameters; these come as optional tensors or Triton request parameters."""
     given = dict(json.loads(request.parameters() or "{}"))
     if microseconds := request.timeout():  # Triton's own parameter `timeout`
         given["timeout_seconds"] = microseconds / 1e6

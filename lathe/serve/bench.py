@@ -1,4 +1,4 @@
-"""`lathe bench-serve`: a load on a live endpoint, its figures and its page."""
+"""`lathe bench-serve`: a load test of a live endpoint, its figures and its page."""
 
 import json
 import math
@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from lathe.artifacts import LOAD
+from lathe.artifacts.kinds import LOAD
 from lathe.errors import UserError
 from lathe.inputs import read_text
-from lathe.report.load import load_page
 from lathe.serve.client import Client, connect
-from lathe.serve.deploy import OPENINGS
-from lathe.serve.load import Load, Objective, Summary, run_load, summarize
-from lathe.storage import atomic_folder, claim_folder
+from lathe.serve.load import OPENINGS, Load, Objective, Summary, run_load, summarize
+from lathe.serve.load_page import load_page
+from lathe.storage import atomic_folder, claim_output_folder
 
-FIGURES, PAGE = LOAD.card, "load.html"
+FIGURES, PAGE = LOAD.metadata_file, "load.html"
 
 
 def bench(
@@ -28,21 +27,21 @@ def bench(
     model_name: str,
     output: Path,
 ) -> Summary:
-    """Run it; write `load.json` (all requests too) and `load.html` into `output`.
+    """Run a load test; write `load.json` (with every request) and `load.html` into `output`.
 
     Args:
-        tokens: fewest and most new tokens of a request.
+        tokens: minimum and maximum of a request's new tokens.
         shape: `clients`, `rate`, `requests` and `seed` of a `Load`.
         objective: seconds to the first token, and between tokens.
 
     Raises:
-        UserError: no server, no prompts, a time or rate that is not positive, or not one answer.
+        UserError: no server, no prompts, a time or rate that is not positive, or no answer at all.
     """
     seconds = dict(zip(("--first-token", "--between-tokens"), objective, strict=True))
     for option, value in {**seconds, "--rate": shape["rate"]}.items():
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{option} {value}: not a positive number", "give one, or leave it out")
-    claim_folder(output, LOAD, prompts)
+    claim_output_folder(output, LOAD, prompts)
     lines = list(OPENINGS) if prompts is None else _lines(prompts)
     generator = np.random.default_rng(shape["seed"])
     lengths = generator.integers(tokens[0], tokens[1] + 1, shape["requests"]).tolist()
@@ -64,8 +63,8 @@ def bench(
 
 
 def _lines(path: Path) -> list[str]:
-    cure = "give a text file, a prompt a line"
-    found = [line for line in read_text(path, cure).splitlines() if line.strip()]
+    hint = "give a text file, a prompt a line"
+    found = [line for line in read_text(path, hint).splitlines() if line.strip()]
     if not found:
-        raise UserError(f"{path}: no prompts", cure)
+        raise UserError(f"{path}: no prompts", hint)
     return found

@@ -1,11 +1,11 @@
-"""Talks to a running server over gRPC: text in, text out, whole or as it comes.
+"""Client of a running server over gRPC: text in, text out, whole or streamed.
 
     from lathe.serve import client
     print(client.generate("Once upon a time", max_tokens=40))
     for text in client.stream("Once upon a time", decode_strategy="greedy_search"):
         print(text, end="", flush=True)
 
-Parameters are those of `lathe.serve.params`; what is left out, or None, is the server's default.
+Parameters are those of `lathe.runtime.params`; omitted ones, or None, take the server's default.
 """
 
 import json
@@ -27,8 +27,8 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
 )
 
 from lathe.errors import StageError, UserError
+from lathe.runtime.protocol import TEXTS, TOKENS, Chunk, TokenScores, score_name
 from lathe.serve import state as serve_state
-from lathe.serve.piece import TEXTS, TOKENS, Piece, TokenScores, score_name
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 Parameter = int | float | str | bool | None
@@ -50,10 +50,10 @@ class Client:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits for ever, once the server has answered.
+        timeout_seconds: of a whole generation; None waits forever once the server has answered.
 
     Raises:
-        UserError: `url` is no address.
+        UserError: `url` is not an address.
     """
 
     def __init__(self, url: str, model_name: str, timeout_seconds: float | None = None) -> None:
@@ -71,33 +71,33 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection, and with it every stream that still runs."""
+        """Close the connection and every stream that is still open."""
         self._channel.close()
 
-    def generate(self, prompt: str, **parameters: Parameter) -> Piece:
-        """The whole continuation at once.
+    def generate(self, prompt: str, **parameters: Parameter) -> Chunk:
+        """Generate and return the whole continuation.
 
         Raises:
             UserError: the server cannot be reached, is busy, or refuses the request.
         """
         return self.generate_all(prompt, **parameters)[0]
 
-    def generate_all(self, prompt: str, **parameters: Parameter) -> list[Piece]:
-        """The `num_return_sequences` continuations at once; raises as `generate` does."""
-        return list(self._pieces(prompt, parameters))
+    def generate_all(self, prompt: str, **parameters: Parameter) -> list[Chunk]:
+        """Generate `num_return_sequences` continuations; raises as `generate` does."""
+        return list(self._chunks(prompt, parameters))
 
-    def stream(self, prompt: str, **parameters: Parameter) -> Generator[Piece]:
-        """Pieces of the continuation as they are made; closing the iterator cancels the rest.
+    def stream(self, prompt: str, **parameters: Parameter) -> Generator[Chunk]:
+        """Yield chunks as they are generated; closing the iterator cancels the rest.
 
         Raises:
-            UserError: as `generate`, at the first piece.
+            UserError: as `generate`, at the first chunk.
         """
-        return self._pieces(prompt, {**parameters, "stream": True})
+        return self._chunks(prompt, {**parameters, "stream": True})
 
     def score(
         self, tokens: NDArray[np.int64], index: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> TokenScores:
-        """Log-likelihoods of given tokens; see `lathe.serve.score.score_tokens`.
+        """Log-likelihoods of given tokens; see `lathe.runtime.score.score_tokens`.
 
         Raises:
             UserError: the server cannot be reached, or refuses the request.
@@ -107,7 +107,7 @@ class Client:
 
     def score_text(self, text: str, continuation: str) -> TokenScores:
         """Natural log-likelihoods (1, k) of the k tokens of `continuation` after `text`, and (1, k)
-        whether each is the likeliest; see `lathe.serve.score.score_text`.
+        whether each is the most likely; see `lathe.runtime.score.score_text`.
 
         Raises:
             UserError: the server cannot be reached, or refuses the request.
@@ -135,7 +135,7 @@ class Client:
         return result.as_numpy("log_likelihood"), result.as_numpy("is_greedy")
 
     def served_digest(self) -> str:
-        """SHA-256 of the `model.onnx` that is served.
+        """SHA-256 of the served `model.onnx`.
 
         Raises:
             UserError: the server cannot be reached, or has no such model.
@@ -155,7 +155,7 @@ class Client:
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
     def _reach(self) -> None:
-        """Have the server answer once before the first request, which may take long."""
+        """Check once that the server answers, as a generation may take long."""
         if self._is_reached:
             return
         try:
@@ -164,7 +164,7 @@ class Client:
             raise unreachable(error, self.url) from None
         self._is_reached = True
 
-    def _pieces(self, prompt: str, parameters: dict[str, Parameter]) -> Generator[Piece]:
+    def _chunks(self, prompt: str, parameters: dict[str, Parameter]) -> Generator[Chunk]:
         message = request(self.model_name, prompt, parameters)
         self._reach()
         call = self._stub.ModelStreamInfer(iter([message]), timeout=self.timeout_seconds)
@@ -172,7 +172,7 @@ class Client:
             for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                yield from pieces_of(InferResult(response.infer_response))
+                yield from chunks_of(InferResult(response.infer_response))
         except grpc.RpcError as error:
             raise lost(error, self.url, self.timeout_seconds) from None
         finally:
@@ -180,13 +180,13 @@ class Client:
 
 
 def connect(folder: Path | None = None) -> Client:
-    """A client of the server that `lathe deploy` or `make serve` left running.
+    """Connect to the server that `lathe deploy` or `make serve` left running.
 
     Args:
         folder: state folder; default `state.default_folder()`.
 
     Raises:
-        UserError: none is running.
+        UserError: no server is running.
     """
     found = serve_state.find(folder)
     if found is None:
@@ -204,17 +204,17 @@ def generate(prompt: str, **parameters: Parameter) -> str:
 
 
 def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
-    """Continue `prompt` on the running server, text as it comes; see `Client.stream`."""
+    """Continue `prompt` on the running server, streaming the text; see `Client.stream`."""
     with connect() as client:
-        for piece in client.stream(prompt, **parameters):
-            yield piece.text
+        for chunk in client.stream(prompt, **parameters):
+            yield chunk.text
 
 
 def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
-    """The message that asks for a generation.
+    """Build the gRPC message of a generation request.
 
     Raises:
-        UserError: the prompt is not text, or a number is too large for the message.
+        UserError: the prompt is not UTF-8 text, or a number is too large for the message.
     """
     text = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     message = service_pb2.ModelInferRequest(
@@ -240,8 +240,8 @@ def _utf8(text: str, what: str = "prompt") -> bytes:
         ) from None
 
 
-def pieces_of(result: Any) -> list[Piece]:
-    """One a sequence of the response."""
+def chunks_of(result: Any) -> list[Chunk]:
+    """The chunks of a response, one per sequence."""
     ends = np.cumsum(result.as_numpy("token_count"))[:-1]
     chances = result.as_numpy("log_probabilities")
     parts = zip(
@@ -253,21 +253,22 @@ def pieces_of(result: Any) -> list[Piece]:
         strict=True,
     )
     return [
-        Piece(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
+        Chunk(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
         for text, tokens, reason, sequence, chance in parts
     ]
 
 
 def refusal(message: str) -> Exception:
-    """The server's own words, which carry their cure where the request is at fault."""
-    what, _, cure = message.partition("\n  cure: ")
+    """The exception for an error from the server, whose message has a hint if the request is
+    wrong."""
+    what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
         return UserError(message, "name the server's model: --model-name NAME")
-    return UserError(what, cure) if cure else StageError(message)
+    return UserError(what, hint) if hint else StageError(message)
 
 
 def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
-    """What a call that gRPC ended means to the caller."""
+    """The exception for a call that gRPC ended."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UserError(
             f"no answer within {timeout_seconds:g} s from {url}",

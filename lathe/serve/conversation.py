@@ -1,4 +1,4 @@
-"""Prompts typed one after another, each continued as it comes."""
+"""An interactive session: prompts typed one after another, each answered as a stream."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from lathe.serve.client import Client, Parameter
 
 
 def lines() -> Iterator[str]:
-    """What is typed, or comes from a pipe, until it ends; empty lines are passed over."""
+    """Yield lines typed or piped in until end of input; empty lines are skipped."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  so that `input` has a history
@@ -18,7 +18,7 @@ def lines() -> Iterator[str]:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
-        except KeyboardInterrupt:  # for an answer that had just ended
+        except KeyboardInterrupt:  # meant for an answer that had just ended
             if not sys.stdin.isatty():
                 raise
             print()
@@ -35,16 +35,16 @@ def ask(
     """Print the prompt and its continuation.
 
     Args:
-        goes_on: other prompts follow: a refusal is printed, and Ctrl-C ends this answer only.
+        goes_on: more prompts follow, so a refusal is printed and Ctrl-C ends this answer only.
 
     Raises:
         UserError: as `Client.stream`.
     """
     start = prompt
     try:
-        with closing(client.stream(prompt, **parameters)) as pieces:
-            for piece in pieces:
-                print(start + piece.text, end="", flush=True)
+        with closing(client.stream(prompt, **parameters)) as chunks:
+            for chunk in chunks:
+                print(start + chunk.text, end="", flush=True)
                 start = ""
     except UserError as error:
         if not goes_on:

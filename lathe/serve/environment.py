@@ -1,8 +1,9 @@
-"""Finds the environment that holds tritonserver, and lays out what the binary needs to start."""
+"""Find the environment that has tritonserver, and set up what the binary needs to start."""
 
 import json
 import os
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,13 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class ServeEnvironment:
-    """A Python environment with nvidia-pytriton, which carries the tritonserver binary."""
+    """A Python environment with nvidia-pytriton, which contains the tritonserver binary."""
 
     python: Path
     tritonserver: Path  # the folder with bin/, backends/ and python_backend_stubs/
     site_packages: Path
-    libraries: Path  # where libpython lies, if it is shared
-    version: str  # of Python, as the stubs' folders are named
+    libraries: Path  # folder of libpython, if it is a shared library
+    version: str  # Python's, as in the names of the stub folders
 
     @property
     def binary(self) -> Path:
@@ -48,15 +49,15 @@ class ServeEnvironment:
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
             "PYTHONPATH": os.pathsep.join([str(self.site_packages), str(ROOT)]),
-            # A model repository stays what it is, byte for byte.
+            # No bytecode is written: a model repository must stay the same, byte for byte.
             "PYTHONDONTWRITEBYTECODE": "1",
-            # Every token reads all weights: in pages of 2 MB that is a twelfth faster.
+            # Every token reads all weights, which is 8 % faster with 2 MB pages.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }
 
     def link_backends(self, folder: Path) -> Path:
-        """Make `folder` a backend directory: the wheel keeps a stub for every Python version
-        apart, and Triton wants the right one beside the backend's library."""
+        """Make `folder` a backend directory: the wheel has a stub for every Python version in a
+        folder of its own, and Triton needs the right one beside the backend's library."""
         backend = folder / "python"
         unlink_backends(folder)
         backend.mkdir(parents=True, exist_ok=True)
@@ -75,8 +76,8 @@ class ServeEnvironment:
 
 
 def unlink_backends(folder: Path) -> None:
-    """Remove the links of `link_backends`, what Python has compiled from them, and the folders,
-    where nothing else is in them."""
+    """Remove the links of `link_backends`, their bytecode, and the folders if they are then
+    empty."""
     backend = folder / "python"
     if folder.is_symlink() or backend.is_symlink() or not backend.is_dir():
         return
@@ -93,15 +94,21 @@ def unlink_backends(folder: Path) -> None:
 
 
 def find_environment() -> ServeEnvironment:
-    """The environment of `LATHE_SERVE_PYTHON`, or of `.venv-serve` beside the package.
+    """Find the environment of `LATHE_SERVE_PYTHON`, or `.venv-serve` beside the package; without
+    either, use this process's own, to which `pip install 'lathe[serve]'` adds Triton.
 
     Raises:
         UserError: it is absent or has no tritonserver for its Python version.
     """
-    python = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / ".venv-serve" / "bin" / "python")
-    cure = f"run `make serve-env`, or name its interpreter in {PYTHON_VARIABLE}"
+    beside = ROOT / ".venv-serve" / "bin" / "python"
+    default = beside if beside.is_file() else sys.executable
+    python = Path(os.environ.get(PYTHON_VARIABLE) or default)
+    hint = (
+        "run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or name the "
+        f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
+    )
     if not python.is_file():
-        raise UserError(f"{python}: no such interpreter: Triton has its own environment", cure)
+        raise UserError(f"{python}: no such interpreter: Triton has its own environment", hint)
     run = subprocess.run(
         [python, "-c", _DESCRIBE],
         capture_output=True,
@@ -110,13 +117,13 @@ def find_environment() -> ServeEnvironment:
         check=False,
     )
     if run.returncode:
-        raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", cure)
+        raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", hint)
     found = json.loads(run.stdout)
     if not found["pytriton"]:
-        raise UserError(f"{python}: nvidia-pytriton is not installed", cure)
+        raise UserError(f"{python}: nvidia-pytriton is not installed", hint)
     tritonserver = Path(found["pytriton"]) / "tritonserver"
     if not (tritonserver / "python_backend_stubs" / found["version"]).is_dir():
-        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", cure)
+        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", hint)
     return ServeEnvironment(
         python,
         tritonserver,

@@ -21,6 +21,18 @@ from lathe.serve.client import Client
 
 PERCENTILES = (50, 90, 99)
 
+OPENINGS = (
+    "The function returns",
+    "In the beginning there was",
+    "A list of all",
+    "It is not possible to",
+    "When the user",
+    "This class is used to",
+    "There are many ways to",
+    "For example, if you",
+)
+"""Prompts for where none are given."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -155,10 +167,10 @@ def _ask(client: Client, load: Load, number: int, started: float) -> Request:
     length = load.lengths[number % len(load.lengths)]
     sent, times = time.perf_counter() - started, []
     try:
-        for piece in client.stream(
+        for chunk in client.stream(
             prompt, max_tokens=length, min_tokens=length, seed=load.seed + number
         ):
-            times += [time.perf_counter() - started] * len(piece.tokens)
+            times += [time.perf_counter() - started] * len(chunk.tokens)
     except Exception as error:
         return Request(sent, tuple(times), str(error).splitlines()[0])
     return Request(sent, tuple(times))

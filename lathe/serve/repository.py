@@ -14,12 +14,12 @@ from typing import Any
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
-from lathe.artifacts import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
-from lathe.cards import Files
+from lathe.artifacts.kinds import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
+from lathe.artifacts.metadata import Files
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.serve.params import FIELDS
-from lathe.serve.piece import TEXTS, TOKENS, score_name
-from lathe.settings import GenerationSettings, ServingSettings
+from lathe.runtime.params import FIELDS
+from lathe.runtime.protocol import TEXTS, TOKENS, score_name
 from lathe.storage import atomic_folder
 from lathe.storage.files import files_below
 from lathe.storage.outputs import remove_files
@@ -45,26 +45,26 @@ def write_repository(
     Raises:
         UserError: `exported` lacks a file.
     """
-    card = open_export(exported)
+    metadata = open_export(exported)
     for name in NEEDED:
         if not (exported / name).is_file():
             raise UserError(f"{exported}: no {name}", "give the output folder of `lathe export`")
     with atomic_folder(output, REPOSITORY) as work:
         model = work / serving.model_name
         (model / "1").mkdir(parents=True)
-        for name in (EXPORT.card, *(card.files or NEEDED)):
+        for name in (EXPORT.metadata_file, *(metadata.files or NEEDED)):
             (model / "1" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(exported / name, model / "1" / name)
         shutil.copyfile(MODEL_PY, model / "1" / "model.py")
-        config = _config(serving, generation, card.sha256)
+        config = _config(serving, generation, metadata.sha256)
         (model / "config.pbtxt").write_text(config, encoding="utf-8")
         scores = work / score_name(serving.model_name)
         (scores / "1").mkdir(parents=True)
         shutil.copyfile(SCORE_PY, scores / "1" / "model.py")
-        config = _score_config(serving, card.sha256)
+        config = _score_config(serving, metadata.sha256)
         (scores / "config.pbtxt").write_text(config, encoding="utf-8")
         written = json.dumps({"kind": REPOSITORY.name})
-        (work / REPOSITORY.card).write_text(written, encoding="utf-8")
+        (work / REPOSITORY.metadata_file).write_text(written, encoding="utf-8")
     return output
 
 
@@ -76,10 +76,12 @@ def require_whole(repository: Path) -> None:
     """
     if not repository.is_dir():
         raise UserError(f"{repository}: no such folder", "deploy the model again")
-    if (card := repository / REPOSITORY.card).is_file():  # one of an earlier version has none
-        listed = read_json(card, "deploy the model again").get("files")
-        files = checked(listed, Files, f"{card}: files", "deploy the model again")
-        check_files(repository, REPOSITORY.card, files, "deploy the model again")
+    if (
+        metadata := repository / REPOSITORY.metadata_file
+    ).is_file():  # one of an earlier version has none
+        listed = read_json(metadata, "deploy the model again").get("files")
+        files = checked(listed, Files, f"{metadata}: files", "deploy the model again")
+        check_files(repository, REPOSITORY.metadata_file, files, "deploy the model again")
 
 
 def remove_bytecode(repository: Path) -> None:
@@ -151,7 +153,7 @@ def _pbtxt(
     outputs: list[dict[str, Any]],
     is_decoupled: bool,
 ) -> str:
-    """The config.pbtxt of a Python model; `lathe.serve.piece.model_settings` reads `settings`."""
+    """The config.pbtxt of a Python model; `runtime.protocol.model_settings` reads `settings`."""
     config = model_config_pb2.ModelConfig(
         name=name,
         backend="python",

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
 
+from lathe.config.settings import ServingSettings
 from lathe.errors import StageError, UserError
 from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
 from lathe.serve.process import Process
 from lathe.serve.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, ServerState
-from lathe.settings import ServingSettings
 
 log = logging.getLogger("lathe")
 

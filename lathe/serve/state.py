@@ -15,6 +15,7 @@ from urllib.request import ProxyHandler, build_opener
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lathe.errors import UserError
+from lathe.inputs import first_mistake
 from lathe.serve.environment import unlink_backends
 from lathe.serve.guard import SHARED_MEMORY, clear_shared_memory
 from lathe.serve.process import Process, ends_within, send
@@ -143,19 +144,16 @@ def read(folder: Path) -> ServerState | None:
     path = folder / STATE_FILE
     try:
         if not S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path}: not a file", _CURE)
+            raise UserError(f"{path}: not a file", _HINT)
         return ServerState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", _CURE) from None
+        raise UserError(f"{path}: {error.strerror}", _HINT) from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
         raise UserError(
-            f"{path}: not the state of a server: {where + ': ' if where else ''}{first['msg']}",
-            _CURE,
+            f"{path}: not the state of a server: {first_mistake(error)}", _HINT
         ) from None
 
 
-_CURE = f"move it away, or name another folder in {STATE_VARIABLE}"
+_HINT = f"move it away, or name another folder in {STATE_VARIABLE}"

@@ -3,38 +3,42 @@
 from pathlib import Path
 
 from lathe.errors import UserError, explain_os_error, printable
-from lathe.storage.download import fetch_s3
+from lathe.storage.download import fetch_stored
 from lathe.storage.failures import explained
 from lathe.storage.files import atomic_file, digest, sha256
 from lathe.storage.http import fetch_http
-from lathe.storage.outputs import atomic_folder, locked
-from lathe.storage.ownership import claim_file, claim_folder, require_apart
-from lathe.storage.s3 import (
-    SCHEMES,
+from lathe.storage.objects import (
+    claim_address,
     exists,
     list_uris,
     read_text,
     remove,
-    s3_client,
+    replace_text,
     write_text,
 )
+from lathe.storage.outputs import atomic_folder, locked
+from lathe.storage.ownership import claim_output_file, claim_output_folder, require_apart
+from lathe.storage.stores import is_store, scheme_of
 from lathe.storage.upload import upload
 
 __all__ = [
     "atomic_file",
     "atomic_folder",
-    "claim_file",
-    "claim_folder",
+    "claim_address",
+    "claim_output_file",
+    "claim_output_folder",
     "digest",
     "exists",
     "fetch",
     "is_remote",
+    "is_store",
     "list_uris",
     "locked",
     "read_text",
     "remove",
+    "replace_text",
     "require_apart",
-    "s3_client",
+    "scheme_of",
     "sha256",
     "upload",
     "write_text",
@@ -42,13 +46,8 @@ __all__ = [
 
 
 def is_remote(uri: str) -> bool:
-    """Whether `fetch` would go to a network for it."""
-    return _scheme(uri) in ("http", "https", *SCHEMES)
-
-
-def _scheme(uri: str) -> str:
-    """What is before the first colon; `urlsplit` raises where something after it is wrong."""
-    return uri.partition(":")[0].lower()
+    """Whether it is an address, of a store or of a web server, which `fetch` brings."""
+    return is_store(uri) or scheme_of(uri) in ("http", "https")
 
 
 def fetch(uri: str, folder: Path) -> Path:
@@ -59,8 +58,10 @@ def fetch(uri: str, folder: Path) -> Path:
     against its manifest. Nothing is seen in the folder until all has arrived; what a broken fetch
     has brought waits there under a hidden name, and the next one goes on with it.
 
-    The store is the one that the AWS variables name: `AWS_ENDPOINT_URL` (default: Amazon's),
-    `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`; without a key
+    `file:///path` is the same in a folder that is a store (`lathe.storage.local`); a blank is
+    spelled as one there, not as %20. The store of `s3://` is the one that the AWS variables name:
+    `AWS_ENDPOINT_URL` (default: Amazon's), `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
+    `AWS_SESSION_TOKEN`, `AWS_REGION`; without a key
     the request is anonymous. `LATHE_S3_SECRET_DIR` names a folder whose files `accesskey` and
     `secretkey` take the place of the two keys. Failures that may pass (connection, status
     5xx, a body cut short) are tried four times, a server that is silent for LATHE_NETWORK_TIMEOUT
@@ -82,6 +83,6 @@ def fetch(uri: str, folder: Path) -> Path:
         return path
     with explained(uri, folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if _scheme(uri) in SCHEMES:
-            return fetch_s3(uri, folder)
+        if is_store(uri):
+            return fetch_stored(uri, folder)
         return fetch_http(uri, folder)

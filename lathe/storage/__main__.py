@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from lathe.console import print_any_text
-from lathe.errors import StageError, UserError, explain_os_error
+from lathe.errors import ENDINGS, explain
 from lathe.storage import fetch, upload
 
 
@@ -18,11 +18,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("fetch", help="an object or a prefix into a folder")
-    verb.add_argument("uri", help="s3://bucket/key, s3://bucket/prefix/ or https://...")
+    verb.add_argument(
+        "uri", help="s3://bucket/key, s3://bucket/prefix/, file:///folder or https://..."
+    )
     verb.add_argument("folder", type=Path)
     verb = verbs.add_parser("put", help="a file to an object, or a folder to a prefix")
     verb.add_argument("path", type=Path)
-    verb.add_argument("uri", help="s3://bucket/key or s3://bucket/prefix/")
+    verb.add_argument("uri", help="s3://bucket/key, s3://bucket/prefix/ or file:///path")
     given = parser.parse_args(arguments)
     print_any_text()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -31,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(fetch(given.uri, given.folder))
         else:
             upload(given.path, given.uri)
-    except (UserError, StageError, OSError) as error:
-        told = explain_os_error(error) if isinstance(error, OSError) else error
+    except ENDINGS as error:
+        told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status
     return 0

@@ -8,23 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from minio import Minio
-
 from lathe.errors import UserError
 from lathe.storage.files import digest, sha256
 from lathe.storage.manifest import MARKER, OWN_NAMES, STAGE, Entry, from_json, require_relative
+from lathe.storage.object_store import ObjectStore, Stored
+from lathe.storage.objects import is_unfinished
 from lathe.storage.parallel import in_order, progress
 from lathe.storage.parts import part_count
 from lathe.storage.ranges import get_file
-from lathe.storage.s3 import (
-    Stored,
-    get_text,
-    is_unfinished,
-    list_below,
-    parse,
-    s3_client,
-    stat,
-)
+from lathe.storage.stores import open_store
 
 
 @dataclass(frozen=True)
@@ -36,20 +28,20 @@ class Wanted:
     sha256: str | None
 
 
-def fetch_s3(uri: str, folder: Path) -> Path:
-    bucket, key = parse(uri)
-    client = s3_client()
-    if not key.endswith("/") and (found := stat(client, bucket, key)):
+def fetch_stored(uri: str, folder: Path) -> Path:
+    """An object or a prefix of a store; see `lathe.storage.fetch`."""
+    store, key = open_store(uri)
+    if not key.endswith("/") and (found := store.stat(key)):
         name = require_relative(PurePosixPath(key).name, uri)
-        _fetch(client, bucket, uri, [Wanted(name, found, None)], folder)
+        _fetch(store, uri, [Wanted(name, found, None)], folder)
         return folder / name
-    _fetch(client, bucket, uri, _below(client, bucket, key.removesuffix("/") + "/", uri), folder)
+    _fetch(store, uri, _below(store, key.removesuffix("/") + "/", uri), folder)
     return folder
 
 
-def _below(client: Minio, bucket: str, prefix: str, uri: str) -> list[Wanted]:
+def _below(store: ObjectStore, prefix: str, uri: str) -> list[Wanted]:
     """What a prefix holds: all that its manifest names, or every object where it has none."""
-    below = list_below(client, bucket, prefix)
+    below = store.list_below(prefix)
     if not below:
         what = "no object below it" if uri.endswith("/") else "not found (NoSuchKey)"
         raise UserError(f"{uri}: {what}", "check the bucket and the prefix")
@@ -59,12 +51,11 @@ def _below(client: Minio, bucket: str, prefix: str, uri: str) -> list[Wanted]:
         )
     if MARKER not in below:
         return [
-            Wanted(require_relative(name, f"s3://{bucket}/{stored.key}"), stored, None)
+            Wanted(require_relative(name, store.address(stored.key)), stored, None)
             for name, stored in below.items()
             if name not in OWN_NAMES
         ]
-    where = f"s3://{bucket}/{prefix}{MARKER}"
-    files = from_json(get_text(client, bucket, prefix + MARKER), where)
+    files = from_json(store.get(prefix + MARKER), store.address(prefix + MARKER))
     for name, entry in files.items():
         _require_listed(uri, name, entry, below.get(name))
     return [Wanted(name, below[name], entry.sha256) for name, entry in files.items()]
@@ -79,10 +70,10 @@ def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) ->
         )
 
 
-def _fetch(client: Minio, bucket: str, uri: str, wanted: list[Wanted], folder: Path) -> None:
+def _fetch(store: ObjectStore, uri: str, wanted: list[Wanted], folder: Path) -> None:
     with _stage(folder) as stage:
         missing = [w for w in wanted if not _is_there(folder / w.name, w)]
-        work = {w.name: stage / digest(f"{bucket}/{w.stored.key}")[:32] for w in missing}
+        work = {w.name: stage / digest(store.address(w.stored.key))[:32] for w in missing}
         _require_space(uri, stage, [(w.stored.size, work[w.name]) for w in missing])
         with progress(f"fetch {uri}", sum(w.stored.size for w in missing)) as p:
 
@@ -90,7 +81,7 @@ def _fetch(client: Minio, bucket: str, uri: str, wanted: list[Wanted], folder: P
                 def nothing(size: int) -> None:
                     """A bar is drawn by one thread only."""
 
-                get_file(client, bucket, w.stored, w.sha256, work[w.name], nothing)
+                get_file(store, w.stored, w.sha256, work[w.name], nothing)
                 return w.stored.size
 
             small = [w for w in missing if part_count(w.stored.size) <= 1]
@@ -98,7 +89,7 @@ def _fetch(client: Minio, bucket: str, uri: str, wanted: list[Wanted], folder: P
                 p.advance(size)
             for w in missing:
                 if part_count(w.stored.size) > 1:
-                    get_file(client, bucket, w.stored, w.sha256, work[w.name], p.advance)
+                    get_file(store, w.stored, w.sha256, work[w.name], p.advance)
         for w in missing:
             target = folder / w.name
             target.parent.mkdir(parents=True, exist_ok=True)

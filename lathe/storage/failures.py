@@ -2,7 +2,6 @@
 
 import errno
 import http.client
-import os
 import re
 import socket
 import urllib.error
@@ -12,23 +11,22 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import urllib3
-from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from tenacity import RetryCallState, retry, retry_if_exception, wait_exponential_jitter
 from urllib3.exceptions import NewConnectionError
 
 from lathe.errors import UserError, explain_os_error, printable
 from lathe.storage.network import VARIABLE
+from lathe.storage.stores import is_store
 
 BUSY = {"429", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
 MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
 REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
-CHANGED = {"412", "PreconditionFailed"}
+CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (
     urllib.error.URLError,
     http.client.HTTPException,
     urllib3.exceptions.HTTPError,
-    MinioException,
     ConnectionError,
     TimeoutError,
 )
@@ -42,20 +40,28 @@ class Damaged(ConnectionError):
     """The bytes at the other end are not those that were sent."""
 
 
+class StoreError(ConnectionError):
+    """A request that an object store refused, or did not answer.
+
+    Attributes:
+        code: HTTP status or S3 error code that came back, empty if none did.
+        store: the address that was asked, for a message.
+        variable: the environment variable which names that.
+        hint: what to check where the store refuses the credentials.
+    """
+
+    def __init__(
+        self, what: str, code: str = "", store: str = "", variable: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(what)
+        self.code, self.store, self.variable, self.hint = code, store, variable, hint
+
+
 def status(error: BaseException | None) -> str:
     """HTTP status or S3 error code that came back, empty if none did."""
-    if isinstance(error, urllib.error.HTTPError):
-        return str(error.code)
-    if isinstance(error, ServerError):
-        return str(error.status_code)
-    if isinstance(error, S3Error):
-        return error.code or ""
-    if isinstance(error, InvalidResponseError):  # the right XML as text/xml, as rclone sends it
-        found = re.search(
-            r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
-        )
-        return found[1] or found[2] if found else ""
-    return ""
+    if isinstance(error, StoreError):
+        return error.code
+    return str(error.code) if isinstance(error, urllib.error.HTTPError) else ""
 
 
 def _transient(error: BaseException) -> bool:
@@ -123,7 +129,7 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
             ) from error
         told = explain_os_error(error, disk)
         if isinstance(told, UserError):
-            raise UserError(f"{shown(uri)}: {told.what}", told.cure) from error
+            raise UserError(f"{shown(uri)}: {told.what}", told.hint) from error
         raise type(told)(f"{shown(uri)}: {told}") from error
     except (ValueError, ElementTree.ParseError) as error:
         # The minio client's, about a bucket's name, half a credential, an answer that is no XML.
@@ -134,14 +140,14 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
 
 def shown(uri: str) -> str:
     """The address without what may be a secret in it: a password, a signature."""
-    if uri.startswith(("s3:", "minio:")):
+    if is_store(uri):
         return printable(re.sub(r"//[^/]*@", "//", uri))
     return printable(re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0])
 
 
 def _explain(uri: str, error: Exception) -> UserError:
     code = status(error)
-    is_s3 = not uri.startswith("http")
+    asked = error if isinstance(error, StoreError) else StoreError("")
     what = shown(uri)
     if code == "NoSuchBucket":
         return UserError(f"{what}: not found (NoSuchBucket)", "make the bucket or check its name")
@@ -150,7 +156,7 @@ def _explain(uri: str, error: Exception) -> UserError:
     if code in REFUSED:
         return UserError(
             f"{what}: access refused ({code})",
-            _credentials_cure() if is_s3 else "check that the address can be read unauthenticated",
+            asked.hint or "check that the address can be read unauthenticated",
         )
     if code in CHANGED:
         return UserError(f"{what}: it changed while it was fetched", "run it again")
@@ -160,22 +166,15 @@ def _explain(uri: str, error: Exception) -> UserError:
         return UserError(f"{what}: the store answered {code}", "look into the store's own log")
     if isinstance(error, Damaged):
         return UserError(f"{what}: {error}", "run it again; if it stays, check the store's disks")
-    store = os.environ.get("AWS_ENDPOINT_URL") if is_s3 else None
-    source = f" from {shown(store)}" if store else ""
-    cure = "check the network" + (" and AWS_ENDPOINT_URL" if store else " and the address")
+    source = f" from {shown(asked.store)}" if asked.store else ""
+    hint = f"check the network and {asked.variable or 'the address'}"
     if timed_out(error):
         waited = (getattr(error, "__notes__", None) or ["the time allowed"])[-1]
         what = f"{what}: no answer{source} in {waited}"
-        return UserError(f"{what}: {_one_line(error)}", f"{cure}; {VARIABLE}=60 waits longer")
-    return UserError(f"{what}: no answer{source}: {_one_line(error)}", cure)
+        return UserError(f"{what}: {_one_line(error)}", f"{hint}; {VARIABLE}=60 waits longer")
+    return UserError(f"{what}: no answer{source}: {_one_line(error)}", hint)
 
 
 def _one_line(error: Exception) -> str:
     """What it says, shortened: a server may send anything as its answer."""
     return printable(" ".join(str(error).split()))
-
-
-def _credentials_cure() -> str:
-    if folder := os.environ.get("LATHE_S3_SECRET_DIR"):
-        return f"check the files accesskey and secretkey in {folder} (LATHE_S3_SECRET_DIR)"
-    return "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

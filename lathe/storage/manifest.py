@@ -27,7 +27,7 @@ def to_json(files: Mapping[str, Entry]) -> str:
     return json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
 
 
-def from_json(text: str, where: str) -> dict[str, Entry]:
+def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
     """What `to_json` wrote.
 
     Raises:
@@ -55,14 +55,24 @@ def _size(value: object) -> int:
 
 
 def _sha256(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+    if not is_digest(value):
         raise ValueError(f"sha256 {value!r}")
-    return value
+    return str(value)
+
+
+def is_digest(value: object) -> bool:
+    """Whether it is a SHA-256 in lower-case hex."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+def is_relative(name: str) -> bool:
+    """Whether it names a file below a folder: no `..`, no empty part, no NUL."""
+    return not ({"", ".", ".."} & set(name.split("/")) or "\0" in name)
 
 
 def require_relative(name: str, where: str) -> str:
-    """`name`, where it names a file below a folder: no `..`, no empty part, no NUL."""
-    if {"", ".", ".."} & set(name.split("/")) or "\0" in name:
+    """`name`, unless it leads out of a folder; see `is_relative`."""
+    if not is_relative(name):
         raise UserError(
             f"{where}: {name!r} is no name of a file below a folder ('..' or an empty part)",
             "rename the object",

@@ -1,4 +1,4 @@
-"""Folders that are whole or absent: written aside, listed in their card, then put in place."""
+"""Folders that are whole or absent: written aside, listed in their metadata, then put in place."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ from lathe.storage.ownership import (
     OWNER,
     REPLACED,
     Kind,
-    claim_folder,
+    claim_output_folder,
     our_files,
     real_path,
     scratch_folders,
@@ -28,24 +28,24 @@ log = logging.getLogger("lathe")
 
 @contextmanager
 def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
-    """Yield an empty folder; with a card in it, it takes the place of `output`.
+    """Yield an empty folder; with a metadata file in it, it takes the place of `output`.
 
-    The card is completed with the list of all other files. A block that fails, or writes no card,
-    leaves `output` as it was. Temporary files may lie beside the yielded folder.
+    The metadata is completed with the list of all other files. A block that fails, or writes no
+    metadata file, leaves `output` as it was. Temporary files may lie beside the yielded folder.
 
-    An earlier output is moved aside and deleted file by file, as its own card lists them. Behind a
-    symbolic link, the folder that it means is replaced. A mount point, and a folder in which this
-    process stands or whose parent cannot be written to, stays, and the files in it are replaced one
-    by one, the card last.
+    An earlier output is moved aside and deleted file by file, as its own metadata lists them.
+    Behind a symbolic link, the folder that it means is replaced. A mount point, and a folder in
+    which this process stands or whose parent cannot be written to, stays, and the files in it are
+    replaced one by one, the metadata last.
 
     Raises:
-        UserError: see `claim_folder`; another process is writing to `output`.
+        UserError: see `claim_output_folder`; another process is writing to `output`.
     """
     target = real_path(output)
     _bring_back(target)
     with ExitStack() as held:
         held.enter_context(locked(output))
-        claim_folder(output, kind)
+        claim_output_folder(output, kind)
         _sweep(target, kind)
         stays = _must_stay(target)
         scratch = _make_scratch(target, stays)
@@ -53,11 +53,11 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
         work = scratch / "new"
         work.mkdir()
         yield work
-        if not (work / kind.card).is_file():
+        if not (work / kind.metadata_file).is_file():
             return
-        _complete(work / kind.card)
+        _complete(work / kind.metadata_file)
         if stays:
-            claim_folder(output, kind)
+            claim_output_folder(output, kind)
             _replace_files(work, target, kind)
         else:
             _exchange(work, target, scratch / "old")
@@ -130,27 +130,30 @@ def _make_scratch(target: Path, inside: bool) -> Path:
     return scratch
 
 
-def _complete(card: Path) -> None:
-    """Add the list of all other files, where the card has none of its own."""
-    values = json.loads(card.read_bytes())
+def _complete(metadata: Path) -> None:
+    """Add the list of all other files, where the metadata has none of its own."""
+    values = json.loads(metadata.read_bytes())
     if "files" not in values:
         values["files"] = {
             name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            for name, path in files_below(card.parent)
-            if path != card
+            for name, path in files_below(metadata.parent)
+            if path != metadata
         }
-        card.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        metadata.write_text(
+            json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def _replace_files(work: Path, target: Path, kind: Kind) -> None:
-    """Whatever ends this in between, the folder has no card, and the next attempt knows its own."""
-    if (target / kind.card).exists():
-        os.replace(target / kind.card, target / REPLACED)
-    remove_files(target, our_files(target, kind) - {kind.card, REPLACED})
-    names = [name for name, _ in files_below(work) if name != kind.card]
-    for name in (*names, kind.card):
+    """Whatever ends this in between, the folder has no metadata file, and the next attempt knows
+    its own."""
+    if (target / kind.metadata_file).exists():
+        os.replace(target / kind.metadata_file, target / REPLACED)
+    remove_files(target, our_files(target, kind) - {kind.metadata_file, REPLACED})
+    names = [name for name, _ in files_below(work) if name != kind.metadata_file]
+    for name in (*names, kind.metadata_file):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if name == kind.card:
+        if name == kind.metadata_file:
             (target / REPLACED).unlink(missing_ok=True)
         os.replace(work / name, target / name)
 
@@ -166,7 +169,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 
 def _sweep(target: Path, kind: Kind) -> None:
     """Delete what an attempt that was killed has left: half a replacement, and its scratch."""
-    if (target / REPLACED).exists() or not (target / kind.card).exists():
+    if (target / REPLACED).exists() or not (target / kind.metadata_file).exists():
         remove_files(target, our_files(target, kind))
     for inside in (True, False):
         for stale in scratch_folders(target, inside):

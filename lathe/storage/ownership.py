@@ -1,13 +1,13 @@
 """Which files an output may replace: an earlier one of its own kind, provably, and nothing else.
 
-A folder that Lathe wrote has a card, a JSON file that lists every other file in it with its
-SHA-256. Such a folder with nothing else in it may be replaced, and so may an empty one. Everything
-else is the user's. Stages decide before their work, by `claim_folder` and `claim_file`.
+A folder that Lathe wrote has a metadata file, a JSON file that lists every other file in it with
+its SHA-256. Such a folder with nothing else in it may be replaced, and so may an empty one.
+Everything else is the user's. Stages decide before their work, by `claim_output_folder` and
+`claim_output_file`.
 """
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,8 +15,12 @@ from pathlib import Path, PurePosixPath
 
 from lathe.errors import UserError
 from lathe.storage.files import files_below, sha256
+from lathe.storage.manifest import is_digest, is_relative
+from lathe.storage.verified import is_intact
 
-REPLACED = ".lathe.replaced.json"  # the card of a folder whose files are being replaced one by one
+REPLACED = (
+    ".lathe.replaced.json"  # the metadata of a folder whose files are being replaced one by one
+)
 OWNER = ".lathe.owner"  # in a scratch folder: the output that it is for
 SHOWN = 3  # names of files in the way
 SYSTEM = {"lost+found"}  # in the root of a file system of its own
@@ -30,12 +34,12 @@ class Kind:
 
     Attributes:
         name: as messages call it.
-        card: its JSON file that lists the others under `files`.
-        keys: what every card of the kind has.
+        metadata_file: its JSON file, which lists the others under `files`.
+        keys: what every metadata file of the kind has.
     """
 
     name: str
-    card: str
+    metadata_file: str
     keys: tuple[str, ...]
 
 
@@ -47,7 +51,7 @@ class FileKind:
     is_one: Callable[[Path], bool]
 
 
-def claim_folder(output: Path, kind: Kind, *inputs: Source) -> None:
+def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
     """Decide, before any work, whether `output` may become a new folder of this kind.
 
     Args:
@@ -60,16 +64,16 @@ def claim_folder(output: Path, kind: Kind, *inputs: Source) -> None:
     require_apart(output, *inputs)
     target = real_path(output)
     if not target.exists():
-        _require_writable(_existing_parent(target), output)
+        require_writable(existing_parent(target), output)
         return
-    _require_writable(target, output)
+    require_writable(target, output)
     if foreign := not_ours(target, kind):
         raise in_the_way(output, foreign, f"an earlier {kind.name} of Lathe's")
 
 
-def claim_file(output: Path, kind: FileKind, *inputs: Source) -> None:
+def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
     """Decide, before any work, whether `output` may become a new file of this kind; raises as
-    `claim_folder` does."""
+    `claim_output_folder` does."""
     require_apart(output, *inputs)
     target = real_path(output)
     if target.exists() and not (target.is_file() and kind.is_one(target)):
@@ -77,7 +81,7 @@ def claim_file(output: Path, kind: FileKind, *inputs: Source) -> None:
             f"{output}: exists, and is not {kind.name} that Lathe wrote",
             "give another name as --output, or move it away",
         )
-    _require_writable(_existing_parent(target), output)
+    require_writable(existing_parent(target), output)
 
 
 def require_apart(output: Path, *inputs: Source) -> None:
@@ -103,13 +107,13 @@ def in_the_way(output: Path, names: list[str], wanted: str) -> UserError:
 
 
 def not_ours(folder: Path, kind: Kind) -> list[str]:
-    """What lies in a folder and is not listed, with its digest, by a card of this kind."""
+    """What lies in a folder and is not listed, with its digest, by a metadata file of this kind."""
     known, scratch = known_files(folder, kind), scratch_folders(folder, inside=True)
     parents = {str(parent) for name in known for parent in PurePosixPath(name).parents}
     files = [
         (name, path)
         for name, path in files_below(folder)
-        if not (name in known and _is_plain(path) and sha256(path) in known[name])
+        if not (name in known and _is_plain(path) and any(is_intact(path, d) for d in known[name]))
     ]
     empty = [(name, path) for name, path in _empty_folders(folder) if name not in SYSTEM | parents]
     return [
@@ -120,21 +124,21 @@ def not_ours(folder: Path, kind: Kind) -> list[str]:
 
 
 def our_files(folder: Path, kind: Kind) -> set[str]:
-    """The names of a folder's files that its cards list and that are as they say."""
+    """The names of a folder's files that its metadata files list and that are as they say."""
     return set(known_files(folder, kind)) - set(not_ours(folder, kind))
 
 
 def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
-    """The SHA-256 that files of a folder may have by its cards, the cards themselves too; several
-    where a replacement was broken off."""
+    """The SHA-256 that files of a folder may have by its metadata files, themselves included;
+    several where a replacement was broken off."""
     known: dict[str, set[str]] = defaultdict(set)
-    for card in _cards(folder, kind):
-        if listed := listed_files(card, kind):
-            if card.parent == folder:
-                known[card.name].add(sha256(card))
+    for metadata in _metadata_files(folder, kind):
+        if listed := listed_files(metadata, kind):
+            if metadata.parent == folder:
+                known[metadata.name].add(sha256(metadata))
             for name, found in listed.items():
                 known[name].add(found)
-    for path in bytecode(folder, list(known)):
+    for path in filter(_is_plain, bytecode(folder, list(known))):
         known[path.relative_to(folder).as_posix()].add(sha256(path))
     return known
 
@@ -145,18 +149,21 @@ def bytecode(folder: Path, names: Iterable[str]) -> Iterator[Path]:
         yield from (module.parent / "__pycache__").glob(f"{module.stem}.cpython-*.pyc")
 
 
-def listed_files(card: Path, kind: Kind) -> dict[str, str]:
-    """SHA-256 by name of the files that a card lists; empty where it is no card of the kind."""
+def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
+    """SHA-256 by name of the files that a metadata file lists; empty where it is no metadata file
+    of the kind."""
+    if not _is_plain(metadata):
+        return {}
     try:
-        values = json.loads(card.read_bytes())
+        values = json.loads(metadata.read_bytes())
         files = {
             name: entry if isinstance(entry, str) else entry["sha256"]
             for name, entry in values["files"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
-    is_card = values.keys() >= set(kind.keys) and all(map(is_digest, files.values()))
-    return files if is_card and all(map(_is_below, files)) else {}
+    is_metadata = values.keys() >= set(kind.keys) and all(map(is_digest, files.values()))
+    return files if is_metadata and all(map(is_relative, files)) else {}
 
 
 def scratch_folders(target: Path, inside: bool) -> list[Path]:
@@ -165,7 +172,8 @@ def scratch_folders(target: Path, inside: bool) -> list[Path]:
     prefix = scratch_prefix(target, inside)
     try:
         found = [path for path in parent.iterdir() if path.name.startswith(prefix)]
-        return [path for path in found if (path / OWNER).read_bytes() == os.fsencode(target)]
+        owned = [path for path in found if _is_plain(path / OWNER)]
+        return [path for path in owned if (path / OWNER).read_bytes() == os.fsencode(target)]
     except OSError:
         return []
 
@@ -188,19 +196,11 @@ def real_path(path: Path) -> Path:
     return found
 
 
-def is_digest(text: object) -> bool:
-    return isinstance(text, str) and re.fullmatch("[0-9a-f]{64}", text) is not None
-
-
-def _is_below(name: str) -> bool:
-    return not {"", ".", ".."} & set(name.split("/"))
-
-
-def _cards(folder: Path, kind: Kind) -> Iterator[Path]:
-    yield folder / kind.card
+def _metadata_files(folder: Path, kind: Kind) -> Iterator[Path]:
+    yield folder / kind.metadata_file
     yield folder / REPLACED
     for scratch in scratch_folders(folder, inside=True):
-        yield scratch / "new" / kind.card
+        yield scratch / "new" / kind.metadata_file
 
 
 def _empty_folders(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -214,11 +214,11 @@ def _is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.exists())
 
 
-def _require_writable(folder: Path, output: Path) -> None:
+def require_writable(folder: Path, output: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{output}: {folder} is a file", "give another --output")
     if not os.access(folder, os.W_OK | os.X_OK):

@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from lathe.storage.parts import MIB
-from lathe.storage.s3 import CONNECTIONS
 
 A = TypeVar("A")
 B = TypeVar("B")
 
+CONNECTIONS = 8
 SHOWN_AFTER_SECONDS = 2.0
 
 

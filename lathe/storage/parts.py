@@ -2,14 +2,11 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 MIB = 1 << 20
 PART_BYTES = 8 * MIB
 MOST_PARTS = 10_000  # of one object; S3's limit
-# Kept with an object that was put in parts: without their size its ETag says nothing.
-PART_BYTES_HEADER = "x-amz-meta-lathe-part-bytes"
 
 
 def part_size(size: int) -> int:
@@ -41,18 +38,9 @@ class Etag:
         return self._md5.hexdigest() + (f"-{self._count}" if self._in_parts else "")
 
 
-def says_other(etag: str, expected: str, headers: Mapping[str, str] | None) -> bool:
-    """Whether an answer's ETag is the digest of something else than what is `expected`.
-
-    Nothing can be said where it is none: under encryption with a key of one's own (SSE-KMS,
-    SSE-C, as the headers tell).
-    """
-    encrypted = any(
-        name.lower().startswith("x-amz-server-side-encryption") and value != "AES256"
-        for name, value in (headers or {}).items()
-    )
-    is_digest = re.fullmatch(r"[0-9a-f]{32}(-\d+)?", etag) is not None
-    return not encrypted and is_digest and etag != expected
+def is_md5(etag: str) -> bool:
+    """Whether an ETag looks like such a digest; under encryption it may be another."""
+    return re.fullmatch(r"[0-9a-f]{32}(-\d+)?", etag) is not None
 
 
 def same_content(path: Path, etag: str) -> str | None:

@@ -4,20 +4,17 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-
-from minio import Minio
 
 from lathe.errors import UserError
 from lathe.storage.failures import Damaged, retried
 from lathe.storage.files import atomic_file
 from lathe.storage.manifest import MARKER
+from lathe.storage.object_store import ObjectStore, Stored
 from lathe.storage.parallel import in_order
-from lathe.storage.parts import Etag, part_count, part_size, says_other
-from lathe.storage.s3 import Stored
+from lathe.storage.parts import Etag, is_md5, part_count, part_size
 
-READ_BYTES = 1 << 20
 SAVES = 256  # of a record, at most, while its object arrives
 SAVE_BYTES = 1 << 22
 
@@ -62,8 +59,7 @@ class _Record:
 
 
 def get_file(
-    client: Minio,
-    bucket: str,
+    store: ObjectStore,
     stored: Stored,
     sha256: str | None,
     work: Path,
@@ -80,22 +76,20 @@ def get_file(
     """
     record = _Record(work, stored)
     size, step = stored.size, part_size(stored.size)
-    headers: dict[str, str] = {}
+    etag_is_digest = is_md5(stored.etag)
     in_parts = "-" in stored.etag
     digest, etag = hashlib.sha256(), Etag(in_parts)
     file = os.open(work, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         os.ftruncate(file, size)
 
-        def get(part: int) -> Mapping[str, str]:
+        def get(part: int) -> bool:
             start = part * step
-            return _get_part(
-                client, bucket, stored, record, part, start, min(step, size - start), file
-            )
+            return _get_part(store, stored, record, part, start, min(step, size - start), file)
 
         parts = range(part_count(size))
-        for part, answered in enumerate(in_order(get, parts) if size > step else map(get, parts)):
-            headers.update(answered)
+        for part, known in enumerate(in_order(get, parts) if size > step else map(get, parts)):
+            etag_is_digest &= known
             data = os.pread(file, step, part * step)
             digest.update(data) if sha256 else etag.update(data)
             advance(len(data))
@@ -107,43 +101,36 @@ def get_file(
     if sha256 and digest.hexdigest() != sha256:
         record.drop()
         raise UserError(
-            f"s3://{bucket}/{stored.key}: torn: its SHA-256 is not the one in {MARKER}",
+            f"{store.address(stored.key)}: torn: its SHA-256 is not the one in {MARKER}",
             "upload the folder again",
         )
     of_our_parts = stored.part_bytes == str(step)
-    if not sha256 and in_parts <= of_our_parts and says_other(stored.etag, etag.text(), headers):
+    checkable = not sha256 and etag_is_digest and in_parts <= of_our_parts
+    if checkable and stored.etag != etag.text():
         record.drop()
         raise Damaged(f"what came has the ETag {etag.text()}, the object {stored.etag}")
 
 
 @retried
 def _get_part(
-    client: Minio,
-    bucket: str,
+    store: ObjectStore,
     stored: Stored,
     record: _Record,
     part: int,
     start: int,
     length: int,
     file: int,
-) -> Mapping[str, str]:
+) -> bool:
     """Write what is missing of bytes [start, start + length) to the same place in an open file.
 
-    The answer's headers; none where nothing was missing.
+    Returns:
+        Whether the ETag can be the bytes' digest.
     """
     if record.arrived[part] == length:
-        return {}
+        return True
     at = start + record.arrived[part]
-    response = client.get_object(
-        bucket, stored.key, at, start + length - at, {"If-Match": f'"{stored.etag}"'}
-    )
-    try:
-        etag = response.headers.get("etag", "").strip('"')
-        if etag != stored.etag:  # a store that passes over If-Match
-            raise UserError(
-                f"s3://{bucket}/{stored.key}: it changed while it was fetched", "run it again"
-            )
-        for chunk in response.stream(READ_BYTES):
+    with store.open_range(stored, at, start + length - at) as body:
+        for chunk in body.chunks:
             if at + len(chunk) > start + length:
                 raise Damaged("the store sends more than was asked for")
             left = memoryview(chunk)
@@ -153,7 +140,4 @@ def _get_part(
                 record.add(part, written)
         if at != start + length:
             raise Damaged(f"{at - start} of {length} bytes came")
-        return response.headers
-    finally:
-        response.close()
-        response.release_conn()
+        return body.etag_is_digest

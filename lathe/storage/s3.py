@@ -1,39 +1,57 @@
-"""An S3 store: its address, its client, and the small requests."""
+"""An S3 store, through the minio client; `s3://bucket/key` or `minio://`.
 
-import io
+Lathe's own retries, time limits and resumed uploads need requests that the client makes but does
+not offer in public (`_put_object` and those of an upload in parts): all are in this file.
+"""
+
+import base64
+import hashlib
 import os
-import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+import urllib3
 from minio import Minio
+from minio.datatypes import Part
 from minio.deleteobjects import DeleteObject
-from minio.error import MinioException
+from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
 from lathe.errors import UserError
-from lathe.storage.failures import MISSING, explained, retried, shown, status
+from lathe.storage.failures import MISSING, Damaged, StoreError, retried, shown
 from lathe.storage.http import is_address
-from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED, require_relative
+from lathe.storage.manifest import require_relative
 from lathe.storage.network import pool
-from lathe.storage.parts import PART_BYTES_HEADER
+from lathe.storage.object_store import BINARY, Body, Sent, Stored, UploadEnded
+from lathe.storage.parallel import CONNECTIONS
+from lathe.storage.parts import Etag, is_md5, part_size, same_content
 
 SCHEMES = ("s3", "minio")
-CONNECTIONS = 8
+ENDPOINT = "AWS_ENDPOINT_URL"
+# KeptUnits with an object that was put in parts: without their size its ETag says nothing.
+PART_BYTES_HEADER = "x-amz-meta-lathe-part-bytes"
+READ_BYTES = 1 << 20
+COMPLETE_SECONDS = 300.0  # a store may copy all parts before it answers
+# Answers to an upload in parts that another one has ended, or mixed with its own.
+ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
+ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """An object as the store lists it."""
+Headers = dict[str, str | list[str] | tuple[str]]
 
-    key: str
-    size: int  # bytes
-    etag: str
-    time: datetime
-    part_bytes: str | None = None  # of its ETag, where Lathe put it; only `stat` knows
+
+def open_store(uri: str) -> tuple["S3Store", str]:
+    """The bucket's store, and the key.
+
+    Raises:
+        UserError: no address of an object, or the AWS variables name no store.
+    """
+    bucket, key = parse(uri)
+    return S3Store(uri.partition(":")[0], bucket), key
 
 
 def parse(uri: str) -> tuple[str, str]:
@@ -55,12 +73,12 @@ def parse(uri: str) -> tuple[str, str]:
 
 def endpoint() -> SplitResult:
     """The store's address, `http://host:port` or `https://host:port`."""
-    uri = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
+    uri = os.environ.get(ENDPOINT) or "https://s3.amazonaws.com"
     if is_address(uri):
         address = urlsplit(uri)
         if address.scheme in ("http", "https") and address.path in ("", "/"):
             return address
-    raise UserError(f"AWS_ENDPOINT_URL={shown(uri)}: not an address", "write http://host:port")
+    raise UserError(f"{ENDPOINT}={shown(uri)}: not an address", "write http://host:port")
 
 
 def s3_client(read_seconds: float | None = None) -> Minio:
@@ -103,151 +121,249 @@ def _credentials() -> tuple[str | None, str | None]:
     return access_key, secret_key
 
 
-@retried
-def stat(client: Minio, bucket: str, key: str) -> Stored | None:
-    """The object, or None where there is none."""
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Raise StoreError for what the client raises."""
     try:
-        found = client.stat_object(bucket, key)
-    except MinioException as error:
-        if status(error) in MISSING:
+        yield
+    except (MinioException, urllib3.exceptions.HTTPError) as error:
+        store = os.environ.get(ENDPOINT) or ""
+        raise StoreError(
+            str(error), _code(error), store, ENDPOINT if store else "", _credentials_hint()
+        ) from error
+
+
+def _code(error: Exception) -> str:
+    if isinstance(error, ServerError):
+        return str(error.status_code)
+    if isinstance(error, S3Error):
+        return error.code or ""
+    if isinstance(error, InvalidResponseError):  # the right XML as text/xml, as rclone sends it
+        found = re.search(
+            r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
+        )
+        return found[1] or found[2] if found else ""
+    return ""
+
+
+def _credentials_hint() -> str:
+    if folder := os.environ.get("LATHE_S3_SECRET_DIR"):
+        return f"check the files accesskey and secretkey in {folder} (LATHE_S3_SECRET_DIR)"
+    return "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+
+
+class S3Store:
+    """One bucket. See `ObjectStore` for the methods."""
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self._scheme, self._bucket = scheme, bucket
+        self._client = s3_client()
+
+    def address(self, key: str) -> str:
+        return f"{self._scheme}://{self._bucket}/{key}"
+
+    def claim(self, key: str) -> None:
+        """A bucket is Lathe's: a prefix given for an output is replaced."""
+
+    @retried
+    def stat(self, key: str) -> Stored | None:
+        try:
+            with _translated():
+                found = self._client.stat_object(self._bucket, key)
+        except StoreError as error:
+            if error.code in MISSING:
+                return None
+            raise
+        return Stored(
+            key,
+            found.size or 0,
+            found.etag or "",
+            found.last_modified or LONG_AGO,
+            (found.metadata or {}).get(PART_BYTES_HEADER),
+        )
+
+    @retried
+    @_translated()
+    def list_below(self, prefix: str) -> dict[str, Stored]:
+        return {
+            o.object_name.removeprefix(prefix): Stored(
+                o.object_name, o.size or 0, o.etag or "", o.last_modified or LONG_AGO
+            )
+            for o in self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            if o.object_name and not o.object_name.endswith("/")
+        }
+
+    @retried
+    @_translated()
+    def has_any(self, prefix: str) -> bool:
+        found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+        return any(True for _ in found)
+
+    @retried
+    @_translated()
+    def get(self, key: str) -> bytes:
+        response = self._client.get_object(self._bucket, key)
+        try:
+            return bytes(response.read())
+        finally:
+            response.close()
+            response.release_conn()
+
+    @contextmanager
+    def open_range(self, stored: Stored, start: int, length: int) -> Iterator[Body]:
+        with _translated():
+            response = self._client.get_object(
+                self._bucket, stored.key, start, length, {"If-Match": f'"{stored.etag}"'}
+            )
+        try:
+            if response.headers.get("etag", "").strip('"') != stored.etag:
+                raise StoreError("a store that passes over If-Match", "PreconditionFailed")
+            with _translated():
+                is_digest = not _is_encrypted(response.headers)
+                yield Body(response.stream(READ_BYTES), is_digest)
+        finally:
+            response.close()
+            response.release_conn()
+
+    def same_content(self, stored: Stored, path: Path) -> str | None:
+        return same_content(path, stored.etag)
+
+    def put(
+        self, key: str, data: bytes, content_type: str = BINARY, if_match: str | None = None
+    ) -> None:
+        headers: Headers = {"Content-Type": content_type}
+        md5 = hashlib.md5(data).digest()
+        if if_match is None:
+            self._put(key, data, md5, headers)
+            return
+        condition = {"If-Match": f'"{if_match}"'} if if_match else {"If-None-Match": "*"}
+        try:
+            self._put(key, data, md5, headers | condition)
+        except StoreError as error:
+            if error.code not in {"501", "NotImplemented"}:
+                raise
+            self._put(key, data, md5, headers)  # the caller has looked
+
+    @retried
+    def _put(
+        self,
+        key: str,
+        data: bytes,
+        md5: bytes,
+        headers: Headers,
+        part: Headers | None = None,
+    ) -> str:
+        """Put one body, `part` of an object or all of it; the ETag that the store gives it."""
+        headers = dict(headers)
+        if endpoint().scheme == "https":  # else the client signs the body's SHA-256
+            headers["Content-MD5"] = base64.b64encode(md5).decode()
+        # The public put_object aborts what breaks off; only this request leaves it to go on with.
+        with _translated():
+            answer = self._client._put_object(self._bucket, key, data, headers, part)
+        _check_etag(answer.etag or "", md5.hex(), answer.http_headers)
+        return answer.etag or ""
+
+    @contextmanager
+    def multipart(self, key: str, size: int, resume: bool) -> Iterator["S3Multipart"]:
+        found = self._broken_off(key) if resume else None
+        upload_id, there = found or (self._begin(key, size), {})
+        yield S3Multipart(self, key, upload_id, there)
+
+    @retried
+    @_translated()
+    def delete(self, keys: Iterable[str]) -> None:
+        objects = [DeleteObject(key) for key in keys]
+        for error in self._client.remove_objects(self._bucket, objects):
+            raise UserError(
+                f"{self.address(error.name or '')}: not removed ({error.code})",
+                "check what the key may do",
+            )
+
+    @retried
+    @_translated()
+    def _begin(self, key: str, size: int) -> str:
+        headers: Headers = {PART_BYTES_HEADER: str(part_size(size))}
+        return self._client._create_multipart_upload(self._bucket, key, headers)
+
+    @retried
+    def _broken_off(self, key: str) -> tuple[str, dict[int, str]] | None:
+        """The newest upload of the object that has not ended, and its parts' ETags by number."""
+        try:
+            with _translated():
+                return self._newest_upload(key)
+        except StoreError as error:
+            if error.code in {"NoSuchUpload", "NotImplemented", "MethodNotAllowed", "404"}:
+                return None  # it has ended by now, or the store lists none
+            raise
+
+    def _newest_upload(self, key: str) -> tuple[str, dict[int, str]] | None:
+        uploads = self._client._list_multipart_uploads(self._bucket, prefix=key).uploads
+        mine = [u for u in uploads if u.object_name == key and u.upload_id]
+        if not mine:
             return None
-        raise
-    return Stored(
-        key,
-        found.size or 0,
-        found.etag or "",
-        found.last_modified or LONG_AGO,
-        (found.metadata or {}).get(PART_BYTES_HEADER),
-    )
+        newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
+        assert newest.upload_id is not None
+        parts: dict[int, str] = {}
+        marker: str | None = None
+        while True:
+            page = self._client._list_parts(
+                self._bucket, key, newest.upload_id, part_number_marker=marker
+            )
+            parts |= {part.part_number: part.etag for part in page.parts}
+            if not page.is_truncated:
+                return newest.upload_id, parts
+            marker = str(page.next_part_number_marker)
+
+    @retried
+    def _complete(self, key: str, upload_id: str, sent: list[Sent]) -> None:
+        client = s3_client(COMPLETE_SECONDS)
+        parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
+        with _translated():
+            answer = client._complete_multipart_upload(self._bucket, key, upload_id, parts)
+        if not answer.etag:  # a failure after the store had begun to answer 200
+            raise Damaged("the store did not put the parts together")
+        etag = Etag(in_parts=True)
+        for part in sent:
+            etag.add(part.md5)
+        if all(part.etag == part.md5.hex() for part in sent):
+            _check_etag(answer.etag, etag.text(), answer.http_headers)
 
 
-@retried
-def list_below(client: Minio, bucket: str, prefix: str) -> dict[str, Stored]:
-    """Every object below a prefix, by its name relative to it."""
-    return {
-        o.object_name.removeprefix(prefix): Stored(
-            o.object_name, o.size or 0, o.etag or "", o.last_modified or LONG_AGO
-        )
-        for o in client.list_objects(bucket, prefix=prefix, recursive=True)
-        if o.object_name and not o.object_name.endswith("/")
-    }
+class S3Multipart:
+    """See `Multipart`."""
+
+    def __init__(self, store: S3Store, key: str, upload_id: str, there: dict[int, str]) -> None:
+        self._store, self._key, self._id, self.there = store, key, upload_id, there
+
+    def put(self, number: int, data: bytes, md5: bytes) -> str:
+        part: Headers = {"partNumber": str(number), "uploadId": self._id}
+        with _ended():
+            return self._store._put(self._key, data, md5, {}, part)
+
+    def complete(self, sent: list[Sent]) -> None:
+        with _ended():
+            self._store._complete(self._key, self._id, sent)
 
 
-def is_unfinished(names: Iterable[str]) -> bool:
-    """Whether a prefix with these relative names is between none and whole."""
-    return UNFINISHED in names and MARKER not in names
-
-
-@retried
-def get_text(client: Minio, bucket: str, key: str) -> str:
-    response = client.get_object(bucket, key)
+@contextmanager
+def _ended() -> Iterator[None]:
     try:
-        return response.read().decode()
-    finally:
-        response.close()
-        response.release_conn()
+        yield
+    except StoreError as error:
+        if error.code in ENDED:
+            raise UploadEnded from error
+        raise
 
 
-@retried
-def put_text(client: Minio, bucket: str, key: str, text: str) -> None:
-    data = text.encode()
-    client.put_object(bucket, key, io.BytesIO(data), len(data), "application/json")
+def _check_etag(etag: str, expected: str, headers: Mapping[str, str] | None) -> None:
+    """Raise Damaged where the ETag of what was put is the digest of something else."""
+    if etag != expected and is_md5(etag) and not _is_encrypted(headers or {}):
+        raise Damaged(f"the store holds {etag}, sent was {expected} (MD5)")
 
 
-@retried
-def remove_keys(client: Minio, bucket: str, keys: Iterable[str]) -> None:
-    """Remove objects; one that is not there is no error."""
-    for error in client.remove_objects(bucket, [DeleteObject(key) for key in keys]):
-        raise UserError(
-            f"s3://{bucket}/{error.name}: not removed ({error.code})",
-            "check what the key may do",
-        )
-
-
-def exists(uri: str) -> bool:
-    """Whether there is such an object, or a whole prefix: its marker, or, where Lathe did not put
-    it, any object below it. An address without a final `/` may be either."""
-    bucket, key = parse(uri)
-    with explained(uri):
-        client = s3_client()
-        if not key.endswith("/") and stat(client, bucket, key):
-            return True
-        prefix = key.removesuffix("/") + "/"
-        if stat(client, bucket, prefix + MARKER):
-            return True
-        return not stat(client, bucket, prefix + UNFINISHED) and _any_below(client, bucket, prefix)
-
-
-@retried
-def _any_below(client: Minio, bucket: str, prefix: str) -> bool:
-    return any(True for _ in client.list_objects(bucket, prefix=prefix, recursive=True))
-
-
-def remove(uri: str) -> None:
-    """Remove an object, or a prefix with all below it, its marker first; nothing there is no
-    error. An address without a final `/` is both."""
-    bucket, key = parse(uri)
-    with explained(uri):
-        client = s3_client()
-        if not key.endswith("/") and stat(client, bucket, key):
-            remove_keys(client, bucket, [key])
-        prefix = key.removesuffix("/") + "/"
-        if below := list_below(client, bucket, prefix):
-            begin_change(client, bucket, prefix)
-            remove_keys(client, bucket, [prefix + n for n in below if n not in OWN_NAMES])
-            remove_keys(client, bucket, [prefix + UNFINISHED])
-
-
-def begin_change(client: Minio, bucket: str, prefix: str) -> str:
-    """From now on until the marker is put, a reader finds nothing at the prefix.
-
-    The text that this change, and no later one, has put there as UNFINISHED.
-    """
-    token = uuid.uuid4().hex
-    put_text(client, bucket, prefix + UNFINISHED, token)
-    remove_keys(client, bucket, [prefix + MARKER])
-    return token
-
-
-def list_uris(uri: str) -> list[str]:
-    """Addresses of what lies directly in a prefix, the oldest first; a prefix ends in `/`.
-
-    A prefix is as old as its marker, or the newest object below it where it has none. One whose
-    upload or removal has not ended is left out.
-    """
-    bucket, key = parse(uri)
-    prefix = key.removesuffix("/") + "/"
-    with explained(uri):
-        below = list_below(s3_client(), bucket, prefix)
-    children: dict[str, dict[str, Stored]] = {}
-    for name, stored in below.items():
-        child, slash, rest = name.partition("/")
-        if child not in OWN_NAMES:
-            children.setdefault(child + slash, {})[rest] = stored
-    times = {
-        child: members[MARKER].time
-        if MARKER in members
-        else max(stored.time for stored in members.values())
-        for child, members in children.items()
-        if not is_unfinished(members)
-    }
-    scheme = uri.partition("://")[0]
-    return [f"{scheme}://{bucket}/{prefix}{c}" for c in sorted(times, key=lambda c: (times[c], c))]
-
-
-def read_text(uri: str) -> str:
-    """The text of a small object.
-
-    Raises:
-        UserError: nothing there, refused, no answer, not UTF-8.
-    """
-    bucket, key = parse(uri)
-    with explained(uri):
-        return get_text(s3_client(), bucket, key)
-
-
-def write_text(uri: str, text: str) -> None:
-    """Put a small object, whole: a reader sees the old text or the new."""
-    bucket, key = parse(uri)
-    with explained(uri):
-        put_text(s3_client(), bucket, key, text)
+def _is_encrypted(headers: Mapping[str, str]) -> bool:
+    """With a key of one's own (SSE-KMS, SSE-C): the ETag is then no digest."""
+    return any(
+        name.lower().startswith("x-amz-server-side-encryption") and value != "AES256"
+        for name, value in headers.items()
+    )

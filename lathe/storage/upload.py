@@ -1,18 +1,12 @@
 """To the store: parts in parallel, going on where an earlier upload broke off, the marker last."""
 
-import base64
 import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-from minio import Minio
-from minio.datatypes import Part
-from minio.error import MinioException
 
 from lathe.errors import UserError
-from lathe.storage.failures import Damaged, explained, retried, status
+from lathe.storage.failures import explained
 from lathe.storage.manifest import (
     MARKER,
     OWN_NAMES,
@@ -22,41 +16,13 @@ from lathe.storage.manifest import (
     require_relative,
     to_json,
 )
+from lathe.storage.object_store import JSON, Multipart, ObjectStore, Sent, Stored, UploadEnded
+from lathe.storage.objects import begin_change
 from lathe.storage.parallel import in_order, progress
-from lathe.storage.parts import (
-    PART_BYTES_HEADER,
-    Etag,
-    part_count,
-    part_size,
-    same_content,
-    says_other,
-)
-from lathe.storage.s3 import (
-    Stored,
-    begin_change,
-    endpoint,
-    get_text,
-    list_below,
-    parse,
-    put_text,
-    remove_keys,
-    s3_client,
-    stat,
-)
+from lathe.storage.parts import part_count, part_size
+from lathe.storage.stores import open_store
 
-# Answers to an upload in parts that another one has ended, or mixed with its own.
-ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
-ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
-TRIES = 3  # of such an upload
-COMPLETE_SECONDS = 300.0  # a store may copy all parts before it answers
-
-
-class Sent(NamedTuple):
-    """A part that the store has."""
-
-    size: int  # bytes
-    md5: bytes
-    etag: str  # what the store calls it: the MD5, unless it encrypts
+TRIES = 3  # of an upload in parts that another process mixes with its own
 
 
 def upload(path: Path, uri: str) -> None:
@@ -72,27 +38,28 @@ def upload(path: Path, uri: str) -> None:
         UserError: no such file, refused, no bucket, no answer, the store holds something else
             than what was sent, the file or the prefix changed meanwhile.
     """
-    bucket, key = parse(uri)
     with explained(uri, path):
+        store, key = open_store(uri)
         if path.is_dir():
-            _put_folder(s3_client(), bucket, key.removesuffix("/") + "/", path)
+            _put_folder(store, key.removesuffix("/") + "/", path)
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder", "check the path")
         elif key.endswith("/"):
             raise UserError(f"{uri}: a prefix, and {path} is a file", "give the object's whole key")
         else:
-            client = s3_client()
+            store.claim(key)
             with progress(f"upload {uri}", path.stat().st_size) as p:
-                _put_file(client, bucket, key, path, stat(client, bucket, key), p.advance)
+                _put_file(store, key, path, store.stat(key), p.advance)
 
 
-def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
-    where = f"s3://{bucket}/{prefix}"
+def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
+    where = store.address(prefix)
     files = _files(folder)
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    token = begin_change(client, bucket, prefix)
-    before = list_below(client, bucket, prefix)
-    remove_keys(client, bucket, [prefix + n for n in before if n not in {*files, *OWN_NAMES}])
+    store.claim(prefix)
+    token = begin_change(store, prefix)
+    before = store.list_below(prefix)
+    store.delete([prefix + n for n in before if n not in {*files, *OWN_NAMES}])
     entries: dict[str, Entry] = {}
     with progress(f"upload {where}", sum(sizes.values())) as p:
 
@@ -100,9 +67,7 @@ def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
             def nothing(size: int) -> None:
                 """A bar is drawn by one thread only."""
 
-            return name, _put_file(
-                client, bucket, prefix + name, files[name], before.get(name), nothing
-            )
+            return name, _put_file(store, prefix + name, files[name], before.get(name), nothing)
 
         for name, entry in in_order(put_small, [n for n in files if part_count(sizes[n]) <= 1]):
             entries[name] = entry
@@ -110,14 +75,14 @@ def _put_folder(client: Minio, bucket: str, prefix: str, folder: Path) -> None:
         for name in files:
             if name not in entries:
                 entries[name] = _put_file(
-                    client, bucket, prefix + name, files[name], before.get(name), p.advance
+                    store, prefix + name, files[name], before.get(name), p.advance
                 )
-    if get_text(client, bucket, prefix + UNFINISHED) != token:
+    if store.get(prefix + UNFINISHED).decode() != token:
         raise UserError(
             f"{where}: another upload to it began meanwhile", "let one at a time write there"
         )
-    put_text(client, bucket, prefix + MARKER, to_json(entries))
-    remove_keys(client, bucket, [prefix + UNFINISHED])
+    store.put(prefix + MARKER, to_json(entries).encode(), JSON)
+    store.delete([prefix + UNFINISHED])
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -151,8 +116,7 @@ def _raise(error: OSError) -> None:
 
 
 def _put_file(
-    client: Minio,
-    bucket: str,
+    store: ObjectStore,
     key: str,
     path: Path,
     there: Stored | None,
@@ -160,39 +124,19 @@ def _put_file(
 ) -> Entry:
     """Put one file, unless what is `there` is the same."""
     size = path.stat().st_size
-    if there and there.size == size and (sha256 := same_content(path, there.etag)):
+    if there and there.size == size and (sha256 := store.same_content(there, path)):
         advance(size)
         return Entry(size, sha256)
     if part_count(size) > 1:
-        return Entry(size, _put_parts(client, bucket, key, path, size, advance))
+        return Entry(size, _put_parts(store, key, path, size, advance))
     data = path.read_bytes()
-    _put(client, bucket, key, data, hashlib.md5(data).digest())
+    store.put(key, data)
     advance(len(data))
     return Entry(len(data), hashlib.sha256(data).hexdigest())
 
 
-@retried
-def _put(
-    client: Minio,
-    bucket: str,
-    key: str,
-    data: bytes,
-    md5: bytes,
-    part: dict[str, str | list[str] | tuple[str]] | None = None,
-) -> str:
-    """Put one body, `part` of an object or all of it; the ETag that the store gives it."""
-    headers: dict[str, str | list[str] | tuple[str]] = {}
-    if endpoint().scheme == "https":  # else the client signs the body's SHA-256
-        headers["Content-MD5"] = base64.b64encode(md5).decode()
-    # The public put_object aborts what breaks off; only this request leaves it to go on with.
-    answer = client._put_object(bucket, key, data, headers, part)
-    if says_other(answer.etag or "", md5.hex(), answer.http_headers):
-        raise Damaged(f"the store holds {answer.etag}, sent was {md5.hex()} (MD5)")
-    return answer.etag or ""
-
-
 def _put_parts(
-    client: Minio, bucket: str, key: str, path: Path, size: int, advance: Callable[[int], None]
+    store: ObjectStore, key: str, path: Path, size: int, advance: Callable[[int], None]
 ) -> str:
     """Put a file in parts; its SHA-256.
 
@@ -200,34 +144,25 @@ def _put_parts(
     store then refuses one of the two, which begins anew.
     """
     for attempt in range(TRIES):
-        upload_id, there = (_broken_off(client, bucket, key) if attempt == 0 else None) or ("", {})
         try:
-            upload_id = upload_id or _begin(client, bucket, key, size)
-            sha256, sent = _send(client, bucket, key, upload_id, path, size, there, advance)
-            _complete(bucket, key, upload_id, sent)
+            with store.multipart(key, size, resume=attempt == 0) as upload:
+                sha256, sent = _send(upload, path, size, advance)
+                upload.complete(sent)
             return sha256
-        except MinioException as error:
-            if status(error) not in ENDED:
-                raise
-        now = stat(client, bucket, key)
-        if now and now.size == size and (found := same_content(path, now.etag)):
+        except UploadEnded:
+            now = store.stat(key)
+        if now and now.size == size and (found := store.same_content(now, path)):
             return found
     raise UserError(
-        f"s3://{bucket}/{key}: another upload writes there", "let one at a time do it, then again"
+        f"{store.address(key)}: another upload writes there",
+        "let one at a time do it, then again",
     )
 
 
 def _send(
-    client: Minio,
-    bucket: str,
-    key: str,
-    upload_id: str,
-    path: Path,
-    size: int,
-    there: dict[int, str],
-    advance: Callable[[int], None],
+    upload: Multipart, path: Path, size: int, advance: Callable[[int], None]
 ) -> tuple[str, list[Sent]]:
-    """Send the parts that are not `there` (ETags by number); the SHA-256 of all."""
+    """Send the parts that are not there yet; the SHA-256 of all."""
     digest = hashlib.sha256()
 
     def parts() -> Iterator[tuple[int, bytes]]:
@@ -242,10 +177,9 @@ def _send(
     def send(item: tuple[int, bytes]) -> Sent:
         number, data = item
         md5 = hashlib.md5(data).digest()
-        etag = there.get(number)
+        etag = upload.there.get(number)
         if etag != md5.hex():
-            part = {"partNumber": str(number), "uploadId": upload_id}
-            etag = _put(client, bucket, key, data, md5, {**part})
+            etag = upload.put(number, data, md5)
         return Sent(len(data), md5, etag)
 
     sent = []
@@ -253,48 +187,3 @@ def _send(
         advance(part.size)
         sent.append(part)
     return digest.hexdigest(), sent
-
-
-@retried
-def _begin(client: Minio, bucket: str, key: str, size: int) -> str:
-    headers: dict[str, str | list[str] | tuple[str]] = {PART_BYTES_HEADER: str(part_size(size))}
-    return client._create_multipart_upload(bucket, key, headers)
-
-
-@retried
-def _broken_off(client: Minio, bucket: str, key: str) -> tuple[str, dict[int, str]] | None:
-    """The newest upload of the object that has not ended, and the ETags of its parts by number."""
-    try:
-        uploads = client._list_multipart_uploads(bucket, prefix=key).uploads
-        mine = [u for u in uploads if u.object_name == key and u.upload_id]
-        if not mine:
-            return None
-        newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
-        assert newest.upload_id is not None
-        parts: dict[int, str] = {}
-        marker: str | None = None
-        while True:
-            page = client._list_parts(bucket, key, newest.upload_id, part_number_marker=marker)
-            parts |= {part.part_number: part.etag for part in page.parts}
-            if not page.is_truncated:
-                return newest.upload_id, parts
-            marker = str(page.next_part_number_marker)
-    except MinioException as error:
-        if status(error) in {"NoSuchUpload", "NotImplemented", "MethodNotAllowed", "404"}:
-            return None  # it has ended by now, or the store lists none
-        raise
-
-
-@retried
-def _complete(bucket: str, key: str, upload_id: str, sent: list[Sent]) -> None:
-    client = s3_client(COMPLETE_SECONDS)
-    parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
-    answer = client._complete_multipart_upload(bucket, key, upload_id, parts)
-    if not answer.etag:  # a failure after the store had begun to answer 200
-        raise Damaged("the store did not put the parts together")
-    etag = Etag(in_parts=True)
-    for part in sent:
-        etag.add(part.md5)
-    are_md5s = all(part.etag == part.md5.hex() for part in sent)
-    if are_md5s and says_other(answer.etag, etag.text(), answer.http_headers):
-        raise Damaged(f"the store holds {answer.etag}, sent was {etag.text()}")

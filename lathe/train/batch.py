@@ -1,14 +1,14 @@
-"""How many sequences a step takes: global = local * data parallel, local = micro * accumulate."""
+"""Batch sizes of a step: global = local * data-parallel ranks, local = micro * accumulate steps."""
 
 from dataclasses import dataclass
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
-from lathe.settings import Recipe
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences: in an optimizer step (`total`), on one rank of it, and in one forward pass."""
+    """Numbers of sequences: per optimizer step (`total`), per rank, and per forward pass."""
 
     total: int
     local: int
@@ -21,9 +21,9 @@ class Batch:
 
 
 def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
-    """Fill in what the recipe leaves open, for `data_parallel` = dp_degree * sharding_degree.
+    """Derive the sizes that the recipe omits, for `data_parallel` = dp_degree * sharding_degree.
 
-    `Global.local_batch_size` comes from `global_batch_size`, or else is one micro batch for each
+    `Global.local_batch_size` follows from `global_batch_size`, or else is one micro-batch for each
     of `Engine.accumulate_steps` (default 1).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which tokens a step sees: a pure function of recipe, step and worker, so nothing is stored."""
+"""The tokens of every step: a pure function of recipe, step and worker, so no state is saved."""
 
 import logging
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.config.settings import Recipe
 from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.settings import Recipe
 from lathe.train.batch import Batch
 
 log = logging.getLogger("lathe")
@@ -22,8 +22,8 @@ log = logging.getLogger("lathe")
 class TrainBatches:
     """Micro-batches of one data-parallel rank.
 
-    While a step computes, a thread reads the next one's. Any step may be asked for at any time:
-    one that was not read ahead is read at once. `close` ends the thread.
+    A thread prefetches the next step's while a step computes. Steps may be requested in any order;
+    one that was not prefetched is read immediately. `close` ends the thread.
     """
 
     def __init__(self, recipe: Recipe, data: TokenDataset, batch: Batch, rank: int) -> None:
@@ -42,8 +42,8 @@ class TrainBatches:
         self._ahead: tuple[int, Future[list[NDArray[np.int64]]]] | None = None
 
     def __call__(self, step: int, accumulation: int) -> NDArray[np.int64]:
-        """Tokens (micro, T + 1) of the `step`-th update, counted from 0. A step's samples are the
-        same whatever the number of ranks: only who computes them changes."""
+        """Tokens (micro, T + 1) of the `step`-th update, from 0. A step's samples do not depend on
+        the number of ranks, only their assignment to ranks does."""
         if step != self._step:
             ahead, self._ahead = self._ahead, None
             self._arrays = (
@@ -54,13 +54,13 @@ class TrainBatches:
         return self._arrays[accumulation]
 
     def documents(self, step: int, accumulation: int) -> list[str]:
-        """For each sample of a micro-batch the documents that it spans, e.g. `17, 4`, of a blend
-        behind the folder of the part, e.g. `1-novels 17, 4`; counted from 0 in the data set."""
+        """The documents that each sample of a micro-batch spans, counted from 0 in the data set:
+        e.g. `17, 4`, or for a blend, with the part's folder, `1-novels 17, 4`."""
         indexes = self._indexes(step, accumulation)
         return [self.samples.origin(i % len(self.samples)) for i in indexes]
 
     def close(self) -> None:
-        """Wait for the read that is under way, and end the thread."""
+        """Wait for the prefetch in progress, and end the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _indexes(self, step: int, accumulation: int) -> range:
@@ -76,8 +76,8 @@ class TrainBatches:
 class EvalBatches:
     """The same validation batches at every evaluation, divided among the workers.
 
-    Where there are samples for one full batch all batches are full: those over are left out. Of a
-    blend, a part whose validation documents cannot fill one sequence is left out.
+    If there are enough samples for one full batch, all batches are full and the rest is dropped. A
+    part of a blend whose validation documents cannot fill one sequence is left out.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class EvalBatches:
             self.samples = draw(shares, seq_len, self.count, seed)
 
     def __len__(self) -> int:
-        """0 where the validation part cannot fill one sequence."""
+        """Number of batches; 0 if the validation part cannot fill one sequence."""
         return -(-self.count // self.batch_size)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Tokens (batch_size, T + 1), or fewer rows where that is all there is."""
+        """Tokens (batch_size, T + 1), or fewer rows if there are no more."""
         if not 0 <= index < len(self) or self.samples is None:
             raise IndexError(index)
         first = index * self.batch_size

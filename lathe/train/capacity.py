@@ -1,4 +1,4 @@
-"""Refuse a model that this machine cannot hold, before anything of it is allocated."""
+"""Refuse a model that does not fit this machine's memory before anything is allocated."""
 
 import os
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
-from lathe.settings import Recipe
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
 from lathe.train.workers import choose_device
@@ -21,17 +21,17 @@ LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2 and v1
 
 
 def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
-    """Let a training start whose weights, gradients and optimizer state one device can hold.
+    """Check that weights, gradients and optimizer state fit one device.
 
-    They are the planner's estimate of this process's part, where recomputation and micro-batches
-    of one leave little else; activations do not count.
+    Uses the planner's estimate of this process's share; activations are not counted, as
+    recomputation and micro-batches of one can make them small.
 
     Raises:
-        UserError: they are larger than the device's whole memory; see also `wanted_layout`.
+        UserError: they exceed the device's total memory; see also `wanted_layout`.
     """
     layout = wanted_layout(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     if layout.pp * layout.virtual_pp > config.n_layer:
-        return  # there is no such pipeline, and nothing to estimate
+        return  # an impossible pipeline, which is reported elsewhere
     leanest = replace(layout, micro_batch=1, recompute="full")
     memory = estimate(config, recipe, leanest)
     needed = memory.weights + memory.gradients + memory.optimizer
@@ -55,13 +55,13 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
 
 
 def require_batches(recipe: Recipe, batch: int) -> None:
-    """Let a training start whose order of samples, and tokens of a step, this machine can hold.
+    """Check that the order of samples and the tokens of a step fit this machine's memory.
 
     Args:
         batch: sequences of a step.
 
     Raises:
-        UserError: they are larger than its memory.
+        UserError: they exceed its memory.
     """
     samples, length = recipe.Engine.max_steps * batch, recipe.Data.Train.dataset.max_seq_len
     needed, held = SAMPLE * samples + TOKEN * batch * length, memory_of(torch.device("cpu"))
@@ -75,7 +75,7 @@ def require_batches(recipe: Recipe, batch: int) -> None:
 
 
 def require_processes(count: int) -> None:
-    """Let so many training processes start on this machine.
+    """Check that this machine can run this many training processes.
 
     Raises:
         UserError: torch alone would fill its memory.
@@ -90,7 +90,7 @@ def require_processes(count: int) -> None:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU, or those of this machine that the process's cgroups let it have."""
+    """Memory in bytes of a GPU, or of this machine as far as the process's cgroups allow."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -98,7 +98,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def cgroup_limits(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Bytes that the process's cgroup, and each that it is in, allow."""
+    """Memory limits in bytes of the process's cgroup and its ancestors."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """Knowledge distillation: a student learns the next-token distribution of a frozen teacher.
 
-Shapes as in `lathe.train.loss`; the teacher's hidden size may differ, its vocabulary may not.
+Shapes are those of `lathe.train.loss`; the teacher's hidden size may differ, its vocabulary not.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import DistillSettings
 from lathe.train.loss import CHUNK_ELEMENTS, compute_dtypes, keep_gradients, kept_gradients
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """What a teacher says of a micro-batch: hidden states (B, T, C'), head (V, C')."""
+    """A teacher's output for a micro-batch: hidden states (B, T, C') and head (V, C')."""
 
     hidden: Tensor
     table: Tensor
@@ -28,7 +28,7 @@ class Guidance:
 
 
 def teacher_folder(settings: DistillSettings, parent: Path) -> Path | None:
-    """The teacher's checkpoint, if there is to be one; `parent` is what the stage was given."""
+    """The teacher's checkpoint, or None; `parent` means the model that the stage was given."""
     if settings.teacher is None:
         return None
     return parent if settings.teacher == "parent" else Path(settings.teacher)
@@ -41,7 +41,7 @@ class Teacher:
         self.model, self.settings = model.eval().requires_grad_(False), settings
 
     def check(self, student: GPTConfig) -> None:
-        """Raise a UserError where the two do not speak of the same tokens."""
+        """Raise UserError if teacher and student are not compatible."""
         own = self.model.config
         if own.vocab_size != student.vocab_size or own.n_positions < student.n_positions:
             raise UserError(
@@ -57,7 +57,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Guidance:
-        """Of ids (B, T), under the caller's autocast."""
+        """Run the teacher on ids (B, T), under the caller's autocast."""
         hidden = self.model.hidden(tokens)
         if self.model.head_input is not None:
             hidden = self.model.head_input(hidden)
@@ -70,7 +70,8 @@ def distillation_loss(hidden: Tensor, weight: Tensor, targets: Tensor, guide: Gu
     `hidden` times 1 - cosine of the two hidden states (DistilBERT, Sanh et al. 2019,
     arXiv:1910.01108).
 
-    In chunks of tokens like `lathe.train.loss.linear_cross_entropy`, gradients in the forward pass.
+    Computed in chunks of tokens with gradients in the forward pass, like
+    `lathe.train.loss.linear_cross_entropy`.
 
     Args:
         hidden: (B, T, C) of the student.

@@ -1,4 +1,4 @@
-"""The peak of a device: MFU is the model's FLOPs a token times tokens/s over it.
+"""Peak FLOP/s of a device, for MFU: the model's FLOPs per token x tokens/s / peak.
 
 MFU, model FLOPs utilization, is defined in PaLM (Chowdhery et al. 2022, appendix B).
 """
@@ -25,22 +25,21 @@ DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Dense FLOP/s of matrix products in `dtype`: from the data sheet of a known GPU, else, the
-    CPU and a part of a GPU (MIG) included, measured with one large product in about 0.2 s.
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of matrix products of a GPU in `dtype`: from its data sheet, or for unknown GPUs
+    and MIG slices measured with one large product in about 0.2 s; None for a CPU, whose peak other
+    processes share.
 
     float32 counts as TF32 where torch would use it (`torch.set_float32_matmul_precision`).
-    What is measured is no upper bound: on a busy machine MFU may come out above 1.
     """
-    if device.type == "cuda":
-        known = data_sheet_flops(torch.cuda.get_device_name(device), dtype)
-        if known:
-            return known
-    return _measured_flops(device, dtype)
+    if device.type != "cuda":
+        return None
+    known = data_sheet_flops(torch.cuda.get_device_name(device), dtype)
+    return known or measured_flops(device, dtype)
 
 
 def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
-    """FLOP/s of the GPU that its driver calls `name`; 0 if that is not known."""
+    """FLOP/s of the GPU with this driver name; 0 if it is unknown."""
     is_tf32 = torch.get_float32_matmul_precision() != "highest"
     for pattern, (half, bfloat, tf32, single) in DATA_SHEETS.items():
         if re.search(rf"\b({pattern})\b", name) and "MIG" not in name:
@@ -51,9 +50,10 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 
 @cache
-def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product: no upper bound where other processes share the device."""
     size, seconds = 256, 0.0
-    while seconds < 0.01 and size < 16384:  # large enough that starting it does not count
+    while seconds < 0.01 and size < 16384:  # large enough to make launch overhead negligible
         size *= 2
         matrix = torch.randn(size, size, device=device).to(dtype)
         _product_seconds(matrix)

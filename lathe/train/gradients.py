@@ -1,4 +1,4 @@
-"""Global norm and clipping of gradients, however they are divided."""
+"""Global norm and clipping of gradients under any parallel layout."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from lathe.train.workers import Workers
 
 
 class TiedEmbedding:
-    """The first and the last stage of a pipeline hold one table: their gradients are summed."""
+    """Sum the gradients of the tied embedding, which the first and last pipeline stage share."""
 
     def __init__(self, stages: Sequence[Stage], workers: Workers) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -37,7 +37,7 @@ class TiedEmbedding:
 
 
 def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients of which every process of a mesh has only its own tokens' part."""
+    """Sum gradients of which each process of a mesh has only the contribution of its own tokens."""
     for parameter in parameters:
         gradient, weight = parameter.grad, parameter.data
         if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
@@ -45,11 +45,11 @@ def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torch.device) -> Tensor:
-    """This process's share of the squared norm of all gradients, () float32: the shares of all
-    processes sum to the whole.
+    """This process's share of the squared global gradient norm, () float32; the shares of all
+    processes add up to it.
 
     Args:
-        replicas: processes that hold the same layers; a piece that k of them hold counts 1/k.
+        replicas: processes that hold the same layers; a gradient held by k of them counts 1/k.
     """
     pieces: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in parameters:

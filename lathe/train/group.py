@@ -1,4 +1,4 @@
-"""The processes of a run, as far as both engines' training asks."""
+"""The group of processes of a run: what both backends' training loops need of it."""
 
 from typing import Any, Protocol
 
@@ -9,13 +9,13 @@ class Group(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """Of the part of a global batch that this process computes."""
+        """Index of the part of a global batch that this process computes."""
 
     @property
     def data_size(self) -> int:
-        """Parts into which a global batch is divided."""
+        """Number of parts into which a global batch is divided."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every process, by rank. It travels as a pickle, between our processes."""
+        """Gather every process's value, by rank; pickled, but only between our own processes."""
 
     def barrier(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The ways to divide a training over GPUs: the recipe's own, and all that are worth a try."""
+"""Parallel layouts of a training: the recipe's own, and all candidates worth considering."""
 
 import math
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import Recompute
-from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 
@@ -18,7 +18,7 @@ ShardingStage = Literal[1, 2, 3]
 
 @dataclass(frozen=True)
 class Layout:
-    """How training is divided over GPUs, and what one of them computes at a time."""
+    """How training is divided among GPUs, and what one GPU computes at a time."""
 
     dp: int
     mp: int
@@ -50,17 +50,17 @@ class Layout:
         return self.data_parallel * self.mp * self.pp
 
     def layers(self, rank: int, n_layer: int) -> int:
-        """Layers that the `rank`-th GPU of a pipeline holds, in `virtual_pp` stages."""
+        """Layers of the `rank`-th GPU of a pipeline, in `virtual_pp` stages."""
         count = self.pp * self.virtual_pp
         stages = range(rank, count, self.pp)
         return sum((i + 1) * n_layer // count - i * n_layer // count for i in stages)
 
 
 def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
-    """The layout that the recipe asks for on so many processes.
+    """The recipe's layout on this many processes.
 
     Raises:
-        UserError: heads, widths, vocabulary, layers or batch that its degrees cannot divide.
+        UserError: heads, widths, vocabulary, layers or batch are not divisible by its degrees.
     """
     layout = wanted_layout(recipe, gpus)
     _check(config, recipe, layout)
@@ -68,10 +68,10 @@ def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
 
 
 def wanted_layout(recipe: Recipe, gpus: int) -> Layout:
-    """As `own_layout`, whatever the shape of the model.
+    """Like `own_layout`, without checking the model's shape.
 
     Raises:
-        UserError: a batch or a number of processes that the degrees cannot divide.
+        UserError: the batch or the number of processes is not divisible by the degrees.
     """
     pp, dp, sharding, mp = mesh_shape(recipe.Distributed, gpus)
     batch = resolve_batch(recipe, dp * sharding)
@@ -90,8 +90,8 @@ def wanted_layout(recipe: Recipe, gpus: int) -> Layout:
 
 
 def global_batch(recipe: Recipe, gpus: int) -> int:
-    """Sequences of a step as the recipe would have them; on which the learning depends, and
-    therefore no choice of a layout."""
+    """The recipe's global batch size in sequences. It affects the result of training, so no layout
+    may change it."""
     if recipe.Global.global_batch_size is not None:
         return recipe.Global.global_batch_size
     degrees = recipe.Distributed
@@ -103,10 +103,10 @@ def global_batch(recipe: Recipe, gpus: int) -> int:
 def possible_layouts(
     config: GPTConfig, recipe: Recipe, batch: int, gpus: int, gpus_per_node: int
 ) -> Iterator[Layout]:
-    """What is worth a try of what the trainer accepts, for a global batch of `batch` sequences.
+    """Candidate layouts that the trainer accepts, for a global batch of `batch` sequences.
 
-    Sequence parallelism comes with tensor parallelism, since it only saves memory. core_attn is
-    left out: a fused attention kernel keeps no scores that it would spare.
+    Tensor parallelism always includes sequence parallelism, which only saves memory. core_attn is
+    left out: with a fused attention kernel there are no scores to recompute.
     """
     seq_len = recipe.Data.Train.dataset.max_seq_len
     recomputes: tuple[Recompute | None, ...] = (None, "full_attn", "full")
@@ -134,7 +134,7 @@ def possible_layouts(
 
 
 def options(recipe: Recipe, layout: Layout) -> list[str]:
-    """The overrides, `Group.key=value`, that give a recipe this layout; what it has is left out."""
+    """The overrides, `Group.key=value`, that turn the recipe's layout into this one."""
     model, sizes, degrees = recipe.Model, recipe.Global, recipe.Distributed
     sharding = degrees.sharding
     wanted: list[tuple[str, Any, Any]] = [
@@ -176,14 +176,15 @@ def _meshes(
 
 
 def _stages(sharding: int, pp: int, steps: int) -> tuple[ShardingStage, ...]:
-    """Those that differ: a pipeline keeps whole weights and gradients until its step's end."""
+    """Sharding stages that make a difference: a pipeline keeps whole weights and gradients until
+    the end of a step."""
     if sharding == 1 or pp > 1:
         return (1,)
     return (1, 2, 3) if steps > 1 else (1, 3)
 
 
 def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
-    """Raise a UserError for what cannot be divided."""
+    """Raise UserError for what is not divisible."""
     stages, steps = layout.pp * layout.virtual_pp, layout.accumulate_steps
     if stages > config.n_layer:
         raise UserError(

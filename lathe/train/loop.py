@@ -1,4 +1,4 @@
-"""The course of a training run, whichever engine computes its steps."""
+"""The training loop, independent of the backend that computes its steps."""
 
 import logging
 import math
@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.artifacts.kinds import STATE
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import Preempted, UserError
 from lathe.progress import bar
-from lathe.settings import Recipe
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group
 from lathe.train.loss_scale import LossScale
 from lathe.train.preemption import watch_for_preemption
-from lathe.train.saved import STATE
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
 
@@ -30,7 +30,7 @@ log = logging.getLogger("lathe")
 
 @dataclass
 class Progress:
-    """Where a run is; saved and restored whole. Losses in nats a token, NaN where unknown."""
+    """Progress of a run, part of its saved state. Losses in nats per token, NaN if unknown."""
 
     step: int = 0
     updates: int = 0
@@ -43,12 +43,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward passes of a step found.
+    """Results of a step's backward passes.
 
     Attributes:
-        loss, norm: mean loss and gradient norm of the whole batch; not finite where it overflowed.
+        loss, norm: mean loss and gradient norm of the global batch; not finite after an overflow.
         asked: whether any process was asked to end.
-        bad: this process's micro-batches that are to blame for what is not finite.
+        bad: this process's micro-batches that caused a value that is not finite.
     """
 
     loss: float
@@ -62,16 +62,17 @@ class Gradients:
 
 
 class Loop(ABC):
-    """Trains to `Engine.max_steps`, with state and trace under `output`.
+    """Trains to `Engine.max_steps`, with saved states and logs under `output`.
 
-    An engine has the rest: the abstract methods, and `mfu_of_speed`, the MFU of one token a second.
+    A backend implements the abstract methods and `mfu_of_speed`, the MFU of one token per second,
+    if the peak of its devices is known.
 
     Raises:
-        UserError: batch sizes that do not divide, data too small, a loss that is not finite.
-        Preempted: SIGTERM came; the state is saved.
+        UserError: incompatible batch sizes, too little data, or a loss that is not finite.
+        Preempted: SIGTERM was received and the state is saved.
     """
 
-    mfu_of_speed: float
+    mfu_of_speed: float | None = None
 
     def __init__(self, recipe: Recipe, data: TokenDataset, output: Path, workers: Group) -> None:
         self.recipe, self.engine, self.output, self.group = recipe, recipe.Engine, output, workers
@@ -86,20 +87,20 @@ class Loop(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Set everything to the newest saved state, if there is one."""
+        """Restore the newest saved state, if there is one."""
 
     @abstractmethod
     def save(self) -> None:
-        """Save everything at `self.at.step`, or begin to."""
+        """Save the state at `self.at.step`; may return before it is written."""
 
     @abstractmethod
     def go_on_saving(self, wait: bool) -> None:
-        """Commit a save that has been written meanwhile."""
+        """Commit a save that has been written in the background."""
 
     @abstractmethod
     def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
-        """Gradients, times the loss scale, of this process's micro-batches (micro, T + 1) and of
-        all others'."""
+        """Compute gradients, times the loss scale, of all processes' micro-batches (micro, T +
+        1)."""
 
     @abstractmethod
     def update(self, rate: float, norm: float) -> None:
@@ -107,26 +108,25 @@ class Loop(ABC):
 
     @abstractmethod
     def after_step(self) -> None:
-        """Called after every step, updated or skipped: drop the gradients, let observers look."""
+        """Called after every step, updated or skipped: clear gradients, update observers."""
 
     @abstractmethod
     def validation_loss(self) -> float:
         """Mean loss over `Engine.eval_iters` validation batches, the same ones every time."""
 
     def run(self) -> Progress:
-        """Train on from the newest saved state, or from the start, and leave the last one saved."""
+        """Train from the newest saved state, or from the start, and save the final state."""
         self.resume()
         steps = self.engine.max_steps
         with ExitStack() as open_ones:
             open_ones.enter_context(closing(self.batches))
             asked_to_end = open_ones.enter_context(watch_for_preemption())
-            progress = open_ones.enter_context(bar("train", steps, logs=False))
+            progress = open_ones.enter_context(bar("step", steps, logs=False, first=self.at.step))
             trace = self._open_trace()
             if trace:
                 open_ones.enter_context(closing(trace))
             if self.at.step == 0:
                 self.at.first_eval_loss = self._evaluate(trace)
-            progress.advance(self.at.step)
             while self.at.step < steps:
                 record, preempted = self._step(asked_to_end())
                 if trace:
@@ -142,12 +142,12 @@ class Loop(ABC):
             self.go_on_saving(wait=True)
         if self.at.step < steps:
             raise Preempted(
-                f"saved at step {self.at.step} in {self.output}; the same command goes on"
+                f"saved at step {self.at.step} in {self.output}; run the same command to resume"
             )
         return self.at
 
     def _step(self, asked: bool) -> tuple[StepRecord, bool]:
-        """One update; also tells whether any process was asked to end."""
+        """Perform one update; returns whether any process was asked to end."""
         started, step = time.perf_counter(), self.at.step
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         batches = [self.batches(step, i) for i in range(self.batch.accumulate_steps)]
@@ -173,14 +173,14 @@ class Loop(ABC):
             tokens_per_second=speed,
             step_seconds=seconds,
             reader_seconds=reading,
-            mfu=speed * self.mfu_of_speed,
+            mfu=None if self.mfu_of_speed is None else speed * self.mfu_of_speed,
             loss_scale=self.loss_scale.value,
             skipped_steps=self.loss_scale.skipped_steps,
         )
         return record, gradients.asked
 
     def _stop_at_non_finite(self, bad: Sequence[int]) -> None:
-        """Raise with the rank and the documents of the micro-batches that are to blame."""
+        """Raise UserError with rank and documents of the micro-batches that caused it."""
         documents = [d for i in bad for d in self.batches.documents(self.at.step, i)]
         found = enumerate(self.group.gather(documents))
         places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in found if names]

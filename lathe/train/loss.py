@@ -1,4 +1,4 @@
-"""Cross-entropy of a language-model head, without the logits of a whole batch in memory.
+"""Cross-entropy of a language-model head that never materializes full-batch logits.
 
 Shapes: B batch, T tokens, C hidden size, V vocabulary rows on this rank, n tokens of a chunk.
 """
@@ -19,11 +19,11 @@ CHUNK_ELEMENTS = 2**26
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Mean cross-entropy, nats a token, of predicting `targets` with logits `hidden @ weight.T`.
+    """Mean cross-entropy, nats per token, of predicting `targets` with logits `hidden @ weight.T`.
 
-    Works through the tokens in chunks and computes the gradients along with the loss, so that no
-    logits outlive their chunk and none are computed twice; backward only scales the gradients, and
-    so can run once. Matmuls run in autocast's dtype, the rest in float32 (float64 of float64).
+    Processes the tokens in chunks and computes the gradients together with the loss, so that logits
+    are freed with their chunk and never recomputed. Backward only scales the gradients, in place,
+    so it can run once. Matmuls run in autocast's dtype, the rest in float32 (float64 for float64).
 
     Source: the method of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024,
     arXiv:2410.10989); for the memory at stake, Cut Cross-Entropy (Wijmans et al. 2024,
@@ -33,10 +33,10 @@ def linear_cross_entropy(
         hidden: (B, T, C), the same on every rank of `group`.
         weight: (V, C), or this rank's equal, contiguous slice of vocabulary rows, in rank order.
         targets: (B, T) ids of the whole vocabulary.
-        group: the ranks that share the vocabulary; None where this one holds all of it.
+        group: the ranks that share the vocabulary; None if this rank holds all of it.
 
     Returns:
-        () loss of the whole vocabulary. The gradient of `hidden` is already summed over `group`.
+        () loss over the whole vocabulary. The gradient of `hidden` is already summed over `group`.
     """
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, group, torch.is_grad_enabled()
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def compute_dtypes(hidden: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Of matmuls: autocast's, if it is on; and of the rest: at least float32."""
+    """The dtype of matmuls, autocast's if enabled, and of the rest, at least float32."""
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -122,7 +122,7 @@ def keep_gradients(
     shape: torch.Size,
     weight_dtype: torch.dtype,
 ) -> None:
-    """Save what the forward pass of a mean over tokens found: gradients of the sum.
+    """Save the gradients of the sum over tokens that the forward pass of a mean has computed.
 
     Args:
         shape: of the hidden states (B, T, C); `grad_hidden` is (B * T, C).
@@ -132,7 +132,7 @@ def keep_gradients(
 
 
 def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of hidden states and weight, for the gradient `grad` of the mean; in place, so but once."""
+    """Gradients of hidden states and weight given the mean's `grad`; in place, so only once."""
     grad_hidden, grad_weight = ctx.saved_tensors
     scale = grad / ctx.tokens
     if grad_hidden is not None:

@@ -1,19 +1,19 @@
-"""The factor of the loss under which float16 gradients do not vanish."""
+"""Loss scaling, which keeps float16 gradients from underflowing."""
 
 from dataclasses import dataclass
 
-from lathe.settings import MixPrecision
+from lathe.config.settings import MixPrecision
 
 GROWTH_INTERVAL = 2000  # updates without overflow before the loss scale doubles
-PATIENCE = 20  # overflows in a row that a static loss scale may have
+PATIENCE = 20  # consecutive overflows allowed with a static loss scale
 
 
 @dataclass
 class LossScale:
-    """As of Micikevicius et al. 2018.
+    """Loss scaling as in mixed precision training (Micikevicius et al. 2018, arXiv:1710.03740).
 
     An update that overflows is skipped. A dynamic scale is then halved, and doubled after
-    `GROWTH_INTERVAL` updates without; 1, dynamic, is none.
+    `GROWTH_INTERVAL` updates without overflow.
     """
 
     value: float
@@ -24,13 +24,13 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: MixPrecision) -> "LossScale":
-        """As a run begins with it; none but for float16."""
+        """The initial loss scale of a run; disabled except for float16."""
         value = precision.scale_loss if precision.dtype == "float16" else 1.0
         return cls(value, precision.use_dynamic_loss_scaling)
 
     @property
     def exhausted(self) -> bool:
-        """Whether one more overflow is no longer the scale's fault."""
+        """Whether another overflow can no longer be explained by the scale."""
         if self.dynamic:
             return self.value == 1.0
         return self.failed_steps >= PATIENCE

@@ -1,4 +1,4 @@
-"""How much memory a training layout takes on a GPU, from the recipe's numbers alone.
+"""Estimate the GPU memory of a training layout from the recipe alone.
 
 Parameters, gradients and Adam's moments are divided as in ZeRO (Rajbhandari et al. 2020,
 arXiv:1910.02054), in float32, with whole copies where FSDP2 gathers them. Activations are counted
@@ -12,8 +12,8 @@ vocabulary rows. `n` is N, or N / mp with sequence parallelism.
 
 from dataclasses import dataclass
 
+from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig
-from lathe.settings import Recipe
 from lathe.train.layout import Layout
 from lathe.train.loss import CHUNK_ELEMENTS
 
@@ -22,7 +22,7 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the moment when it holds most.
+    """Bytes on one GPU at its peak.
 
     Attributes:
         weights: this GPU's float32 shard, gathered whole copies, half precision copies of O2.
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Block:
-    """One layer on one GPU: elements of its parameters, else bytes."""
+    """One layer on one GPU: parameters in elements, everything else in bytes."""
 
     parameters: float
     cast: float  # autocast's copies of the matrices
@@ -54,7 +54,7 @@ class _Block:
 
 
 def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """Memory of the fullest GPU in a training step; without what CUDA and NCCL take themselves.
+    """Peak memory of the fullest GPU in a training step, without CUDA's and NCCL's own.
 
     An upper bound where `Engine.compile` fuses operations. Fake quantization is not counted.
 
@@ -78,7 +78,11 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     branch = FLOAT * n * C + narrow * N * C + dropout
     attention = branch + narrow * 4 * N * W + FLOAT * N * heads  # q, k, v, output; log-sum-exp
     mlp = branch + narrow * 2 * N * F  # GELU's input and output
-    attention_matrices, mlp_matrices = 4 * C * W + 3 * W + C, 2 * C * F + F + C
+    family, widths = config.architecture, {"heads": W, "channels": F}
+    attention_matrices, mlp_matrices = (
+        sum(x.n_params(C, width) for x in family.linears if x.units == units)
+        for units, width in widths.items()
+    )
     autocast = narrow if _is_autocast(recipe) else 0
     attention_cast, mlp_cast = autocast * attention_matrices, autocast * mlp_matrices
     everything = attention + mlp + attention_cast + mlp_cast
@@ -90,7 +94,7 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     }[layout.recompute]
     weight_gradient = (FLOAT + (narrow if narrow < FLOAT else 0)) * C * F
     return _Block(
-        parameters=attention_matrices + mlp_matrices + 4 * C,
+        parameters=attention_matrices + mlp_matrices + 2 * C * len(family.block_norms),
         cast=attention_cast + mlp_cast,
         kept=kept,
         again=again,
@@ -99,19 +103,23 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
 
 
 def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it."""
+    """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it.
+
+    Weights, gradients and Adam's moments last through a step (`_state`; ZeRO, section 5);
+    activations rise to `kept` in the forward passes and fall block by block in the backward passes;
+    a block, the head and the embedding add what they need while they are at work. Everything is in
+    bytes but `table`, `ends` and `parameters`, which are elements.
+    """
     C, V = config.n_embd, config.vocab_size / layout.mp
     N, n = _tokens(recipe, layout)
     _, stream = _bytes(recipe)
     is_first, is_last = rank == 0, rank == layout.pp - 1
     layers = layout.layers(rank, config.n_layer)
-    table = V * C
-    ends = table if is_first or is_last else 0.0
-    ends += config.n_positions / layout.mp * C if is_first else 0
-    ends += 2 * C if is_last else 0
+    table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
     state = _state(parameters, ends, block, recipe, layout)
 
+    # 1F1B holds the activations of as many micro-batches as are under way, not of all of a step.
     in_flight = _micro_batches_in_flight(rank, layout)
     before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
     passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
@@ -130,22 +138,26 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
         )
 
     first = state.gradients if before else 0.0
-    head_gradients = FLOAT * (table + N * C) if is_last else 0.0  # known with the loss
+    # `linear_cross_entropy` makes the gradients of the table (V, C) and of the hidden states (N, C)
+    # together with the loss, in float32; they live until the backward pass has used them.
+    head_gradients = FLOAT * (table + N * C) if is_last else 0.0
     moments = []
-    # The loss of a micro-batch, or its last block's forward pass.
+    # The loss of a micro-batch, or its last block's forward pass, for which recomputation casts
+    # weights that it does not keep.
     cast = passed * block.cast if layout.recompute == "full" else 0.0
     head = head_gradients + _head(V, C, recipe, layout) if is_last else 0.0
     moments.append(moment(state.weights, first, kept, max(head, cast)))
     # Backward: the last block's,
     weights = state.weights + state.gathered
     moments.append(moment(weights, first, kept, head_gradients + backward))
-    # the first one's,
+    # the first one's, when the gradients of all other blocks are there already,
     late = weights if before else state.late_weights
     rest = kept - (passed - 1) * block.kept
     others = max(first, state.gradients * (1 - (block.parameters + ends) / parameters))
     sums = state.element * table
     moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
-    # the embedding's: the two gradients of one table, and their sum;
+    # the embedding's: of a tied table the head's gradient, the embedding's, and their sum, less
+    # the one that `state.gradients` counts where nothing was there before;
     rest -= block.kept
     copies = (3 if is_first and is_last else 1) - (not before)
     moments.append(moment(late, state.gradients, rest, copies * sums))
@@ -153,6 +165,15 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     if in_flight > 1:
         moments.append(moment(weights, state.gradients, rest, backward))
     return max(moments, key=lambda memory: memory.total)
+
+
+def _ends(config: GPTConfig, layout: Layout, is_first: bool, is_last: bool) -> float:
+    """Elements outside of the blocks: the token embedding, which the last rank has as its head,
+    the position embedding, and the last norm's weight and bias."""
+    C, mp = config.n_embd, layout.mp
+    ends = config.vocab_size / mp * C if is_first or is_last else 0.0
+    ends += config.n_positions / mp * C if is_first else 0
+    return ends + (2 * C if is_last else 0)
 
 
 @dataclass(frozen=True)

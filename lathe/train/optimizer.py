@@ -1,20 +1,23 @@
-"""AdamW with the seeds' groups."""
+"""AdamW with PaddleFleetX's parameter groups."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from lathe.settings import OptimizerSettings
+from lathe.config.settings import OptimizerSettings
+from lathe.model.architecture import Architecture
 from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
 
 
 def make_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: OptimizerSettings,
+    architecture: Architecture,
 ) -> torch.optim.AdamW:
     """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`.
 
-    The moments are there from the start, as zeros.
+    The moments are allocated at the start, as zeros.
     """
     decayed, plain, bounds = [], [], []
     for name, parameter in parameters:
@@ -22,7 +25,7 @@ def make_optimizer(
             continue
         if name.endswith("alpha"):
             bounds.append(parameter)
-        elif is_decayed(name):
+        elif is_decayed(name, architecture):
             decayed.append(parameter)
         else:
             plain.append(parameter)
@@ -48,7 +51,7 @@ def make_optimizer(
 
 
 def set_step(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Go on counting from this number of updates."""
+    """Continue counting from this number of updates."""
     for values in optimizer.state.values():
         values["step"].fill_(updates)
 

@@ -1,4 +1,4 @@
-"""Divide a GPT over the mesh of processes with torch's own libraries.
+"""Distribute a GPT over the mesh of processes with torch's own libraries.
 
 `pp` cuts the layers into stages, `mp` splits every linear and the vocabulary (tensor parallelism
 of Megatron-LM, Shoeybi et al. 2019; with sequence parallelism, Korthikanti et al. 2022), `dp` and
@@ -29,17 +29,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
-from lathe.settings import Recipe
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import own_layout
 from lathe.train.loss import linear_cross_entropy
 from lathe.train.workers import Workers
 
 Weights = Callable[[str, torch.Size], Tensor]
-"""Gives the whole tensor, on the CPU, of a parameter or buffer by its name in `GPT`."""
+"""Returns the whole tensor, on the CPU, of a parameter or buffer given its name in `GPT`."""
 
 
 class Stage(nn.Module):
@@ -72,7 +72,7 @@ class Stage(nn.Module):
             return self.gpt.ln_f(x) if self.is_last else x
 
     def ask(self, teacher: Teacher, tokens: Tensor) -> Guidance:
-        """What the teacher says of ids (B, T), in this stage's precision."""
+        """The teacher's output for ids (B, T), in this stage's precision."""
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             return teacher(tokens)
 
@@ -149,7 +149,7 @@ def _cut(skeleton: GPT, index: int, count: int) -> GPT:
 
 
 class _Replicated(ParallelStyle):
-    """Every process computes the whole module on the whole of its input."""
+    """Replicates a module: every process computes all of it on the whole input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Tensor:
@@ -167,16 +167,11 @@ def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     row = RowwiseParallel(output_layouts=residual)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
     norm = SequenceParallel(use_local_output=True) if stage.sequence_parallel else _Replicated()
+    family = stage.gpt.config.architecture
     styles: dict[str, ParallelStyle] = {
-        "wte": embedding,
-        "wpe": embedding,
-        "ln_f": norm,
-        "ln_1": norm,
-        "attn.c_attn": column,
-        "attn.c_proj": row,
-        "ln_2": norm,
-        "mlp.c_fc": column,
-        "mlp.c_proj": row,
+        **dict.fromkeys(family.embeddings, embedding),
+        **dict.fromkeys((*family.block_norms, family.final_norm), norm),
+        **{linear.name: column if linear.style == "column" else row for linear in family.linears},
     }
     plan = {
         name: style

@@ -1,4 +1,4 @@
-"""Forward and backward passes of one optimizer step, through one stage or a pipeline of them."""
+"""Forward and backward passes of one optimizer step, without or with pipeline parallelism."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lathe.settings import Recipe
+from lathe.config.settings import Recipe
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
 from lathe.train.parallel import Stage
@@ -23,16 +23,16 @@ from lathe.train.workers import Workers
 
 
 class Passes:
-    """Micro-batch after micro-batch through a whole model."""
+    """Runs micro-batches one after another through a whole model."""
 
     def __init__(self, stage: Stage, sharding_stage: int, teacher: Teacher | None) -> None:
         self.stage, self.sharding_stage, self.teacher = stage, sharding_stage, teacher
 
     def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
-        """Add up the gradients of micro-batches (micro, T + 1), times `loss_scale`.
+        """Accumulate the gradients of micro-batches (micro, T + 1), times `loss_scale`.
 
         Returns:
-            (len(batches),) share of each micro-batch in the mean loss, nats a token.
+            (len(batches),) contribution of each micro-batch to the mean loss, nats per token.
         """
         losses = []
         for i, tokens in enumerate(batches):
@@ -60,9 +60,9 @@ class Passes:
 
 
 class PipelinePasses:
-    """The same through stages on several processes: 1F1B (Narayanan et al. 2019), interleaved
-    where each holds several (Narayanan et al. 2021). Only the last stage knows the loss: the
-    others return 0."""
+    """Runs micro-batches through pipeline stages: 1F1B (Narayanan et al. 2019), interleaved if a
+    process has several (Narayanan et al. 2021). Only the last stage knows the loss; the others
+    return 0."""
 
     def __init__(
         self, stages: Sequence[Stage], recipe: Recipe, batch: Batch, workers: Workers

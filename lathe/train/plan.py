@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lathe.errors import UserError
+from lathe.config.settings import Recipe
+from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
-from lathe.recipe_text import shorten
-from lathe.settings import Recipe
 from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.pretrain import model_config
@@ -34,12 +33,14 @@ class Candidate:
 class Plan:
     """
     Attributes:
+        gpus: how many there are; `best.layout.gpus` of them are used.
         batch: sequences of an optimizer step, which all layouts share.
         budget: bytes of a GPU that a layout may take.
         fitting: the fastest of every (dp, mp, pp, sharding) that fits; the fastest of all first.
         own: the recipe's own layout, or why it cannot run.
     """
 
+    gpus: int
     batch: int
     budget: float
     fitting: Sequence[Candidate]
@@ -48,6 +49,18 @@ class Plan:
     @property
     def best(self) -> Candidate:
         return self.fitting[0]
+
+    def idle(self) -> str | None:
+        """Why some of the GPUs are not used; None where all are."""
+        used = self.best.layout.gpus
+        if used == self.gpus:
+            return None
+        batch = max(1, round(self.batch / self.gpus)) * self.gpus
+        return (
+            f"{used} of {self.gpus}: a batch of {self.batch} sequences cannot be divided over "
+            f"{self.gpus}; to use all, change the batch: -o Global.global_batch_size={batch} "
+            "-o Global.local_batch_size=null"
+        )
 
     def verdict(self) -> str:
         """Whether the recipe's own layout can run."""
@@ -64,8 +77,10 @@ class Plan:
 def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) -> Plan:
     """Search the layouts that the trainer accepts on `gpus` GPUs of `memory` bytes.
 
+    Where the global batch cannot be divided over all of them, layouts of fewer take their place.
+
     Raises:
-        UserError: nothing divides, or nothing fits.
+        UserError: no whole number of nodes, or nothing fits.
     """
     if gpus > 2**16:
         raise UserError(f"--gpus {gpus}: more than {2**16}", "give the number that there is")
@@ -81,14 +96,17 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         time = step_time(config, recipe, layout, gpus_per_node)
         return Candidate(layout, estimate(config, recipe, layout), time)
 
-    candidates = [
-        candidate(layout) for layout in possible_layouts(config, recipe, batch, gpus, gpus_per_node)
-    ]
+    def candidates_on(used: int) -> list[Candidate]:
+        layouts = possible_layouts(config, recipe, batch, used, gpus_per_node)
+        return [candidate(layout) for layout in layouts]
+
+    candidates = candidates_on(gpus)
     if not candidates:
-        raise UserError(
-            f"a global batch of {batch} sequences cannot be divided over {gpus} GPUs",
-            f"-o Global.global_batch_size={gpus} -o Global.local_batch_size=null, or a multiple",
+        fewer = (
+            *range(1, min(gpus, gpus_per_node + 1)),
+            *range(2 * gpus_per_node, gpus, gpus_per_node),
         )
+        candidates = [one for used in fewer for one in candidates_on(used)]
     fastest: dict[tuple[int, ...], Candidate] = {}
     for one in sorted(candidates, key=lambda c: (c.time.total, c.memory.total)):
         at = one.layout
@@ -102,7 +120,7 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         own = candidate(own_layout(config, recipe, gpus))
     except UserError as error:
         own = error
-    return Plan(batch, budget, list(fastest.values()), own)
+    return Plan(gpus, batch, budget, list(fastest.values()), own)
 
 
 def parse_memory(text: str) -> float:
@@ -114,7 +132,7 @@ def parse_memory(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([mgt]i?)b?\s*", text.lower())
     size = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < size <= MOST_MEMORY:
-        raise UserError(f"--memory {shorten(text)}: not a size", "write it as 80GB, 24g or 40GiB")
+        raise UserError(f"--memory {printable(text)}: not a size", "write it as 80GB, 24g or 40GiB")
     return size
 
 
@@ -158,20 +176,20 @@ def _too_large(
         layouts = possible_layouts(config, recipe, batch, gpus, gpus_per_node)
         return any(estimate(config, recipe, other).total <= budget for other in layouts)
 
-    cures = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
+    hints = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
     gpus = 2 * layout.gpus
     while gpus <= MOST_GPUS and not fits(gpus, recipe):
         gpus *= 2
     if gpus <= MOST_GPUS:
-        cures.insert(0, f"--gpus {gpus}")
+        hints.insert(0, f"--gpus {gpus}")
     sharding = recipe.Distributed.sharding.model_copy(update={"sharding_offload": True})
     degrees = recipe.Distributed.model_copy(update={"sharding": sharding})
     if fits(layout.gpus, recipe.model_copy(update={"Distributed": degrees})):
-        cures.append("-o Distributed.sharding.sharding_offload=True, which is slow")
+        hints.append("-o Distributed.sharding.sharding_offload=True, which is slow")
     return UserError(
         f"no layout fits on {layout.gpus} GPUs with {_gb(budget)} GB of each: the smallest takes "
         f"{_gb(needed)} GB ({layout})",
-        ", or ".join(cures),
+        ", or ".join(hints),
     )
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM as a request: save, and end with a status of its own."""
+"""SIGTERM as a request to save the state and exit with a distinct status."""
 
 import signal
 import threading
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def watch_for_preemption() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether SIGTERM has come since; its handler is put back after.
+    """Yield a function that tells whether SIGTERM was received; the old handler is restored after.
 
-    Outside the main thread, where Python delivers no signals, it never has.
+    Always False outside the main thread, where Python delivers no signals.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1,20 +1,20 @@
-"""The stage that trains a GPT from random weights, or goes on from a given checkpoint."""
+"""The pretrain stage: train a GPT from random weights, or continue from a checkpoint."""
 
 import functools
 from pathlib import Path
 
 import torch
 
+from lathe.config.settings import ModelSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
-from lathe.settings import ModelSettings, Recipe
 from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
-from lathe.train.stage import Work, run_training
+from lathe.train.run import TrainingJob, run_training
 
 VOCAB_MULTIPLE = 128
 
@@ -23,21 +23,20 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
     """Train on the token data set `data`; write the checkpoint folder `output`.
 
     Args:
-        init: a checkpoint or HF GPT-2 folder to start from; its shape goes before the recipe's.
+        init: checkpoint or HF GPT-2 folder to start from; its shape overrides the recipe's.
 
     Raises:
-        UserError: a vocabulary, length or model that does not fit, data too small, a foreign
-            `output`.
+        UserError: incompatible vocabulary, sequence length or model, too little data, or an
+            `output` that belongs to something else.
     """
 
     settings = recipe.Model
 
-    def make() -> Work:
+    def make() -> TrainingJob:
         if init is not None:
             start = load_checkpoint(init)
-            model = new_model(start.model.config, settings)
-            model.load_state_dict(start.model.state_dict())
-            return Work("pretrain", model, start.tokenizer, start.digest)
+            model = with_dropout(start.model, settings)
+            return TrainingJob("pretrain", model, start.tokenizer, start.digest)
         config = model_config(recipe, TokenDataset.open(data).vocab_size)
         with torch.device("meta"):
             model = new_model(config, settings)
@@ -48,7 +47,7 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
             seed=recipe.Global.seed,
             scale_residual=settings.scale_residual_init,
         )
-        return Work("pretrain", model, load_tokenizer(data), weights=start_of)
+        return TrainingJob("pretrain", model, load_tokenizer(data), weights=start_of)
 
     if init is None:
         require_capacity(model_config(recipe, TokenDataset.open(data).vocab_size), recipe)
@@ -57,7 +56,8 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
 
 
 def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
-    """The recipe's shape; without `Model.vocab_size`, the data's padded to a multiple of 128."""
+    """The recipe's shape; `Model.vocab_size` defaults to the data's, padded to a multiple of
+    128."""
     m = recipe.Model
     padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return GPTConfig(
@@ -71,5 +71,13 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
 
 
 def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
-    """A model of this shape with the recipe's dropout, for training."""
+    """A model of this shape with the recipe's dropout, in training mode."""
     return GPT(config, settings.hidden_dropout_prob, settings.attention_probs_dropout_prob)
+
+
+def with_dropout(model: GPT, settings: ModelSettings) -> GPT:
+    """The same model with the recipe's dropout, for training; the tensors are shared."""
+    with torch.device("meta"):
+        trainable = new_model(model.config, settings)
+    trainable.load_state_dict(model.state_dict(), assign=True)
+    return trainable

@@ -1,4 +1,4 @@
-"""The output folder of a run that trains: whose it is, and the figures of a finished one."""
+"""The output folder of a training run: which run it belongs to, and a finished run's figures."""
 
 import json
 import math
@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts import CHECKPOINT, checked, read_json
+from lathe.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError, printable
 from lathe.model.folder import MARKER, read_marker
-from lathe.settings import Recipe
 from lathe.storage import atomic_file, digest, locked, require_apart
+from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files
-from lathe.storage.ownership import Source, in_the_way, is_digest, listed_files
+from lathe.storage.ownership import Source, in_the_way, listed_files
 from lathe.train.batch import resolve_batch
-from lathe.train.saved import STATE, committed_steps
+from lathe.train.saved import committed_steps
+from lathe.train.trace import EVENTS, LOG, TRACE
 
 CLAIM = "run.json"
-TRACES = ("train.jsonl", "tensorboard/events.out.*")
+TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")
 Identity = dict[str, str | int]
 
-# Settings that a run may change between being killed and going on. The layout of processes is
-# among them: what a step computes depends on the global batch size alone.
+# Settings that may differ when a killed run is resumed. The parallel layout is among them: what a
+# step computes depends on the global batch size alone.
 FREE: Any = {
     "Global": {"device", "local_batch_size", "micro_batch_size", "global_batch_size"},
     "Engine": {"logging_freq", "save_load", "accumulate_steps", "compile"},
@@ -42,7 +44,7 @@ FREE: Any = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Figures of a finished run; losses in nats a token, NaN where validation data is absent."""
+    """Figures of a finished run; losses in nats per token, NaN without validation data."""
 
     folder: Path
     step: int
@@ -78,21 +80,16 @@ def run_identity(
     }
 
 
-def claim(output: Path, identity: Identity, *inputs: Source) -> None:
-    """Decide, before any work, whether `output` is, or may become, the folder of this run.
+def claim(output: Path, identity: Identity) -> None:
+    """Decide, before any work, whether the folder `output` is, or may become, that of this run.
 
     The folder of a run that was ended before it saved anything is free for another.
 
     Raises:
-        UserError: it is another run's, or holds something else; it is an input, or lies in one or
-            holds one.
+        UserError: it is another run's, or holds something else.
     """
-    require_apart(output, *inputs)
-    if "\udc80" <= max(str(output)) <= "\udcff":  # bytes that TensorBoard and safetensors refuse
-        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output}: is a file", "give another --output")
-    if not output.is_dir() or not (names := sorted(path.name for path in output.iterdir())):
+    names = sorted(path.name for path in output.iterdir())
+    if not names:
         return
     found = _read_claim(output)
     if found is None:
@@ -107,20 +104,23 @@ def claim(output: Path, identity: Identity, *inputs: Source) -> None:
 
 @contextmanager
 def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]:
-    """`claim`, and hold the folder while the block works for it.
+    """`claim` a folder, which is made if need be, and hold it while the block works for it.
 
     Where the block fails before its first step, what it has written goes again.
 
     Raises:
-        UserError: see `claim`; another process holds it.
+        UserError: see `claim`; it is an input, or lies in one or holds one; its path is not UTF-8
+            or no folder's; another process holds it.
     """
     require_apart(output, *inputs)
+    if "\udc80" <= max(str(output)) <= "\udcff":  # bytes that TensorBoard and safetensors refuse
+        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
     with locked(output):
         claim(output, identity)
         try:
             yield
         except BaseException:
-            if not _has_results(output) and not (output / TRACES[0]).exists():
+            if not _has_results(output) and not (output / TRACE).exists():
                 remove_run(output)
             raise
 
@@ -132,7 +132,8 @@ def begin(output: Path, identity: Identity) -> None:
 
 
 def remove_run(output: Path) -> None:
-    """Delete what a run has written, and no other file; nothing where `output` is no run's."""
+    """Delete the files that a run has written, and no others; nothing if it is not a run's
+    folder."""
     if not _read_claim(output):
         return
     remove_states(output)
@@ -150,7 +151,7 @@ def remove_states(output: Path) -> None:
 
 
 def _read_claim(output: Path) -> dict[str, Any] | None:
-    """The identity of the run that a folder is of; None where it is no run's."""
+    """The identity of the run that a folder belongs to, or None."""
     with suppress(UserError):
         found: dict[str, Any] = read_json(output / CLAIM, "")
         if is_digest(found.get("settings")) and is_digest(found.get("data")):
@@ -159,17 +160,17 @@ def _read_claim(output: Path) -> dict[str, Any] | None:
 
 
 def _has_results(output: Path) -> bool:
-    """Whether a run has saved anything that another would destroy."""
-    begun = {CLAIM, STATE, *(Path(name).parts[0] for name in TRACES)}
+    """Whether a run has saved anything that another run would destroy."""
+    begun = {CLAIM, STATE, TRACE, LOG, EVENTS}
     others = {path.name for path in output.iterdir()} - begun
     return bool(others or committed_steps(output / STATE))
 
 
 def read_result(output: Path) -> TrainResult:
-    """Of a finished run, whose checkpoint was checked.
+    """Read the result of a finished run and verify its checkpoint.
 
     Raises:
-        UserError: it was altered since.
+        UserError: the checkpoint has been altered.
     """
     metrics = {"folder": output, **read_marker(output)["metrics"]}
     return checked(metrics, TrainResult, str(output / MARKER), "train the model again")

@@ -8,18 +8,17 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lathe.artifacts import checked
-from lathe.artifacts import read_card as read_saved
-from lathe.cards import Card, Count, FileName
+from lathe.artifacts.kinds import checked
+from lathe.artifacts.kinds import read_metadata as read_saved
+from lathe.artifacts.metadata import Count, FileName, Metadata
 from lathe.errors import UserError
 
 log = logging.getLogger("lathe")
 
-STATE = "state"
 STEP = re.compile(r"step_(\d{8})")
-CARD = "trainer.json"
+METADATA = "trainer.json"
 PARTIAL = ".partial"
-CURE = "delete the folder: the run goes on from the state before it"
+HINT = "delete the folder: the run goes on from the state before it"
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ def saved_steps(folder: Path) -> list[Path]:
     return [path for path in committed_steps(folder) if _is_whole(path)]
 
 
-class SavedCard(Card):
+class SavedMetadata(Metadata):
     """`trainer.json`; a loss that could not be measured is NaN."""
 
     HAS_NAN = True
@@ -47,23 +46,23 @@ class SavedCard(Card):
     loss_scale: dict[str, Any]
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """The `extra` of a save.
 
     Raises:
         UserError: it is broken.
     """
-    return read_saved(path / CARD, SavedCard, CURE).raw
+    return read_saved(path / METADATA, SavedMetadata, HINT).raw
 
 
 def restored(path: Path, values: Any, kind: type[T]) -> T:
-    """A part of a card as the object that was saved; raises as `read_card` does."""
-    return checked(values, kind, str(path / CARD), CURE)
+    """A part of a metadata file as the object that was saved; raises as `read_metadata` does."""
+    return checked(values, kind, str(path / METADATA), HINT)
 
 
 def _is_whole(path: Path) -> bool:
     try:
-        sizes = read_card(path)["files"]
+        sizes = read_metadata(path)["files"]
         broken = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
     except OSError as error:
         broken = [str(error)]

@@ -1,15 +1,16 @@
-"""The seeds' cosine schedule with linear warm-up, and what is special about some parameters."""
+"""PaddleFleetX's cosine schedule with linear warm-up, and what is special about some parameters."""
 
 import math
 
-from lathe.settings import LearningRate
+from lathe.config.settings import LearningRate
+from lathe.model.architecture import Architecture
 
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
 
 
-def is_decayed(name: str) -> bool:
+def is_decayed(name: str, architecture: Architecture) -> bool:
     """Whether weight decay is for the parameter: not for biases, norms and clipping bounds."""
-    return not name.endswith(("bias", "alpha")) and "ln_" not in name
+    return not name.endswith(("bias", "alpha")) and not architecture.is_norm(name)
 
 
 def learning_rate(step: int, settings: LearningRate) -> float:

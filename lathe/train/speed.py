@@ -5,12 +5,13 @@ times on it, of 22 to 1000 billion parameters: the model meets them within 35 %,
 of one layout against another within 10 %. A GPU that computes faster feels its network sooner.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig
-from lathe.settings import Recipe
 from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT
@@ -78,11 +79,13 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
     T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
     head = 6.0 * config.vocab_size * C
     layer = (config.flops_per_token(T) - head) / config.n_layer
-    width = max(config.n_head) * config.head_dim
+    width = max(config.widths("heads"))
+    linears = [x for x in config.architecture.linears if x.units == "heads"]
+    weights = sum(math.prod(linear.shape(C, width)) for linear in linears)
     again = {
         None: 0.0,
         "full": layer / 3,  # the forward pass
-        "full_attn": 8.0 * C * width + 4.0 * width * T,
+        "full_attn": 2.0 * weights + 4.0 * width * T,
         "core_attn": 4.0 * width * T,
     }[layout.recompute]
     layers = _most_layers(config, layout)
@@ -94,9 +97,11 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
 
 
 def _tensor_parallel(config: GPTConfig, recipe: Recipe, layout: Layout) -> float:
-    """Seconds a micro-batch; within a node."""
-    again = {None: 0, "full": 2, "full_attn": 1, "core_attn": 0}[layout.recompute]
-    rings = 2 * (4 + again) * _most_layers(config, layout)
+    """Seconds a micro-batch; within a node. A forward pass sums the output of every row linear, a
+    backward pass the gradient of every column linear's input."""
+    rows = sum(linear.style == "row" for linear in config.architecture.linears)
+    again = {None: 0, "full": rows, "full_attn": 1, "core_attn": 0}[layout.recompute]
+    rings = 2 * (2 * rows + again) * _most_layers(config, layout)
     size = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
     dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
     return rings * _ring(layout.mp, size * dtype.itemsize, NVLINK)

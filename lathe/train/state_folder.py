@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lathe.artifacts.mirror import Mirror
 from lathe.errors import StageError, UserError
 from lathe.train.group import Group
-from lathe.train.mirror import Mirror
-from lathe.train.saved import CARD, PARTIAL, committed_steps, saved_steps, step_name
+from lathe.train.saved import METADATA, PARTIAL, committed_steps, saved_steps, step_name
 
 
 class StateFolder:
@@ -71,13 +71,13 @@ class StateFolder:
             return
         final = _final(partial)
         sizes = dict(pair for found in files for pair in found.items())
-        (partial / CARD).write_text(json.dumps({**extra, "files": sizes}), encoding="utf-8")
+        (partial / METADATA).write_text(json.dumps({**extra, "files": sizes}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)  # a broken one, passed over on resuming
         os.replace(partial, final)
         for old in committed_steps(self.folder)[: -self.keep]:
             shutil.rmtree(old)
         if self.mirror and self.group.is_first:
-            self.mirror.copy(final.name, [final / CARD])
+            self.mirror.copy(final.name, [final / METADATA])
             self.mirror.commit(final.name, self.keep)
 
     def newest(self) -> Path:
@@ -90,7 +90,7 @@ class StateFolder:
 
 def unwritable(partial: Path, reason: BaseException) -> StageError:
     return StageError(
-        f"{partial}: cannot be written: {reason}\n  cure: free space or repair the storage, and "
+        f"{partial}: cannot be written: {reason}\n  hint: free space or repair the storage, and "
         "run the same command again; it goes on from the last saved step"
     )
 

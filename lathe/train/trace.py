@@ -1,12 +1,13 @@
-"""What a run tells while it trains: `train.jsonl`, TensorBoard events, the seeds' log line, and the
-progress bar."""
+"""What a run reports while it trains: `train.jsonl` and TensorBoard events with every step,
+`steps.log` with PaddleFleetX's lines, and a short line or a progress bar for the reader."""
 
 import json
 import logging
 import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lathe.progress import Bar
 from lathe.storage import atomic_file
@@ -15,7 +16,9 @@ from lathe.train.batch import Batch
 log = logging.getLogger("lathe")
 
 TRACE = "train.jsonl"
+LOG = "steps.log"
 EVENTS = "tensorboard"
+STEP = re.compile(r'(?:\{"step": |global step )(\d+)')  # opens a line of either file
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class StepRecord:
 
     Attributes:
         reader_seconds: of `step_seconds`, the wait for the batch.
-        mfu: model FLOPs utilization, 0 to 1; see `lathe.train.flops`.
+        mfu: model FLOPs utilization, 0 to 1, of GPUs; see `lathe.train.flops`.
         loss_scale: 1 where the loss is not scaled.
         skipped_steps: updates left out since the run began, as their gradients overflowed float16.
     """
@@ -36,7 +39,7 @@ class StepRecord:
     tokens_per_second: float
     step_seconds: float
     reader_seconds: float
-    mfu: float
+    mfu: float | None
     loss_scale: float
     skipped_steps: int
 
@@ -48,25 +51,12 @@ class Trace:
     def __init__(
         self, folder: Path, step: int, batch: Batch, epoch_samples: int, logging_freq: int
     ) -> None:
-        self.path = folder / TRACE
         self.batch, self.epoch_samples, self.logging_freq = batch, epoch_samples, logging_freq
         self.pending: list[StepRecord] = []
         first = step + 1 if step else 0  # a run from the start evaluates at step 0 again
-        kept = [line for line in self._lines() if json.loads(line)["step"] < first]
-        with atomic_file(self.path) as work:
-            work.write_text("".join(kept), encoding="utf-8")
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = _reopen(folder / TRACE, first)
+        self.log = _reopen(folder / LOG, first)
         self.events = _open_events(folder / EVENTS, first)
-
-    def _lines(self) -> list[str]:
-        """Whole lines only: a kill may have cut the last one."""
-        if not self.path.exists():
-            return []
-        return [
-            line
-            for line in self.path.read_text(encoding="utf-8").splitlines(True)
-            if line.endswith("}\n")
-        ]
 
     def step(self, record: StepRecord, progress: Bar) -> None:
         self._write(asdict(record))
@@ -77,14 +67,16 @@ class Trace:
                 "train/learning_rate": record.lr,
                 "train/grad_norm": record.grad_norm,
                 "train/tokens_per_second": record.tokens_per_second,
-                "train/mfu": record.mfu,
+                **({} if record.mfu is None else {"train/mfu": record.mfu}),
             },
         )
         self.pending.append(record)
-        status = f"loss {record.loss:.3f}, {record.tokens_per_second:,.0f} tokens/s"
+        status = self._status()
         progress.advance(1, status)
         if record.step % self.logging_freq == 0:
-            log.info(self._line())
+            self.log.write(f"{self._line()}\n")
+            self.log.flush()
+            progress.tell(status)
             self.pending.clear()
 
     def evaluation(self, step: int, loss: float) -> None:
@@ -95,6 +87,7 @@ class Trace:
 
     def close(self) -> None:
         self.file.close()
+        self.log.close()
         self.events.close()
 
     def _write(self, values: dict[str, Any]) -> None:
@@ -106,13 +99,24 @@ class Trace:
             self.events.add_scalar(name, value, step)
         self.events.flush()
 
-    def _line(self) -> str:
-        last, n = self.pending[-1], len(self.pending)
+    def _status(self) -> str:
+        last = self.pending[-1]
+        parts = [f"loss {last.loss:.3f}", f"{self._mean('tokens_per_second'):,.0f} tokens/s"]
+        if last.mfu is not None:
+            parts.append(f"MFU {self._mean('mfu'):.0%}")
+        return ", ".join(parts)
+
+    def _mean(self, rate: str) -> float:
+        """Of the pending steps, a long one counting for more."""
         seconds = sum(r.step_seconds for r in self.pending)
-        cost = seconds / n
+        return sum(float(getattr(r, rate)) * r.step_seconds for r in self.pending) / seconds
+
+    def _line(self) -> str:
+        """The pending steps as PaddleFleetX (release 2.4) logs them, and what it lacks after."""
+        last, n = self.pending[-1], len(self.pending)
+        cost = sum(r.step_seconds for r in self.pending) / n
         reader = sum(r.reader_seconds for r in self.pending) / n
-        total = sum(r.tokens_per_second * r.step_seconds for r in self.pending) / seconds
-        mfu = sum(r.mfu * r.step_seconds for r in self.pending) / seconds
+        total = self._mean("tokens_per_second")
         each = total / self.batch.data_parallel
         epoch = (last.step - 1) * self.batch.total // self.epoch_samples
         line = (
@@ -120,11 +124,23 @@ class Trace:
             f"loss: {last.loss:.9f}, avg_reader_cost: {reader:.5f} sec, "
             f"avg_batch_cost: {cost:.5f} sec, speed: {1 / cost:.2f} step/s, "
             f"ips_total: {total:.0f} tokens/s, ips: {each:.0f} tokens/s, "
-            f"learning rate: {last.lr:.5e}, mfu: {mfu:.3f}"
+            f"learning rate: {last.lr:.5e}"
         )
+        if last.mfu is not None:
+            line += f", mfu: {self._mean('mfu'):.3f}"
         if last.loss_scale != 1:
             line += f", loss_scale: {last.loss_scale:.10g}, skipped: {last.skipped_steps}"
         return line
+
+
+def _reopen(path: Path, step: int) -> TextIO:
+    """Open to append, without the lines from `step` on; a kill may have cut the last one."""
+    lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+    begun = [(STEP.match(line), line) for line in lines if line.endswith("\n")]
+    kept = [line for match, line in begun if match and int(match[1]) < step]
+    with atomic_file(path) as work:
+        work.write_text("".join(kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
 
 
 def _open_events(folder: Path, step: int) -> Any:

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.artifacts.kinds import STATE
+from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.settings import Recipe
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops
@@ -27,7 +28,7 @@ from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
-from lathe.train.saved import STATE, read_card, restored, saved_steps
+from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.workers import DIMS, Workers
 
 log = logging.getLogger("lathe")
@@ -53,20 +54,24 @@ class Trainer(Loop):
     ) -> None:
         super().__init__(recipe, data, output, workers)
         self.workers, self.stages, self.observe = workers, stages, observe
-        frozen = recipe.Compress.Quantization.freeze_embedding
+        config = stages[0].gpt.config
+        embeddings = [f"{name}.weight" for name in config.architecture.embeddings]
+        frozen = embeddings if recipe.Compress.Quantization.freeze_embedding else []
         for name, parameter in self._named_parameters():
-            parameter.requires_grad_(not (frozen and name in ("wte.weight", "wpe.weight")))
+            parameter.requires_grad_(name not in frozen)
         self.parameters = [p for _, p in self._named_parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(self._named_parameters(), recipe.Optimizer)
+        self.optimizer = make_optimizer(
+            self._named_parameters(), recipe.Optimizer, config.architecture
+        )
         self.tied = TiedEmbedding(stages, workers)
         self.passes: Passes | PipelinePasses
         if workers.mesh["pp"].size() > 1:
             self.passes = PipelinePasses(stages, recipe, self.batch, workers)
         else:
             self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage, teacher)
-        config = stages[0].gpt.config
-        peak = peak_flops(workers.device, stages[0].dtype) * workers.size
-        self.mfu_of_speed = config.flops_per_token(self.seq_len) / peak
+        peak = peak_flops(workers.device, stages[0].dtype)
+        if peak is not None:
+            self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
 
     def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
@@ -153,15 +158,15 @@ class Trainer(Loop):
 
     def resume(self) -> None:
         saved = saved_steps(self.output / STATE)
-        card = read_card(saved[-1]) if saved else None
-        if card:
-            self.at = restored(saved[-1], card["progress"], Progress)
-            self.loss_scale = restored(saved[-1], card["loss_scale"], LossScale)
+        metadata = read_metadata(saved[-1]) if saved else None
+        if metadata:
+            self.at = restored(saved[-1], metadata["progress"], Progress)
+            self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
             state.load_tensors(saved[-1], self._tensors())
             set_step(self.optimizer, self.at.updates)
             if self.workers.is_first:
                 log.info("resuming at step %d from %s", self.at.step, saved[-1])
-        if card and card["layout"] == list(self.workers.mesh.shape):
+        if metadata and metadata["layout"] == list(self.workers.mesh.shape):
             generators = state.rng_tensors(self.workers)
             state.load_tensors(saved[-1], generators)
             state.set_rng(generators, self.workers)

@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from lathe.config.settings import DistributedSettings, Recipe
 from lathe.errors import UserError
-from lathe.settings import DistributedSettings, Recipe
 
 DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""

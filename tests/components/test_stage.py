@@ -34,7 +34,7 @@ def test_a_users_mistake_is_a_message_and_status_2(capsys):
         raise UserError("corpus.txt: empty", "give a file with text")
     assert ended.value.code == 2
     out = capsys.readouterr().out
-    assert out == "[lathe] error: corpus.txt: empty\n[lathe] error:   cure: give a file with text\n"
+    assert out == "[lathe] error: corpus.txt: empty\n[lathe] error:   hint: give a file with text\n"
 
 
 def test_so_is_a_wrong_recipe(capsys):

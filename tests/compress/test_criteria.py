@@ -1,9 +1,12 @@
 """Scores of heads and channels against literal statements of what they measure."""
 
+from typing import get_args
+
 import pytest
 import torch
 
-from lathe.compress.criteria import importance
+from lathe.compress.criteria import CRITERIA, importance
+from lathe.config.settings import PruneSettings
 from lathe.model.gpt import GPT
 from lathe.train.loss import next_token_loss
 
@@ -11,6 +14,10 @@ BATCHES = list(
     torch.randint(0, 40, (6, 17), generator=torch.Generator().manual_seed(0)).split([3, 3])
 )
 HEAD_DIM = 12
+
+
+def test_every_criterion_can_be_named_in_a_recipe() -> None:
+    assert get_args(PruneSettings.model_fields["criterion"].annotation) == tuple(CRITERIA)
 
 
 def without(model: GPT, layer: int, kind: str, unit: int) -> GPT:
@@ -77,7 +84,7 @@ def test_taylor_is_the_squared_slope_along_a_gate(small_gpt: GPT, kind: str, uni
 @pytest.mark.parametrize("criterion", ["activation", "taylor"])
 def test_the_model_is_left_as_it_was(small_gpt: GPT, criterion: str) -> None:
     small_gpt.train()
-    importance(small_gpt, criterion, BATCHES)  # type: ignore[arg-type]
+    importance(small_gpt, criterion, BATCHES)
     assert small_gpt.training
     assert not any(m._forward_pre_hooks for m in small_gpt.modules())
     assert all(p.grad is None for p in small_gpt.parameters())
@@ -90,6 +97,6 @@ def test_a_dead_unit_is_the_least_important(small_gpt: GPT, criterion: str) -> N
         for linear, rows in ((block.attn.c_attn, slice(36, 72)), (block.mlp.c_fc, slice(7, 8))):
             linear.weight[rows] = 0
             linear.bias[rows] = 0
-    found = importance(without(small_gpt, 0, "channel", 7), criterion, BATCHES)  # type: ignore[arg-type]
+    found = importance(without(small_gpt, 0, "channel", 7), criterion, BATCHES)
     assert int(found.heads[0].argmin()) == 1
     assert int(found.channels[0].argmin()) == 7

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.compress.prune import prune
-from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
+from tests.support.stages import prune, quantize
 
 
 @pytest.mark.parametrize("engine", ["torch", "paddle"])
@@ -19,7 +18,7 @@ def test_a_recipe_that_disables_a_stage_stops_it(
     assert callable(stage)
     with pytest.raises(UserError, match=rf"Compress\.{group}\.enable is False") as caught:
         stage(recipe, tmp_path / "model", tmp_path / "data", tmp_path / "output")
-    assert f"-o Compress.{group}.enable=True" in caught.value.cure
+    assert f"-o Compress.{group}.enable=True" in caught.value.hint
     assert not any(tmp_path.iterdir())
 
 

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.compress.search import _ratios, compress, parse_goal, require_met
-from lathe.compress.trial import Goal, Trial
+from lathe.config.recipe import load_recipe
 from lathe.errors import StageError, UserError
-from lathe.recipe import load_recipe
+from lathe.search.compress import compress
+from lathe.search.goal import Goal, parse_goal
+from lathe.search.ratios import next_ratios
+from lathe.search.result import require_met
+from lathe.search.trial import Trial
 from tests.support.small_run import SMALL
 
 
@@ -61,7 +64,7 @@ def test_ratios_close_in_on_the_target(
         return whole * (fixed + (1 - fixed) * (1 - ratio) ** power)
 
     goal, done = Goal("latency", target, "perplexity", 0.1), []
-    for ratio in _ratios(goal, done):
+    for ratio in next_ratios(goal, done):
         figures = dict.fromkeys(("prefill", "bytes", "parameters"), 1.0)
         done.append(Trial("", ratio, None, None, latency=cost(ratio), **figures))
         assert len(done) < 60

@@ -25,15 +25,15 @@ from torch.distributions import Categorical, kl_divergence
 
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
+from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.result import Distribution, LinearScore, choose_skips
-from lathe.compress.sensitivity.stage import analyze
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe, SensitivitySettings
 from lathe.train.batches import EvalBatches, calibration_batches, open_data
 from tests.conftest import small_config
 from tests.support.small_run import SMALL
@@ -60,7 +60,7 @@ def loud_int8(loud: Path, small_data: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def spoiled(small_dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An outlier weight makes one row's quantum so coarse that INT8 destroys that linear."""
+    """An outlier weight makes one row's scale so coarse that INT8 destroys that linear."""
     trained = load_checkpoint(small_dense)
     block = trained.model.h[1]
     assert isinstance(block, Block)

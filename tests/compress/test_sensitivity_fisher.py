@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
+from lathe.model.quantization import LinearFormat, QuantizationPlan
 from tests.conftest import small_config
 
 SCALES = {"h.0.mlp.c_proj": 0.03, "lm_head": 0.05}
-PLAN = QuantizationPlan(quantize_embedding=True, activation_scales=SCALES)
+PLAN = QuantizationPlan.w8a8(SCALES)
 
 
 @pytest.fixture
@@ -98,3 +98,11 @@ def test_it_leaves_the_model_as_it_was(tiny: GPT) -> None:
     assert torch.equal(tiny(tokens[:, :-1]), before)
     tiny(tokens[:, :-1]).sum().backward()
     assert tiny.wte.weight.grad is not None  # no hook takes it away
+
+
+def test_a_float_input_costs_nothing(tiny: GPT) -> None:
+    alone = QuantizationPlan(dict.fromkeys(SCALES, LinearFormat(activation=None)))
+    costs = estimate_costs(tiny, alone, list(SCALES), batches())
+    both = estimate_costs(tiny, PLAN, list(SCALES), batches())
+    for name in SCALES:
+        assert 0 < costs[name] < both[name], name

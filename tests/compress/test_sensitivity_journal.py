@@ -90,7 +90,7 @@ def test_what_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, content
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"out\.unfinished\.jsonl") as raised:
         Journal(path, {"model": "a"})
-    assert "move the file away" in raised.value.cure
+    assert "move the file away" in raised.value.hint
     assert path.read_bytes() == content
 
 

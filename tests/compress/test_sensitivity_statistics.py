@@ -9,8 +9,8 @@ from lathe.compress.sensitivity.statistics import (
     input_distributions,
     weight_distributions,
 )
-from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan, WeightFormat
 
 NAME = "h.1.mlp.c_fc"
 
@@ -37,9 +37,8 @@ def same(found: Distribution, expected: Distribution, rel: float = 1e-3) -> bool
 
 @pytest.mark.parametrize("kind", ["abs_max", "channel_wise_abs_max"])
 def test_weights(kind: str, small_gpt: GPT) -> None:
-    plan = QuantizationPlan(
-        kind, quantize_embedding=True, activation_scales={NAME: 1, "lm_head": 1}
-    )  # type: ignore[arg-type]
+    form = WeightFormat(kind)  # type: ignore[arg-type]
+    plan = QuantizationPlan.w8a8({NAME: 1, "lm_head": 1}, form)
     found = weight_distributions(small_gpt, plan, [NAME, "lm_head"])
     for name, per_row in ((NAME, kind != "abs_max"), ("lm_head", True)):
         tensor = small_gpt.wte.weight if name == "lm_head" else small_gpt.h[1].mlp.c_fc.weight  # type: ignore[union-attr]
@@ -66,7 +65,7 @@ def batches() -> list[Tensor]:
 def test_inputs_that_come_in_parts(small_gpt: GPT) -> None:
     x = seen_inputs(small_gpt, batches())
     scale = float(np.abs(x).max()) / 200  # clips
-    plan = QuantizationPlan(activation_scales={NAME: scale})
+    plan = QuantizationPlan.w8a8({NAME: scale})
     found = input_distributions(small_gpt, plan, [NAME], batches())
     assert same(found[NAME], transcribed(x, scale, -128, 1))
 
@@ -76,7 +75,7 @@ def test_quartiles_of_a_sample_are_near_and_always_the_same(
 ) -> None:
     monkeypatch.setattr(accumulator, "SAMPLE", 3000)  # of 9,216
     x = seen_inputs(small_gpt, batches())
-    plan = QuantizationPlan(activation_scales={NAME: 0.1})
+    plan = QuantizationPlan.w8a8({NAME: 0.1})
     one, two = (input_distributions(small_gpt, plan, [NAME], batches())[NAME] for _ in range(2))
     assert one == two
     expected = transcribed(x, 0.1, -128, 1)
@@ -88,5 +87,5 @@ def test_quartiles_of_a_sample_are_near_and_always_the_same(
 def test_a_weight_of_zeros_has_no_ratio(small_gpt: GPT) -> None:
     with torch.no_grad():
         small_gpt.h[1].mlp.c_fc.weight.zero_()  # type: ignore[union-attr, operator]
-    found = weight_distributions(small_gpt, QuantizationPlan(), [NAME])[NAME]
+    found = weight_distributions(small_gpt, QuantizationPlan.w8a8({NAME: 1}), [NAME])[NAME]
     assert found.channel_spread is None and found.sqnr_db is None and found.absmax == 0

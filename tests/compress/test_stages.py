@@ -7,13 +7,16 @@ import torch
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.recipe import load_recipe
+from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches, open_data
 from lathe.train.loss import next_token_loss
+from tests.report.conftest import sensitivity_analysis, write_json
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 
+WEIGHTS_ALONE = "Compress.Quantization.activation_quantize_type=none"
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
 
 
@@ -33,18 +36,21 @@ def test_prune_then_finetune_with_recompute(
         prune(load_recipe("tiny", SMALL), run_quantized, small_data, tmp_path / "again")
 
 
+@pytest.mark.parametrize("weight_only", [False, True])
 def test_quantized_checkpoint_computes_what_was_trained(
-    small_dense: Path, small_data: Path, tmp_path: Path
+    small_dense: Path, small_data: Path, tmp_path: Path, weight_only: bool
 ) -> None:
     """The plan in config.json rebuilds the very model whose loss the run reported."""
     skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2,qkv]",)
-    recipe = load_recipe("tiny", (*QUANTIZE, *skip))
+    alone = (WEIGHTS_ALONE,) if weight_only else ()
+    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone))
     result = quantize(recipe, small_dense, small_data, tmp_path / "q")
     model = load_checkpoint(tmp_path / "q").model
     plan = model.config.quantization
     assert plan is not None and plan.quantize_embedding
-    assert {"h.1.mlp.c_proj", "h.1.attn.c_attn"}.isdisjoint(plan.activation_scales)
-    assert len(plan.activation_scales) == 8 - 2 + 1
+    assert {"h.1.mlp.c_proj", "h.1.attn.c_attn"}.isdisjoint(plan.linears)
+    assert len(plan.linears) == 8 - 2 + 1
+    assert set(plan.activation_scales) == (set() if weight_only else set(plan.linears))
     tokens = open_data(small_data, recipe, model.config.vocab_size, model.config.n_positions)
     batches = EvalBatches(recipe, tokens, 4, 2)
     assert len(batches) == 2
@@ -84,8 +90,23 @@ def test_a_skip_of_no_block_is_refused(small_dense: Path, small_data: Path, tmp_
         quantize(recipe, small_dense, small_data, tmp_path / "q")
 
 
+def test_an_analysis_of_another_model_is_refused(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    analysis = sensitivity_analysis(model="5" * 64)
+    write_json(tmp_path / "sensitivity" / "sensitivity.json", analysis)
+    own = checkpoint_digest(small_dense)[:12]
+    with pytest.raises(UserError, match=f"sensitivity: .* 555555555555, and .*dense is {own}"):
+        quantize(
+            load_recipe("tiny", QUANTIZE),
+            *(small_dense, small_data, tmp_path / "q", tmp_path / "sensitivity"),
+        )
+    assert not (tmp_path / "q").exists()
+
+
 LAYOUTS = {
     "mp2": ("Distributed.mp_degree=2",),
+    "mp2 of weights alone": ("Distributed.mp_degree=2", "Distributed.pp_degree=1", WEIGHTS_ALONE),
     "pp2": ("Distributed.pp_degree=2",),
     "sharding2": (
         "Distributed.sharding.sharding_degree=2",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lathe.compress.criteria import Importance, importance
 from lathe.compress.widths import (
     Cost,
-    Kept,
+    KeptUnits,
     choose_global,
     choose_layers,
     choose_uniform,
@@ -59,8 +59,8 @@ def test_shrunk_logits_equal_zeroed_ones(small_gpt: GPT, ratio: float) -> None:
 
 def test_layers_may_differ(small_gpt: GPT) -> None:
     kept = [
-        Kept(torch.tensor([1]), torch.arange(10)),
-        Kept(torch.tensor([0, 3]), torch.arange(96)),
+        KeptUnits(torch.tensor([1]), torch.arange(10)),
+        KeptUnits(torch.tensor([0, 3]), torch.arange(96)),
     ]
     pruned = shrink(small_gpt, kept)
     assert (pruned.config.n_head, pruned.config.n_inner) == ((1, 2), (10, 96))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from lathe.artifacts import DATA
+from lathe.artifacts.kinds import DATA
 from lathe.cli import app
 from lathe.data.blend import blend, parse_part
 from lathe.data.blended_samples import BlendedSamples, Share, blending_indices, draw
@@ -110,7 +110,9 @@ Make = Callable[..., Path]
 def make(tmp_path: Path, byte_tokenizer: Tokenizer) -> Make:
     """Writes a data set of a number of documents of 20 tokens each."""
 
-    def write(name: str, documents: int = 5, format: str = "megatron", card: bool = True) -> Path:
+    def write(
+        name: str, documents: int = 5, format: str = "megatron", metadata: bool = True
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
         with WRITERS[format](folder / "tokens", 257) as writer:
@@ -118,23 +120,25 @@ def make(tmp_path: Path, byte_tokenizer: Tokenizer) -> Make:
                 writer.append([i] * 19 + [256])
         byte_tokenizer.save(str(folder / "tokenizer.json"))
         (folder / "heldout.txt").write_text(f"held out of {name}")
-        if card:
+        if metadata:
             counts = {"documents": documents, "tokens": documents * 20}
-            (folder / DATA.card).write_text(json.dumps(counts | {"vocab_size": 257, "eos_id": 256}))
+            (folder / DATA.metadata_file).write_text(
+                json.dumps(counts | {"vocab_size": 257, "eos_id": 256})
+            )
         return folder
 
     return write
 
 
 def test_the_folder_is_a_data_set(make: Make, tmp_path: Path) -> None:
-    novels, code = make("a/data"), make("b/data", 7, "paddle", card=False)
+    novels, code = make("a/data"), make("b/data", 7, "paddle", metadata=False)
     (novels / "cloze.jsonl").write_text("{}\n")
     made = blend([(novels, 7), (code, 3)], tmp_path / "blend")
     opened = TokenDataset.open(tmp_path / "blend")
-    assert isinstance(opened, TokenBlend) and opened.card == made.card
+    assert isinstance(opened, TokenBlend) and opened.metadata == made.metadata
     assert (opened.vocab_size, opened.eos_id) == (257, 256)
-    assert (opened.card["documents"], opened.card["tokens"]) == (12, 240)
-    entries = [(e["folder"], e["weight"], e["documents"]) for e in opened.card["blend"]]
+    assert (opened.metadata["documents"], opened.metadata["tokens"]) == (12, 240)
+    entries = [(e["folder"], e["weight"], e["documents"]) for e in opened.metadata["blend"]]
     assert entries == [("1-data", 7, 5), ("2-data", 3, 7)]
     assert [(weight, len(part)) for weight, part in opened.parts] == [(7, 5), (3, 7)]
     assert [part.folder for _, part in opened.parts] == [made.folder / n for n, _, _ in entries]
@@ -215,13 +219,13 @@ class TestRefusals:
             ({"folder": "3-gone"}, "3-gone: no such folder"),
         ],
     )
-    def test_a_card_that_was_edited(
+    def test_a_metadata_that_was_edited(
         self, make: Make, tmp_path: Path, change: dict[str, object], says: str
     ) -> None:
         made = blend([(make("novels"), 1.0), (make("code"), 1.0)], tmp_path / "blend")
-        card = json.loads((made.folder / DATA.card).read_bytes())
-        card["blend"][0] |= change
-        (made.folder / DATA.card).write_text(json.dumps(card))
+        metadata = json.loads((made.folder / DATA.metadata_file).read_bytes())
+        metadata["blend"][0] |= change
+        (made.folder / DATA.metadata_file).write_text(json.dumps(metadata))
         with pytest.raises(UserError, match=says):
             TokenDataset.open(made.folder)
 

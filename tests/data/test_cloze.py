@@ -46,12 +46,18 @@ def test_context_must_be_long_enough() -> None:
     assert cloze_passages([f"{many}. Then {many}. Not so {many}. This is the word."], 10) == []
 
 
-def test_passages_do_not_overlap_and_come_once() -> None:
+def test_a_passage_comes_once() -> None:
     sentences = [*FILLER, "We all saw the water."]
-    found = cloze_passages([" ".join(sentences * 2), " ".join(sentences)], 10)
-    assert len(found) == 1
+    assert len(cloze_passages([" ".join(sentences)] * 3, 10)) == 1
     other = [s.replace("Marta", "Irene") for s in sentences]
-    assert len(cloze_passages([" ".join(sentences + other)], 10)) == 2
+    assert len(cloze_passages([" ".join(sentences), " ".join(other)], 10)) == 2
+
+
+def test_a_target_sentence_is_context_of_the_next_passage() -> None:
+    first, second = passages("We all saw the water.", "Then we heard Marta.")
+    assert first.endswith("We all saw the water")
+    assert second.endswith("We all saw the water. Then we heard Marta")
+    assert second.startswith(FILLER[1])
 
 
 def test_paragraphs_end_sentences_and_titles_do_not() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.storage import remove, upload, write_text
 from tests.support.small_run import SMALL
 
@@ -21,7 +21,7 @@ def test_what_is_no_choice_stays(tmp_path: Path) -> None:
 
 
 def test_in_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no whole corpus there"):
+    with pytest.raises(UserError, match="no complete corpus there"):
         resolve(f"newest:{tmp_path}")
     with pytest.raises(UserError, match="no such folder"):
         resolve(f"newest:{tmp_path}/corpora")
@@ -40,7 +40,7 @@ def test_below_a_prefix_only_what_is_whole(
     s3: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = f"newest:{s3}/corpora/"
-    with pytest.raises(UserError, match="no whole corpus there"):
+    with pytest.raises(UserError, match="no complete corpus there"):
         resolve(place)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/a.txt").write_text("a")
@@ -66,6 +66,6 @@ def test_prepare_takes_and_records_it(s3: str, tmp_path: Path, small_data: Path)
     made = prepare(
         load_recipe("tiny", SMALL), tmp_path / "data", f"newest:{s3}/corpora/", tokenizer
     )
-    card = json.loads((made.folder / "data.json").read_text())
-    assert card["source"] == f"{s3}/corpora/2026-11.txt"
-    assert card["made_from"] == json.loads((small_data / "data.json").read_text())["made_from"]
+    metadata = json.loads((made.folder / "data.json").read_text())
+    assert metadata["source"] == f"{s3}/corpora/2026-11.txt"
+    assert metadata["made_from"] == json.loads((small_data / "data.json").read_text())["made_from"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.settings import Recipe
 from lathe.storage import sha256
 
 
@@ -57,16 +57,16 @@ def test_writes_all_documents(tmp_path: Path, corpus: str, texts: list[str], for
     assert len(Samples(data, range(18), 32, 10, 1234)) >= 10
 
 
-def test_card_has_counts_and_digests(tmp_path: Path, corpus: str) -> None:
+def test_metadata_has_counts_and_digests(tmp_path: Path, corpus: str) -> None:
     done = prepare(recipe(), tmp_path / "out", corpus)
-    card = json.loads((done.folder / "data.json").read_text())
+    metadata = json.loads((done.folder / "data.json").read_text())
     files = {p.name for p in done.folder.iterdir()}
-    assert files == {"data.json", *card["files"]}
-    for name, file in card["files"].items():
+    assert files == {"data.json", *metadata["files"]}
+    for name, file in metadata["files"].items():
         assert file["sha256"] == sha256(done.folder / name)
         assert file["bytes"] == (done.folder / name).stat().st_size
-    assert card["source"] == corpus and card["format"] == "megatron"
-    assert sum(card["part_tokens"]) == card["tokens"] == done.tokens
+    assert metadata["source"] == corpus and metadata["format"] == "megatron"
+    assert sum(metadata["part_tokens"]) == metadata["tokens"] == done.tokens
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 

@@ -178,7 +178,7 @@ def test_a_paddle_index_that_is_wrong(tmp_path: Path, make: Callable[[], bytes],
     (tmp_path / "x_idx.npz").write_bytes(make())
     with pytest.raises(UserError, match=says) as raised:
         read_paddle(tmp_path / "x_ids.npy", tmp_path / "x_idx.npz")
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_file_that_is_no_usable_tokenizer(tmp_path: Path, text: str, says: str
     (tmp_path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=says) as raised:
         load_tokenizer(tmp_path)
-    assert raised.value.cure and len(str(raised.value).splitlines()) == 2
+    assert raised.value.hint and len(str(raised.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize(

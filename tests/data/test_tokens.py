@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -10,15 +11,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.artifacts import DATA
+from lathe.artifacts.kinds import DATA
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
-from lathe.data.tokens import WRITERS, TokenDataset
+from lathe.data.tokens import WRITERS, TokenDataset, read_data_metadata
 from lathe.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [65000], [8, 9]]
 TOKENS = [5, 6, 7, 65000, 8, 9]
-CARD_TEXT = json.dumps({"documents": 3, "tokens": 6, "vocab_size": 65001, "eos_id": 0})
+METADATA_TEXT = json.dumps({"documents": 3, "tokens": 6, "vocab_size": 65001, "eos_id": 0})
 
 
 def golden_idx(code: int, width: int, modes: bytes = b"") -> bytes:
@@ -52,7 +53,7 @@ def write(format: str, folder: Path, vocab_size: int) -> TokenDataset:
     with WRITERS[format](folder / "tokens", vocab_size) as writer:
         for tokens in DOCUMENTS:
             writer.append(tokens)
-    (folder / DATA.card).write_text(CARD_TEXT)
+    (folder / DATA.metadata_file).write_text(METADATA_TEXT)
     return TokenDataset.open(folder)
 
 
@@ -101,7 +102,7 @@ def test_reads_megatron_of_others(tmp_path: Path, code: int, letter: str, modes:
     documents = [[5, 6, 7], [100], [8, 9]]
     (tmp_path / "other.idx").write_bytes(golden_idx(code, struct.calcsize(letter), modes))
     (tmp_path / "other.bin").write_bytes(struct.pack(f"<6{letter}", 5, 6, 7, 100, 8, 9))
-    (tmp_path / DATA.card).write_text(CARD_TEXT)
+    (tmp_path / DATA.metadata_file).write_text(METADATA_TEXT)
     dataset = TokenDataset.open(tmp_path)
     assert [row.tolist() for row in dataset] == documents
     assert isinstance(dataset.arrays.tokens, np.memmap)
@@ -114,7 +115,7 @@ def test_reads_megatron_of_others(tmp_path: Path, code: int, letter: str, modes:
 def test_reads_paddle_of_others(tmp_path: Path) -> None:
     (tmp_path / "my_ids.npy").write_bytes(golden_npy("<i4", "i"))
     np.savez(tmp_path / "my_idx.npz", lens=np.array([3, 1, 2]), docs=np.array([0, 1, 2, 3]))
-    (tmp_path / DATA.card).write_text(CARD_TEXT)
+    (tmp_path / DATA.metadata_file).write_text(METADATA_TEXT)
     dataset = TokenDataset.open(tmp_path)
     assert [row.tolist() for row in dataset] == DOCUMENTS
     assert (dataset.sizes.dtype, dataset.sizes.tolist()) == (np.int32, [3, 1, 2])
@@ -138,9 +139,9 @@ def test_a_foreign_folder_is_described_by_its_tokenizer(
     with pytest.raises(UserError, match="no tokenizer there"):
         TokenDataset.open(tmp_path)
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    card = TokenDataset.open(tmp_path).card
+    metadata = TokenDataset.open(tmp_path).metadata
     expected = {"format": "megatron", "documents": 3, "tokens": 6, "vocab_size": 257, "eos_id": 256}
-    assert card == expected
+    assert metadata == expected
     with WRITERS["megatron"](tmp_path / "tokens", 257) as writer:
         writer.append([1, 257])
     with pytest.raises(UserError, match="document 0 holds the token 257"):
@@ -186,12 +187,12 @@ def test_broken_indexes(tmp_path: Path, index: bytes, message: str) -> None:
         TokenDataset.open(tmp_path)
 
 
-def test_card_of_other_files(tmp_path: Path) -> None:
+def test_metadata_of_other_files(tmp_path: Path) -> None:
     write("megatron", tmp_path, 100)
-    (tmp_path / DATA.card).write_text(CARD_TEXT.replace("6", "7"))
-    with pytest.raises(UserError, match="take card and files from one data set"):
+    (tmp_path / DATA.metadata_file).write_text(METADATA_TEXT.replace("6", "7"))
+    with pytest.raises(UserError, match="take metadata and files from one data set"):
         TokenDataset.open(tmp_path)
-    (tmp_path / DATA.card).write_text("{")
+    (tmp_path / DATA.metadata_file).write_text("{")
     with pytest.raises(UserError, match=r"data\.json: not JSON"):
         TokenDataset.open(tmp_path)
 
@@ -207,3 +208,10 @@ def test_a_failed_writer_leaves_no_index(tmp_path: Path) -> None:
     with pytest.raises(OverflowError), MegatronWriter(tmp_path / "x", 1000) as writer:
         writer.append([70000])
     assert not (tmp_path / "x.idx").exists()
+
+
+def test_a_pipe_in_place_of_the_metadata(tmp_path: Path) -> None:
+    """It is not opened, which would wait for ever."""
+    os.mkfifo(tmp_path / "data.json")
+    with pytest.raises(UserError, match=r"data\.json: a pipe, not a file"):
+        read_data_metadata(tmp_path)

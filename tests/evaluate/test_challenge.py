@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.challenge import challenge
-from lathe.evaluate.stage import evaluate
+from lathe.evaluate.evaluate import evaluate
 from lathe.model.gpt import GPT
-from lathe.serve.golden import Golden
-from lathe.serve.release import Pointer, releases_of
+from lathe.production.challenge import challenge
+from lathe.production.golden import Golden
+from lathe.production.release import Pointer, releases_of
 from lathe.serve.repository import write_repository
-from lathe.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe.storage import write_text
 from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 
@@ -38,7 +38,7 @@ def go_live(recipe: Recipe, exported: Path, folder: Path) -> str:
     repository = write_repository(exported, folder, recipe.Serving, GenerationSettings())
     releases, now = releases_of(recipe), datetime.now(UTC)
     release = releases.publish(repository, Golden(published=now, max_tokens=1, prompts=()))
-    releases.point(Pointer().moved_to(release, now))
+    releases.point(Pointer().moved_to(release, now), seen=Pointer())
     return releases.address(release)
 
 

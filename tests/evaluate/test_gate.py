@@ -10,9 +10,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
-from lathe.evaluate.gate import SEVERITY, gate, judge, verdict_table
-from lathe.settings import GateSettings, Recipe
+from lathe.evaluate.gate import SEVERITY, gate, verdict_table
+from lathe.evaluate.measures import judge
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
 STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))
@@ -25,6 +26,8 @@ METRICS: dict[str, Any] = {
 }
 HARD = np.random.default_rng(0).normal(0.0, 0.5, 50)
 HARD += 3.0 - HARD.mean()  # nats a token of 50 blocks
+WORDS = np.random.default_rng(1).normal(-7.0, 3.0, 2000)  # log-likelihoods, nats
+BY_WORDS = Recipe(Gate=GateSettings(cloze_measure="word_perplexity"))
 
 
 def folder(
@@ -34,12 +37,14 @@ def folder(
     first_wrong: int = 0,
     rise: float = 0.0,
     noise: float = 0.0,
+    worse: float = 0.0,
     cloze: bool = True,
     text: bool = True,
     **changes: dict[str, Any],
 ) -> Path:
     """An evaluation: examples `first_wrong` to `first_wrong + wrong` missed, and a perplexity
-    `rise` above that of HARD in blocks of 100 tokens."""
+    `rise` above that of HARD in blocks of 100 tokens; last words `worse` nats less likely than
+    WORDS."""
     path.mkdir()
     correct = np.ones(n, bool)
     correct[first_wrong : first_wrong + wrong] = False
@@ -49,7 +54,11 @@ def folder(
         metrics[group] = {**METRICS[group], **values}
     if cloze:
         metrics["cloze"] = {"examples": n, "accuracy": correct.mean()}
-        lines = [json.dumps({"index": i, "correct": bool(c)}) for i, c in enumerate(correct)]
+        words = WORDS[:n] - worse - noise * np.resize([1.0, -1.0], n)
+        lines = [
+            json.dumps({"index": i, "correct": bool(c), "log_likelihood": float(w)})
+            for i, (c, w) in enumerate(zip(correct, words, strict=True))
+        ]
         (path / "examples.jsonl").write_text("\n".join(lines) + "\n")
     if text:
         metrics["text"] = {"blocks": 50, "perplexity": float(np.exp(losses.mean()))}
@@ -116,6 +125,40 @@ def test_the_worst_check_is_named_first_and_an_open_one_explained(tmp_path: Path
 def test_a_baseline_within_the_margin_is_owned_to(tmp_path: Path) -> None:
     result = gate(RECIPE, folder(tmp_path / "a", wrong=1970), folder(tmp_path / "b", wrong=2000))
     assert any("proves nothing" in reason for reason in result.reasons)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "verdict"),
+    [
+        ({}, "pass"),
+        ({"worse": 0.05}, "pass"),  # 5 %
+        ({"worse": 0.08, "noise": 0.8}, "inconclusive"),  # 8 %, and to 12 % within the interval
+        ({"worse": 0.1}, "fail"),  # 10.5 %
+        ({"worse": 0.2, "noise": 0.8}, "fail"),
+    ],
+)
+def test_a_model_that_gets_no_word_right_is_judged_by_how_likely_they_are(
+    tmp_path: Path, candidate: dict[str, Any], verdict: str
+) -> None:
+    only: dict[str, Any] = {"wrong": 2000, "text": False}
+    baseline = folder(tmp_path / "a", **only)
+    result = gate(BY_WORDS, baseline, folder(tmp_path / "b", **only, **candidate))
+    (check,) = result.checks
+    assert (check.verdict, check.n) == (verdict, 2000)
+    assert check.baseline == pytest.approx(np.exp(-WORDS.mean()))
+    assert check.change == pytest.approx(np.expm1(candidate.get("worse", 0.0)), abs=1e-9)
+    assert "; 2,000 words" in result.reasons[0] and "+10% allowed" in result.reasons[0]
+
+
+def test_the_words_of_an_evaluation_that_has_none_are_missed_only_where_they_count(
+    tmp_path: Path,
+) -> None:
+    folders = [folder(tmp_path / name) for name in "ab"]
+    lines = "".join('{"correct": true}\n' for _ in range(2000))
+    (folders[1] / "examples.jsonl").write_text(lines)
+    assert gate(RECIPE, *folders).checks
+    with pytest.raises(UserError, match=r"b/examples\.jsonl: broken"):
+        gate(BY_WORDS, *folders)
 
 
 @pytest.mark.parametrize("measure", ["cloze", "text"])
@@ -188,7 +231,7 @@ def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
         broken = tmp_path / str(i)
         broken.mkdir()
         (broken / "metrics.json").write_text(content)
-        with pytest.raises(UserError, match=r"metrics\.json: .*\n  cure: evaluate the model again"):
+        with pytest.raises(UserError, match=r"metrics\.json: .*\n  hint: evaluate the model again"):
             gate(RECIPE, good, broken)
 
 
@@ -199,8 +242,8 @@ def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
         ("examples.jsonl", '{"correct": true}\n', "1 lines, metrics.json counts 2000"),
         ("examples.jsonl", '{"corr', "broken"),
         ("blocks.jsonl", None, "no such file"),
-        ("blocks.jsonl", '{"tokens": 100}\n', "broken"),
-        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n', "broken"),
+        ("blocks.jsonl", '{"tokens": 100}\n' * 50, "broken"),
+        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n' * 50, "broken"),
     ],
 )
 def test_units_that_are_absent_or_broken_are_refused(

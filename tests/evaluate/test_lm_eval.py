@@ -7,18 +7,20 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.evaluate import by_lathe, by_lm_eval
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.stage import evaluate
+from lathe.evaluate.evaluate import evaluate
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import OfflineEvalSettings, Recipe
 from tests.evaluate.conftest import SENTENCES
+from tests.evaluate.test_multiple_choice import arc, hellaswag, write
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -56,3 +58,43 @@ def test_lambada_is_read_and_split_alike(shared: Path, tmp_path: Path) -> None:
     assert len(ours.correct) == 104 + 7
     assert ours.correct.tolist() == theirs.correct.tolist()
     assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-3)
+
+
+@pytest.mark.parametrize("form", ["hellaswag", "arc"])
+def test_multiple_choice_is_counted_alike(form: str, model_folder: Path, tmp_path: Path) -> None:
+    from lm_eval.tasks.hellaswag.utils import process_docs  # type: ignore[import-not-found]
+
+    path = tmp_path / "questions.jsonl"
+    write(path, hellaswag(60) if form == "hellaswag" else arc(60))
+    kwargs: dict[str, Any] = {"dataset_kwargs": {"data_files": {"test": str(path)}}}
+    if form == "hellaswag":
+        kwargs |= {"process_docs": process_docs, "doc_to_text": "{{query}}"}
+        kwargs |= {"doc_to_target": "{{label}}", "doc_to_choice": "choices"}
+    else:
+        kwargs |= {"doc_to_text": "Question: {{question}}\nAnswer:"}
+        kwargs |= {"doc_to_target": "{{choices.label.index(answerKey)}}"}
+        kwargs |= {"doc_to_choice": "{{choices.text}}"}
+    task = {"task": form, "dataset_path": "json", "test_split": "test"}
+    task |= {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
+    task["metric_list"] += [{"metric": "acc_norm"}]
+    found = simple_evaluate_folder(model_folder, task | kwargs)
+    ours = evaluate(Recipe(), model_folder, tmp_path / "out", tasks=[("multiple_choice", path)])
+    figures = ours.tasks["questions"].figures
+    assert figures["acc"] == pytest.approx(found[form]["acc,none"])
+    assert figures["acc_norm"] == pytest.approx(found[form]["acc_norm,none"])
+    assert figures["acc"] != figures["acc_norm"]
+
+
+def simple_evaluate_folder(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """What lm-eval finds of one task."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    model = HFLM(pretrained=str(folder), tokenizer=tokenizer, device="cpu", dtype="float32")
+    found = simple_evaluate(model, tasks=[task], bootstrap_iters=0)
+    results: dict[str, Any] = found["results"]
+    return results

@@ -12,7 +12,7 @@ from lathe.evaluate.lambada import ClozeExample, score_cloze
 from lathe.evaluate.scorers import TorchScorer, onnx_scorer
 from lathe.evaluate.wikitext import token_losses
 from lathe.model.checkpoint import load_checkpoint
-from lathe.serve.session import pad
+from lathe.runtime.session import pad
 from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
 
 
@@ -78,7 +78,7 @@ def test_a_float_file_scores_every_token_as_torch_does(exported: Path, overlap: 
 def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """An activation on the edge between two quanta may round either way, so that single scores
+    """An activation on the edge between two levels may round either way, so that single scores
     move; their mean moves by a small part of what quantization did to it."""
     write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path)
     fake = TorchScorer(load_checkpoint(tmp_path / "checkpoint").model)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.gate import gate
-from lathe.evaluate.stage import EvalResult, evaluate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.settings import OfflineEvalSettings, Recipe
+from lathe.model.quantization import QuantizationPlan
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
@@ -42,6 +43,10 @@ def test_data_folder_is_measured_and_recorded(
     assert result.n_examples == len(examples) == 22
     hits = sum(e["correct"] for e in examples)
     assert result.cloze_accuracy == metrics["cloze"]["accuracy"] == pytest.approx(hits / 22)
+    last_hits = sum(e["last_token_correct"] for e in examples)
+    assert result.last_token_accuracy == pytest.approx(last_hits / 22)
+    nats = -sum(e["log_likelihood"] for e in examples) / 22
+    assert result.word_perplexity == pytest.approx(math.exp(nats))
     assert result.perplexity == metrics["text"]["perplexity"]
     assert metrics["model"]["n_params"] == load_checkpoint(model_folder).model.config.n_params()
     assert metrics["model"]["bytes"] == (model_folder / "model.safetensors").stat().st_size
@@ -107,10 +112,8 @@ def test_pruned_and_quantized_checkpoints_are_measured(
     pruned = GPT(config)
     pruned.initialize(std=0.4, seed=5)
     save_checkpoint(tmp_path / "pruned", pruned, tokenizer, "prune", recipe)
-    plan = QuantizationPlan(
-        activation_scales=dict.fromkeys([*pruned.config.linear_names(), "lm_head"], 0.05),
-        quantize_embedding=True,
-    )
+    scales = dict.fromkeys([*pruned.config.linear_names(), "lm_head"], 0.05)
+    plan = QuantizationPlan.w8a8(scales)
     quantized = GPT(config.with_quantization(plan))
     quantized.load_state_dict(pruned.state_dict())
     save_checkpoint(tmp_path / "int8", quantized, tokenizer, "quantize", recipe)

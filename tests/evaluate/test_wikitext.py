@@ -1,4 +1,4 @@
-"""Against a slow implementation: the seeds' windows and loss masks, on transformers' GPT-2."""
+"""Against a slow implementation: Megatron-LM's windows and loss masks, on transformers' GPT-2."""
 
 import math
 from collections.abc import Callable

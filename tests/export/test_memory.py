@@ -13,9 +13,9 @@ from tests.support.small_export import make_model, save
 CONVERT = """
 import re, sys
 from pathlib import Path
-from lathe.export.stage import write
+from lathe.export.export import write
 from lathe.model.checkpoint import load_checkpoint
-from lathe.settings import ExportSettings
+from lathe.config.settings import ExportSettings
 
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -10,15 +10,15 @@ import torch
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings, GenerationSettings, Recipe
 from lathe.errors import UserError
+from lathe.export.export import export
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
-from lathe.export.stage import export
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve.session import OnnxModel
-from lathe.settings import ExportSettings, GenerationSettings, Recipe
+from lathe.runtime.session import OnnxModel
 from lathe.storage import sha256
 from tests.support.small_export import (
     PRUNED,
@@ -40,26 +40,26 @@ def data(tmp_path: Path) -> Path:
 
 
 # Of the logits' standard deviation.
-MEAN_ERROR = {"fp32": 2e-6, "fp16": 2e-3, "int8": 1e-2}
+MEAN_ERROR = {"fp32": 2e-6, "fp16": 2e-3, "int8": 1e-2, "int8 weights": 2e-6}
 
 
 @pytest.mark.parametrize("flavour", MEAN_ERROR)
 def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: str) -> None:
-    model = make_model(PRUNED, flavour == "int8")
+    model = make_model(PRUNED, "int8" in flavour, weight_only=flavour == "int8 weights")
     folder = save(model, byte_tokenizer, tmp_path / "checkpoint")
     dtype = "float16" if flavour == "fp16" else "float32"
     settings = RECIPE.Export.model_copy(update={"dtype": dtype})
     result = export(Recipe(Export=settings), folder, data, tmp_path / "out")
-    assert result.flavour == flavour
+    assert result.flavour == flavour.split()[0]
     assert result.integer_kernels == (13 if flavour == "int8" else 0)
     names = {"model.onnx", "config.json", "tokenizer.json", "export.json"}
     assert {path.name for path in result.folder.iterdir()} == names
-    card = json.loads((result.folder / "export.json").read_text())
-    assert card["source"] == checkpoint_digest(folder)
-    assert card["sha256"] == sha256(result.folder / "model.onnx")
-    assert card["bytes"] == result.n_bytes == (result.folder / "model.onnx").stat().st_size
-    assert card["n_head"] == [2, 1, 3] and card["eos_id"] == 256
-    proof = card["proof"]
+    metadata = json.loads((result.folder / "export.json").read_text())
+    assert metadata["source"] == checkpoint_digest(folder)
+    assert metadata["sha256"] == sha256(result.folder / "model.onnx")
+    assert metadata["bytes"] == result.n_bytes == (result.folder / "model.onnx").stat().st_size
+    assert metadata["n_head"] == [2, 1, 3] and metadata["eos_id"] == 256
+    proof = metadata["proof"]
     assert (proof["prompts"], proof["new_tokens"]) == (6, 12)
     assert proof["linear_error"] <= 1 and proof["argmax_agreement"] > 0.95
     assert proof["mean_error"] < MEAN_ERROR[flavour] * proof["logits_std"]
@@ -121,6 +121,7 @@ DEFECTS = {
     "head's scale": ("int8", _scale("lm_head.scale", 1.002)),
     "weight scale": ("int8", _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
     "int8 bias": ("int8", _scale("h.1.mlp.c_proj.bias", 1.001)),
+    "weight scale alone": ("int8 weights", _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
 }
 
 
@@ -129,8 +130,8 @@ def test_a_changed_graph_fails_the_proof(
     tmp_path: Path, byte_tokenizer: Tokenizer, defect: str
 ) -> None:
     flavour, change = DEFECTS[defect]
-    int8 = flavour == "int8"
-    model = make_model(UNIFORM, int8)
+    int8 = "int8" in flavour
+    model = make_model(UNIFORM, int8, weight_only=flavour == "int8 weights")
     dtype: Any = "float32" if int8 else flavour
     write_unproven(model, byte_tokenizer, tmp_path, dtype)
     graph = onnx.load(tmp_path / "model.onnx")

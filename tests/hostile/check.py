@@ -8,7 +8,7 @@ from tests.hostile.child import Outcome
 from tests.hostile.sandbox import Entry, added, altered, outside
 
 SLOW_SECONDS = 10
-ERROR = re.compile(r"^(?:\[lathe\] )?(?:error|preempted): (?!\s*cure:)", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[lathe\] )?(?:error|preempted): (?!\s*hint:)", re.MULTILINE)
 Finding = tuple[str, str]
 
 
@@ -83,8 +83,8 @@ def _message(case: Case, outcome: Outcome) -> Finding:
         return "unclear", f"status {outcome.status}"
     if errors != 1 and not (of_typer and not errors):
         return "unclear", f"{errors} messages of an error"
-    if outcome.status == 2 and not of_typer and "cure: " not in outcome.text:
-        return "unclear", "no cure"
+    if outcome.status == 2 and not of_typer and "hint: " not in outcome.text:
+        return "unclear", "no hint"
     if case.names not in outcome.text:
         return "unclear", f"does not name {case.names!r}"
     return "right", ""

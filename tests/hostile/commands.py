@@ -16,7 +16,7 @@ class Command:
         inputs: what kind of artifact each path is: an argument's name or a flag.
         output: the flag of what is written, by default `--output`; None: nothing is.
         flags: given as they are.
-        card: the file by which the verb knows its own output folder.
+        metadata: the file by which the verb knows its own output folder.
         earlier: the artifact of the world that this command wrote.
         needs: beside the files that the command names.
     """
@@ -27,7 +27,7 @@ class Command:
     inputs: Mapping[str, str] = field(default_factory=dict)
     output: str | None = "--output"
     flags: tuple[str, ...] = ()
-    card: str = ""
+    metadata: str = ""
     earlier: str = ""
     needs: tuple[str, ...] = ()
 
@@ -46,16 +46,23 @@ class Command:
         arguments = {name: changes.get(name, value) for name, value in self.arguments.items()}
         options = self.options | {k: v for k, v in changes.items() if k not in arguments}
         given = [f"{flag}={value}" for flag, value in options.items()]
-        return (self.verb, *given, *self.flags, *(("--", *arguments.values()) if arguments else ()))
+        return (
+            *self.verb.split(),
+            *given,
+            *self.flags,
+            *(("--", *arguments.values()) if arguments else ()),
+        )
 
 
-def _trains(verb: str, model: str, recipe: str, earlier: str, card: str = "lathe.json") -> Command:
+def _trains(
+    verb: str, model: str, recipe: str, earlier: str, metadata: str = "lathe.json"
+) -> Command:
     return Command(
         verb,
         {"model": model},
         {"--data": "data", "--recipe": recipe, "--output": "out"},
         {"model": "checkpoint", "--data": "data", "--recipe": "recipe"},
-        card=card,
+        metadata=metadata,
         earlier=earlier,
     )
 
@@ -72,7 +79,7 @@ COMMANDS = {
                 "--output": "out",
             },
             inputs={"--source": "corpus", "--tokenizer": "tokenizer", "--recipe": "recipe"},
-            card="data.json",
+            metadata="data.json",
             earlier="data",
         ),
         Command(
@@ -80,14 +87,14 @@ COMMANDS = {
             {"first": "data=1", "second": "paddled=1"},
             {"--output": "out"},
             {"first": "part", "second": "part"},
-            card="data.json",
+            metadata="data.json",
             earlier="blended",
         ),
         Command(
             "pretrain",
             options={"--data": "data", "--recipe": SMALL, "--output": "out"},
             inputs={"--data": "data", "--init": "checkpoint", "--recipe": "recipe"},
-            card="lathe.json",
+            metadata="lathe.json",
             earlier="dense",
         ),
         Command(
@@ -113,7 +120,7 @@ COMMANDS = {
                 "--sensitivity": "sensitivity",
                 "--recipe": "recipe",
             },
-            card="lathe.json",
+            metadata="lathe.json",
             earlier="int8",
         ),
         Command(
@@ -132,7 +139,7 @@ COMMANDS = {
                 "--text": "text",
                 "--recipe": "recipe",
             },
-            card="metrics.json",
+            metadata="metrics.json",
             earlier="dense-eval",
         ),
         Command(
@@ -163,7 +170,7 @@ COMMANDS = {
                 "--prune-recipe": "recipe",
                 "--qat-recipe": "recipe",
             },
-            card="compress.json",
+            metadata="compress.json",
             earlier="compressed",
         ),
         _trains("export", "dense", SMALL, "dense-onnx", "export.json"),
@@ -172,7 +179,7 @@ COMMANDS = {
             {"source": "paddle"},
             {"--tokenizer": "tokenizer.json", "--recipe": SMALL, "--output": "out"},
             {"source": "pdparams", "--tokenizer": "tokenizer", "--recipe": "recipe"},
-            card="lathe.json",
+            metadata="lathe.json",
             earlier="imported",
         ),
         Command(
@@ -180,7 +187,7 @@ COMMANDS = {
             {"model": "dense"},
             {"--output": "out"},
             {"model": "checkpoint"},
-            card="mp_00_sharding_00_pp_00",
+            metadata="mp_00_sharding_00_pp_00",
             earlier="paddle",
         ),
         Command(
@@ -194,11 +201,11 @@ COMMANDS = {
                 "--recipe": "recipe",
             },
             flags=("--no-keep-running",),
-            card="deploy.json",
+            metadata="deploy.json",
             earlier="deployed",
         ),
         Command(
-            "releases",
+            "release list",
             options={"--recipe": SMALL},
             inputs={"--recipe": "recipe"},
             output=None,
@@ -229,7 +236,7 @@ COMMANDS = {
             "bench-serve",
             options={"--url": "127.0.0.1:1", "--prompts": "prompts.txt", "--output": "out"},
             inputs={"--prompts": "text"},
-            card="load.json",
+            metadata="load.json",
         ),
         Command("recipe", {"name": SMALL}, {}, {"name": "recipe"}, output=None),
     )

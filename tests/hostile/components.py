@@ -78,7 +78,7 @@ ODD: dict[str, tuple[str, Callable[[Path], object] | None]] = {
     "long": (LONG, None),
     "another-kind": ("", None),
 }
-CARDS = {
+METADATA_FILES = {
     "data": "data/data.json",
     "checkpoint": "dense/lathe.json",
     "evaluation": "dense-eval/metrics.json",
@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
             kind = KINDS.get(parameter)
             if kind and name != "resolve":  # it chooses, and reads nothing
                 yield from _odd(name, given, parameter, kind)
-                yield from _cards(name, given, parameter, kind, value)
+                yield from _metadata_files(name, given, parameter, kind, value)
         for recipe in ("nope", LONG):
             yield _case(name, "an odd recipe", recipe[:8], given, {"recipe": recipe})
         for override in ("nope", "Prepare.source=${oc.env:AWS_SECRET_ACCESS_KEY}"):
@@ -123,28 +123,28 @@ def _odd(name: str, given: Mapping[str, Any], parameter: str, kind: str) -> Iter
         yield _case(name, f"{parameter} is odd", odd, given, changes, steps, (FOREIGN[kind],))
 
 
-def _cards(
+def _metadata_files(
     name: str, given: Mapping[str, Any], parameter: str, kind: str, value: Any
 ) -> Iterator[Case]:
-    if kind not in CARDS or name in ("release", "challenge", "prepare"):
+    if kind not in METADATA_FILES or name in ("release", "challenge", "prepare"):
         return
-    file = CARDS[kind]
+    file = METADATA_FILES[kind]
     artifact = file.split("/")[0]
     changes = {parameter: [artifact] if isinstance(value, list) else artifact}
-    row = f"{parameter}'s card"
+    row = f"{parameter}'s metadata"
     for content, data in CONTENTS.items():
         steps = (partial(_write, file, data),)
         yield _case(name, row, content, given, changes, steps, (artifact,))
-    if kind != "data":  # one of another tool has no card
+    if kind != "data":  # one of another tool has no metadata file
         steps = (partial(_change, file, damage.absent),)
         yield _case(name, row, "absent", given, changes, steps, (artifact,))
 
 
 def _outputs(name: str) -> Iterator[Case]:
-    output, card = OUTPUTS[name]
+    output, metadata = OUTPUTS[name]
     given = GIVEN[name]
     places: dict[str, tuple[Callable[[Path], object], ...]] = {
-        "users-files-and-a-card": (partial(_users_files, card),),
+        "users-files-and-a-metadata": (partial(_users_files, metadata),),
         "users-files": (partial(_users_files, "thesis.tex"),),
         "a-file": (partial(_write, "mine", b"years of work"),),
     }
@@ -154,9 +154,9 @@ def _outputs(name: str) -> Iterator[Case]:
         yield _case(name, "what is at the output", "nothing", given, {output: "out"}, works=True)
 
 
-def _users_files(card: str, box: Path) -> None:
+def _users_files(metadata: str, box: Path) -> None:
     (box / "mine").mkdir()
-    (box / "mine" / card).write_text('{"title": "mine"}')
+    (box / "mine" / metadata).write_text('{"title": "mine"}')
     (box / "mine" / "photo.jpg").write_bytes(b"\xff\xd8")
 
 

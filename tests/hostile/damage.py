@@ -57,7 +57,7 @@ OPEN: dict[str, list[Reader]] = {
     "paddle/mp_00_sharding_00_pp_00/model.pdparams": [("import-paddle", "source")],
     "tokenizer.json": [("prepare", "--tokenizer"), ("import-paddle", "--tokenizer")],
 }
-FOREIGN = {("data/data.json", "absent")}  # a data set of another tool has no card
+FOREIGN = {("data/data.json", "absent")}  # a data set of another tool has no metadata file
 MAY_LACK = {"dense-eval/samples.json"}
 
 

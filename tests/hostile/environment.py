@@ -119,8 +119,8 @@ def _stores() -> Iterator[Case]:
         yield _case(verb, "a store that is off", "endpoint", changes)
     production = ("-o", "Production.releases=s3://bucket/releases")
     for name, env in (("silent", silent), ("refuses", wrong), ("off", {})):
-        argv = ("releases", *production)
-        yield Case("releases", "a store that is", name, argv, env=env, status=(1, 2))
+        argv = ("release", "list", *production)
+        yield Case("release list", "a store that is", name, argv, env=env, status=(1, 2))
     for endpoint in ENDPOINTS:
         env = {"AWS_ENDPOINT_URL": endpoint}
         yield _case("pretrain", "an endpoint that is none", endpoint, {"--data": S3}, env=env)

@@ -5,22 +5,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.cards import READ
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS, Command
+from tests.hostile.damaged_metadata import READ
 from tests.hostile.paths import needs_of
 
 Drawn = dict[str, Any]
 
 
 def case(drawn: Drawn) -> Case:
-    """`card` and `changes`, or `verb` with `options`, `settings` and a `recipe`'s text."""
-    if "card" in drawn:
-        card = drawn["card"]
-        verb, argument = READ[card]
-        artifact = card.split("/")[0]
+    """`metadata` and `changes`, or `verb` with `options`, `settings` and a `recipe`'s text."""
+    if "metadata" in drawn:
+        metadata = drawn["metadata"]
+        verb, argument = READ[metadata]
+        artifact = metadata.split("/")[0]
         command, changes = COMMANDS[verb], {argument: artifact}
-        make = (partial(_mutate, card, drawn["changes"]),)
+        make = (partial(_mutate, metadata, drawn["changes"]),)
     else:
         command, changes, make = COMMANDS[drawn["verb"]], drawn.get("options", {}), ()
         artifact = ""
@@ -51,11 +51,11 @@ def _write(text: str, box: Path) -> None:
     (box / "mine.yaml").write_bytes(text.encode(errors="surrogatepass"))
 
 
-def _mutate(card: str, changes: list[tuple[list[int], str, Any]], box: Path) -> None:
-    values: Any = json.loads((box / card).read_text())
+def _mutate(metadata: str, changes: list[tuple[list[int], str, Any]], box: Path) -> None:
+    values: Any = json.loads((box / metadata).read_text())
     for way, how, value in changes:
         values = _changed(values, way, how, value)
-    (box / card).write_text(json.dumps(values))
+    (box / metadata).write_text(json.dumps(values))
 
 
 def _changed(values: Any, way: list[int], how: str, value: Any) -> Any:

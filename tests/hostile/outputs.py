@@ -38,16 +38,16 @@ def users_files(box: Path, command: Command) -> None:
     (box / "out" / "sub").mkdir(parents=True)
     (box / "out" / "thesis.txt").write_text("years of work\n")
     (box / "out" / "sub" / "photo.jpg").write_bytes(b"\xff\xd8 a child")
-    _card(box / "out", command).write_text(MINE)
+    _metadata(box / "out", command).write_text(MINE)
 
 
-def users_card(box: Path, command: Command) -> None:
+def users_metadata(box: Path, command: Command) -> None:
     (box / "out").mkdir()
-    _card(box / "out", command).write_text(MINE)
+    _metadata(box / "out", command).write_text(MINE)
 
 
-def _card(folder: Path, command: Command) -> Path:
-    return folder / (command.card if "." in command.card else "mine.json")
+def _metadata(folder: Path, command: Command) -> Path:
+    return folder / (command.metadata if "." in command.metadata else "mine.json")
 
 
 def thesis(box: Path, command: Command) -> None:
@@ -77,7 +77,7 @@ def earlier_and_folder(box: Path, command: Command) -> None:
 def earlier_and_edited(box: Path, command: Command) -> None:
     """The user has written into a file of ours."""
     files = sorted(p for p in earlier(box, command).rglob("*") if p.is_file())
-    edited = next(p for p in files if p.name != command.card and p.suffix != ".pyc")
+    edited = next(p for p in files if p.name != command.metadata and p.suffix != ".pyc")
     with edited.open("ab") as file:
         file.write(b"and a line of mine\n")
 
@@ -91,7 +91,8 @@ def _other(command: Command) -> str:
 
 
 def killed(box: Path, command: Command) -> None:
-    """What an attempt leaves that was killed: its output without a card, or a hidden folder."""
+    """What an attempt leaves that was killed: its output without a metadata file, or a hidden
+    folder."""
     if command.verb in ("pretrain", "prune", "quantize"):
         for name in ("lathe.json", "model.safetensors", "config.json", "tokenizer.json"):
             (earlier(box, command) if name == "lathe.json" else box / "out").joinpath(name).unlink()
@@ -136,8 +137,8 @@ def still_a_link(box: Path) -> str | None:
 
 
 FOLDERS = {
-    "users-files-and-a-card": Place(make=users_files, names="out"),
-    "a-card-of-the-users": Place(make=users_card, names="out"),
+    "users-files-and-a-metadata": Place(make=users_files, names="out"),
+    "a-metadata-of-the-users": Place(make=users_metadata, names="out"),
     "users-files": Place(make=thesis, names="out"),
     "earlier-and-notes": Place(make=earlier_and_notes, names="notes.txt", keeps=("out/notes.txt",)),
     "earlier-and-folder": Place(make=earlier_and_folder, names="mine", keeps=("out/mine",)),
@@ -263,7 +264,7 @@ def _inside(command: Command) -> Iterator[Case]:
     for name, make, expect in (
         ("here-in-earlier", earlier, "any"),
         ("here-in-earlier-and-notes", earlier_and_notes, "any"),
-        ("here-with-a-card", users_files, "refused"),
+        ("here-with-a-metadata", users_files, "refused"),
     ):
         yield Case(
             command.verb,

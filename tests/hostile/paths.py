@@ -86,7 +86,7 @@ def _case(command: Command, name: str, kind: str, odd_name: str) -> Iterator[Cas
     is_first = name == next(iter(command.inputs))
     if not is_first and odd_name in OF_FIRST:
         return
-    if odd.expect != "refused" and command.verb in ("serve", "bench-serve", "releases"):
+    if odd.expect != "refused" and command.verb in ("serve", "bench-serve", "release list"):
         return  # these need a server
     if kind == "recipe" and not _stands_for_others(command, odd_name):
         return

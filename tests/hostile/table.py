@@ -3,10 +3,10 @@
 import zlib
 
 from tests.hostile import (
-    cards,
     components,
     contents,
     damage,
+    damaged_metadata,
     environment,
     output_files,
     outputs,
@@ -16,7 +16,17 @@ from tests.hostile import (
 )
 from tests.hostile.case import Case
 
-TOPICS = (paths, outputs, output_files, damage, cards, values, recipes, contents, environment)
+TOPICS = (
+    paths,
+    outputs,
+    output_files,
+    damage,
+    damaged_metadata,
+    values,
+    recipes,
+    contents,
+    environment,
+)
 CASES: tuple[Case, ...] = tuple(case for topic in (*TOPICS, components) for case in topic.cases())
 ONE_OF = 40
 

@@ -1,4 +1,5 @@
-"""Random cards, recipes and arguments: whatever is drawn ends well or is refused properly."""
+"""Random metadata files, recipes and arguments: whatever is drawn ends well or is refused
+properly."""
 
 from typing import Any
 
@@ -7,8 +8,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.hostile.__main__ import told
-from tests.hostile.cards import READ
 from tests.hostile.commands import COMMANDS
+from tests.hostile.damaged_metadata import READ
 from tests.hostile.fuzzed import Drawn
 from tests.hostile.pool import Worker
 
@@ -36,9 +37,9 @@ changes = st.tuples(
     st.sampled_from(["replace", "replace", "remove", "add"]),
     values,
 )
-cards = st.fixed_dictionaries(
+metadata_files = st.fixed_dictionaries(
     {
-        "card": st.sampled_from([c for c in READ if not c.endswith("tokenizer.json")]),
+        "metadata": st.sampled_from([c for c in READ if not c.endswith("tokenizer.json")]),
         "changes": st.lists(changes, min_size=1, max_size=2),
     }
 )
@@ -79,7 +80,8 @@ recipes = st.one_of(
     st.fixed_dictionaries({"verb": st.sampled_from(["recipe", "plan"]), "settings": overrides}),
 )
 
-QUICK = [verb for verb in COMMANDS if verb not in ("serve", "deploy", "compress", "releases")]
+SLOW = ("serve", "deploy", "compress", "release list")
+QUICK = [verb for verb in COMMANDS if verb not in SLOW]
 OUTPUTS = (
     "out",
     "data",
@@ -132,8 +134,8 @@ def check(started: list[Worker], drawn: Drawn) -> None:
 
 
 @budget(SHORT)
-@given(drawn=cards)
-def test_cards(started: list[Worker], drawn: Drawn) -> None:
+@given(drawn=metadata_files)
+def test_metadata_files(started: list[Worker], drawn: Drawn) -> None:
     check(started, drawn)
 
 
@@ -151,6 +153,6 @@ def test_arguments(started: list[Worker], drawn: Drawn) -> None:
 
 @pytest.mark.slow
 @budget(FULL)
-@given(drawn=st.one_of(cards, recipes, arguments()))
+@given(drawn=st.one_of(metadata_files, recipes, arguments()))
 def test_all_at_length(started: list[Worker], drawn: Drawn) -> None:
     check(started, drawn)

@@ -7,6 +7,7 @@ from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS, SMALL
 from tests.hostile.paths import needs_of
 
+STORE = "Production.releases=s3://bucket/releases"
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e309", "many", "", "9" * 400)
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "plan": {
@@ -147,16 +148,19 @@ def _weights() -> Iterator[Case]:
 
 
 def _deploys() -> Iterator[Case]:
-    for name, extra in (
-        ("--to alone", ("--to", "abc")),
-        ("--rollback without releases", ("--rollback",)),
-        ("--rollback to no digest", ("--rollback", "--to", "")),
-        ("--production without releases", ("--production",)),
+    for name, argv in (
+        ("rollback without releases", ("rollback",)),
+        ("rollback to no digest", ("rollback", "--to", "")),
+        ("publish without releases", ("publish", "deployed")),
+        ("publish of what was not deployed", ("publish", "data", "-o", STORE)),
+        ("publish of nothing", ("publish", "nowhere", "-o", STORE)),
     ):
-        yield of("deploy", "options that do not fit", name, {}, extra)
+        argv = ("release", *argv, "--recipe", SMALL)
+        needs = (SMALL, "deployed", "data")
+        yield Case("release", "options that do not fit", name, argv, needs=needs)
     for port in ("99999", "-1"):
         yield setting("deploy", "a port that is none", f"Serving.http_port={port}")
     for model in ("../x", "a/b", "''", "."):
         yield setting("deploy", "a name that is none", f"Serving.model_name={model}")
-    no_address = ("releases", "--recipe", SMALL, "-o", "Production.releases=nowhere")
-    yield Case("releases", "an address that is none", "a path", no_address, needs=(SMALL,))
+    no_address = ("release", "list", "--recipe", SMALL, "-o", "Production.releases=nowhere")
+    yield Case("release list", "an address that is none", "a path", no_address, needs=(SMALL,))

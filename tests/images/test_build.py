@@ -32,7 +32,7 @@ def test_no_builder(tmp_path: Path) -> None:
     (tmp_path / "git").symlink_to(git)
     done = command("serve", path=tmp_path)
     assert done.returncode == 2
-    assert "none of podman, buildah, docker" in done.stderr and "cure: install" in done.stderr
+    assert "none of podman, buildah, docker" in done.stderr and "hint: install" in done.stderr
 
 
 def test_no_such_image() -> None:

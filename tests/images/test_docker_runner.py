@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from tests.pipelines.conftest import RECIPE
 
@@ -94,9 +94,9 @@ def test_prune_with_paddle(images: dict[str, str], socket: str, root: Path) -> N
     said = run_pipeline(images, socket, root, "prune", "paddle", **arguments)
     found = {line.split("'")[1] for line in said.splitlines() if "Found image '" in line}
     assert found == {images["train"], images["paddle"]}
-    (card,) = root.glob("*/prune/pruned/lathe.json")
-    assert json.loads(card.read_text())["engine"] == "paddle"
-    assert card.stat().st_uid == 10001
+    (metadata,) = root.glob("*/prune/pruned/lathe.json")
+    assert json.loads(metadata.read_text())["engine"] == "paddle"
+    assert metadata.stat().st_uid == 10001
     for variant in ("dense", "pruned"):
         (scores,) = root.glob(f"*/evaluate-{variant}/evaluation/metrics.json")
         assert json.loads(scores.read_text())["model"]["engine"] == "paddle"

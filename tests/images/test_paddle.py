@@ -13,18 +13,18 @@ MULTIPLY = """
 import os
 os.environ["OPS_UNCHANGE_SHAPE"] = "tril_triu,fill_constant"
 libraries = os.environ["LD_LIBRARY_PATH"]
-import numpy as np, paddle, paddleslim, paddle2onnx, onnxruntime, lathe.recipe
+import numpy as np, paddle, paddleslim, paddle2onnx, onnxruntime, lathe.config.recipe
 a = np.arange(6, dtype="float32").reshape(2, 3)
 product = paddle.matmul(paddle.to_tensor(a), paddle.to_tensor(a.T)).numpy()
 assert np.array_equal(product, a @ a.T), product
-print(paddle.__version__, libraries, lathe.recipe.__file__)
+print(paddle.__version__, libraries, lathe.config.recipe.__file__)
 """
 STEP = """
-import os, kfp.dsl.executor_main, torch, lathe.recipe
+import os, kfp.dsl.executor_main, torch, lathe.config.recipe
 assert "LD_LIBRARY_PATH" not in os.environ
-print(os.environ["LATHE_PADDLE_PYTHON"], lathe.recipe.__file__)
+print(os.environ["LATHE_PADDLE_PYTHON"], lathe.config.recipe.__file__)
 """
-SOURCE = "/opt/lathe/source/lathe/recipe.py"
+SOURCE = "/opt/lathe/source/lathe/config/recipe.py"
 
 
 def test_paddle_multiplies(images: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ def test_python_and_the_command(images: dict[str, str]) -> None:
 def test_a_user_mistake_ends_with_status_2(images: dict[str, str]) -> None:
     command = ["podman", "run", "--rm", images["train"], "lathe", "pretrain", "-r", "no-such"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "cure:" in done.stderr
+    assert done.returncode == 2 and "hint:" in done.stderr
 
 
 def test_a_few_steps_from_text(images: dict[str, str], work: Path, corpus: Path) -> None:

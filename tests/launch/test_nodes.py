@@ -9,8 +9,8 @@ import pytest
 import yaml
 from kubernetes.config import kube_config
 
+from lathe.cluster.nodes import check_node_pool
 from lathe.errors import StageError, UserError
-from lathe.launch.nodes import check_node_pool
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
 

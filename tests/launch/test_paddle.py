@@ -11,11 +11,10 @@ from safetensors.numpy import load_file
 
 from components.stage import options
 from components.training import train
-from lathe.compress.prune import prune
+from lathe.backends.paddle_process import PYTHON_VARIABLE
+from lathe.cluster import trainjob
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.launch import trainjob
-from lathe.paddle.start import PYTHON_VARIABLE
-from lathe.recipe import load_recipe
 from lathe.storage import exists, fetch, upload, write_text
 from tests.paddle.conftest import paddle_python
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -23,6 +22,7 @@ from tests.support.fake_trainer import Pod, processes
 from tests.support.launchers import QUICK, eventually, play, succeed
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
+from tests.support.stages import prune
 
 __all__ = ["paddle_python"]
 
@@ -88,7 +88,7 @@ def test_a_step_without_paddle_starts_no_nodes(
     trainer = play(step, succeed)
     with pytest.raises(UserError, match="/nowhere/python: no such interpreter") as said:
         run(s3, "prune")
-    assert "ENGINE=paddle" in said.value.cure and not trainer.created
+    assert "ENGINE=paddle" in said.value.hint and not trainer.created
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Launchers as processes that are killed, come up again, or are told to end."""
+"""Launchers as processes that are killed, restarted, or terminated."""
 
 import os
 import signal

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lathe.cluster import deployment as deployments
+from lathe.cluster import rollout
+from lathe.cluster.deployment import CAUSE, LOCK, RELEASE, Deployment
 from lathe.errors import StageError, UserError
-from lathe.launch import deployment as deployments
-from lathe.launch import rollout
-from lathe.launch.deployment import CAUSE, LOCK, RELEASE, Deployment
 from tests.support.fake_deployments import NAME, Deployments, Served, deployment, until
 from tests.support.fake_kubernetes import FakeKubernetes
 
@@ -115,7 +115,7 @@ def test_when_going_back_fails_too_both_are_told(
     with pytest.raises(StageError) as failed:
         roll(CRASHES, back_to=HANGS, seconds=1.0)
     assert f"{CRASHES}: pod" in str(failed.value)
-    assert f"going back to {HANGS} failed too: {HANGS}: not rolled out" in str(failed.value)
+    assert f"rolling back to {HANGS} failed too: {HANGS}: not rolled out" in str(failed.value)
     with pytest.raises(StageError, match="no release before it"):
         roll(CRASHES, back_to=None)
 

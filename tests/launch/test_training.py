@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lathe.launch import trainjob
+from lathe.cluster import trainjob
+from lathe.config.settings import LaunchSettings
 from lathe.launch.shape import Shape
-from lathe.settings import LaunchSettings
 from lathe.storage import exists, fetch
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes

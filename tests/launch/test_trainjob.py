@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from lathe.cluster import trainjob
+from lathe.cluster.reasons import NodeFailed
+from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError, UserError
-from lathe.launch import trainjob
-from lathe.launch.reasons import NodeFailed
 from lathe.launch.shape import Shape, WorkerFailed
-from lathe.settings import LaunchSettings
 from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, processes
 from tests.support.launchers import (
@@ -69,11 +69,11 @@ def test_out_of_memory_is_named(in_pod: FakeKubernetes) -> None:
 def test_a_users_mistake_is_not_tried_again(in_pod: FakeKubernetes) -> None:
     def mistake(pod: Pod) -> None:
         pod.start()
-        pod.say("error: there is no s3://bucket/data", "  cure: make it")
+        pod.say("error: there is no s3://bucket/data", "  hint: make it")
         pod.end(2)
 
     trainer = play(in_pod, mistake)
-    with pytest.raises(WorkerFailed, match="there is no s3://bucket/data\n  cure: make it") as said:
+    with pytest.raises(WorkerFailed, match="there is no s3://bucket/data\n  hint: make it") as said:
         launch(restarts=5)
     assert said.value.status == UserError.status
     assert len(trainer.created) == 1
@@ -132,7 +132,7 @@ def test_unschedulable_until_it_is_enough(in_pod: FakeKubernetes) -> None:
     trainer = play(in_pod, nowhere)
     with pytest.raises(UserError, match=r"3 Insufficient nvidia\.com/gpu") as said:
         launch(nodes=2, gpus_per_node=8, node_pool="a100")
-    assert "Launch.node_pool=a100" in said.value.cure and "8 GPUs" in said.value.cure
+    assert "Launch.node_pool=a100" in said.value.hint and "8 GPUs" in said.value.hint
     assert len(trainer.created) == 1
 
 
@@ -199,14 +199,14 @@ def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
     assert len(trainer.created) == 1 and len(paths) > 12
 
 
-def test_what_is_forbidden_names_its_cure(in_pod: FakeKubernetes) -> None:
+def test_what_is_forbidden_names_its_hint(in_pod: FakeKubernetes) -> None:
     in_pod.denied.add(("create", "trainjobs"))
     with pytest.raises(UserError) as said:
         launch()
     assert f"{USER} may not create trainjobs.trainer.kubeflow.org in namespace lathe" in str(
         said.value
     )
-    assert "Role lathe-pipeline" in said.value.cure
+    assert "Role lathe-pipeline" in said.value.hint
 
 
 def test_outside_of_a_pod(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> None:

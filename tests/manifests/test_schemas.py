@@ -12,7 +12,7 @@ import yaml
 from google.protobuf import json_format
 
 from pipelines import objects as pipeline_objects
-from pipelines.compile import PIPELINES
+from pipelines.compile import FUNCTIONS, built
 from tests.support.crds import CRDS, validator
 from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, variant
 
@@ -62,7 +62,7 @@ def test_the_pipelines_as_objects(tmp_path: Path) -> None:
     written = list(
         yaml.load_all((tmp_path / "pipelines.yaml").read_text(), Loader=yaml.CSafeLoader)
     )
-    names = {f"lathe-{name}" for name in PIPELINES}
+    names = {f"lathe-{name}" for name in FUNCTIONS}
     assert {o["metadata"]["name"] for o in written if o["kind"] == "Pipeline"} == names
     versions = [o for o in written if o["kind"] == "PipelineVersion"]
     assert {o["spec"]["pipelineName"] for o in versions} == names
@@ -83,7 +83,7 @@ def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
     keys = {o["metadata"]["name"]: set(o["stringData"]) for o in shapes}
     maps = {o["metadata"]["name"]: set(o["data"]) for o in of_kind(production, "ConfigMap")}
     pod = next(p.spec for p in pods(production) if p.owner == "ClusterTrainingRuntime/lathe-torch")
-    for pipeline in PIPELINES.values():
+    for pipeline in map(built, FUNCTIONS):
         platforms = pipeline.platform_spec.platforms["kubernetes"]
         executors = json_format.MessageToDict(platforms)["deploymentSpec"]["executors"]
         for executor in executors.values():

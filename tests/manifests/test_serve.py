@@ -17,11 +17,11 @@ import pytest
 import yaml
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from lathe.config.settings import ServingSettings
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
 from lathe.serve.server import free_ports
 from lathe.serve.state import LOOPBACK
-from lathe.settings import ServingSettings
 from lathe.storage import upload
 from tests.support.rendered import MANIFESTS, ROOT, Object, named, of_kind
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY

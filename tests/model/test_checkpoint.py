@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.settings import Recipe
 from tests.conftest import small_config
 
 

@@ -7,22 +7,20 @@ import torch
 from torch import nn
 
 from lathe.model import fake_quant
-from lathe.model.config import LINEARS, QuantizationPlan
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan, WeightFormat
 
 TOKENS = torch.arange(40).view(2, 20)
 
 
 def full_plan(model: GPT, scale: float = 0.0) -> QuantizationPlan:
-    names = [f"h.{i}.{linear}" for i in range(2) for linear in LINEARS]
-    return QuantizationPlan(
-        quantize_embedding=True, activation_scales=dict.fromkeys([*names, "lm_head"], scale)
-    )
+    names = model.config.linear_names()
+    return QuantizationPlan.w8a8(dict.fromkeys([*names, "lm_head"], scale))
 
 
 def test_activation_equals_torch_fake_quantize() -> None:
-    # quanta that are powers of two: torch multiplies by 1/s where ONNX divides by s
+    # scales that are powers of two: torch multiplies by 1/s where ONNX divides by s
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * 3
     theirs = x.clone().requires_grad_()
     ours = x.clone().requires_grad_()
@@ -40,13 +38,14 @@ def test_activation_equals_torch_fake_quantize() -> None:
 def test_weight_equals_torch_fake_quantize(kind: str, bits: int, high: int) -> None:
     w = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     w[3] = 0.0
-    scale = fake_quant.weight_scale(w, kind, bits)  # type: ignore[arg-type]
+    form = WeightFormat(kind, bits)  # type: ignore[arg-type]
+    scale = fake_quant.weight_scale(w, form)
     zero = torch.zeros(32, dtype=torch.int32)
     if kind == "abs_max":
         expected = torch.fake_quantize_per_tensor_affine(w, float(scale), 0, -high, high)
     else:
         expected = torch.fake_quantize_per_channel_affine(w, scale[:, 0], zero, 0, -high, high)
-    ours = fake_quant.fake_quantize_weight(w, kind, bits)  # type: ignore[arg-type]
+    ours = fake_quant.fake_quantize_weight(w, form)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
@@ -76,7 +75,7 @@ def test_calibration_takes_the_largest_input_magnitude(small_gpt: GPT) -> None:
             if name == "wte.weight" or name.endswith(
                 ("c_attn.weight", "c_fc.weight", "proj.weight")
             ):
-                parameter.copy_(fake_quant.fake_quantize_weight(parameter, "channel_wise_abs_max"))
+                parameter.copy_(fake_quant.fake_quantize_weight(parameter))
     for name, module in reference.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lathe.backends.paddle_process import find_python
 from lathe.errors import UserError
-from lathe.paddle.start import find_python
 
 ROOT = Path(__file__).resolve().parents[2]
 Arrays = dict[str, np.ndarray]

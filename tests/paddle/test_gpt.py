@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from lathe.compress.criteria import importance
 from lathe.compress.widths import choose_uniform
+from lathe.config.recipe import load_recipe
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import QuantizationPlan
 from lathe.model.gpt import GPT
-from lathe.recipe import load_recipe
+from lathe.model.quantization import QuantizationPlan, WeightFormat
 from tests.conftest import small_config
 
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 48))
@@ -49,7 +49,7 @@ def test_logits_and_files_are_the_same(
     out = in_paddle(
         """
         from lathe.paddle.checkpoint import load_checkpoint, save_checkpoint
-        from lathe.recipe import load_recipe
+        from lathe.config.recipe import load_recipe
         checkpoint = load_checkpoint(folder / "model")
         out["logits"] = checkpoint.model(paddle.to_tensor(given["tokens"])).numpy()
         parts = checkpoint.model, checkpoint.tokenizer, "prune", load_recipe("tiny")
@@ -77,7 +77,7 @@ def test_paddleslim_prunes_the_same_heads_and_channels(
         f"""
         from lathe.paddle.checkpoint import load_checkpoint
         from lathe.paddle.prune import cut
-        from lathe.settings import PruneSettings
+        from lathe.config.settings import PruneSettings
         model = load_checkpoint(folder / "model").model
         small, kept = cut(model, PruneSettings(criterion="{criterion}", ratio=0.4), folder)
         small.eval()
@@ -127,7 +127,8 @@ def test_fake_quantization_is_the_same_at_the_same_scales(kind: str, in_paddle: 
     assert out["activation"] == pytest.approx(
         observer.eval()(torch.from_numpy(x)).numpy(), abs=1e-6
     )
-    ours = fake_quant.fake_quantize_weight(torch.from_numpy(x.T.copy()), kind)  # type: ignore[arg-type]
+    form = WeightFormat(kind)  # type: ignore[arg-type]
+    ours = fake_quant.fake_quantize_weight(torch.from_numpy(x.T.copy()), form)
     assert out["weight"] == pytest.approx(ours.numpy().T, abs=1e-6)
     assert out["moved"][0] == pytest.approx((0.9 + 0.1 * 2) * 127 * scale, rel=1e-6)
 
@@ -137,14 +138,12 @@ def test_a_quantized_checkpoint_has_the_same_logits(
 ) -> None:
     model = random_gpt(**PRUNED)
     names = [*model.config.linear_names()[1:], "lm_head"]  # the first stays in float
-    plan = QuantizationPlan(quantize_embedding=True, activation_scales=dict.fromkeys(names, 0.0))
+    plan = QuantizationPlan.w8a8(dict.fromkeys(names, 0.0))
     with torch.no_grad():
         in_float = model(torch.from_numpy(TOKENS)).numpy()
     fake_quant.insert(model, plan)
     scales = fake_quant.calibrate(model, [torch.from_numpy(TOKENS)])
-    model.config = model.config.with_quantization(
-        QuantizationPlan(quantize_embedding=True, activation_scales=scales)
-    )
+    model.config = model.config.with_quantization(plan.with_scales(scales))
     save(model, tmp_path / "model", byte_tokenizer)
     out = in_paddle(
         """

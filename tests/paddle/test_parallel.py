@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lathe.compress.prune import prune
-from lathe.paddle.supported import require_supported
-from lathe.recipe import load_recipe
+from lathe.backends.paddle_support import require_supported
+from lathe.config.recipe import load_recipe
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL
 from tests.support import small_run
+from tests.support.stages import prune
 
 PREAMBLE = """
 from lathe.paddle.environment import prepare
@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np, paddle
 from lathe.paddle import fake_quant, parallel, workers
 from lathe.paddle.gpt import GPT, next_token_loss
-from lathe.model.config import GPTConfig, QuantizationPlan
-from lathe.recipe import load_recipe
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import QuantizationPlan
+from lathe.config.recipe import load_recipe
 workers.require_device = lambda recipe: None
 recipe = load_recipe("tiny", ["Global.device=cpu", "Distributed.mp_degree=2"])
 config = GPTConfig(384, 64, 48, 12, (4, 2), (96, 40))
@@ -67,7 +68,7 @@ with workers.join_workers(recipe) as group:
     assert np.abs(model.h[0].ln_1.weight.grad.numpy() - slope).max() < 1e-5
     for name, array in parallel.whole_weights(model, group).items():
         assert np.array_equal(array, weights[name]), name
-    fake_quant.insert(model, QuantizationPlan(activation_scales=dict.fromkeys(
+    fake_quant.insert(model, QuantizationPlan.w8a8(dict.fromkeys(
         config.linear_names(), 0.0)))
     fake_quant.calibrate(model, [tokens.numpy()])
     fake_quant.share_ranges(model)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lathe.backends.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
+from lathe.backends.pdparams import SLICES, read_pdparams, write_pdparams
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.paddle.convert import FILE, PART, export_checkpoint, import_checkpoint
-from lathe.paddle.pdparams import SLICES, read_pdparams, write_pdparams
-from lathe.recipe import load_recipe
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
 
@@ -238,7 +238,7 @@ def test_what_a_file_says_about_its_arrays_is_held_against_them(
     path.write_bytes(content)
     with pytest.raises(UserError, match=message) as raised:
         read_pdparams(path)
-    assert raised.value.cure
+    assert raised.value.hint
 
 
 def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:

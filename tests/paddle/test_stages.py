@@ -1,5 +1,5 @@
-"""The stages of the Paddle engine, started as a user starts them: by the torch engine's functions
-with `Compress.engine=paddle`, in processes of their own."""
+"""The stages of the Paddle engine, started as a user starts them: by `Compress.engine=paddle`, in
+processes of their own."""
 
 import json
 import signal
@@ -13,20 +13,17 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from lathe.compress.prune import prune
-from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.stage import analyze
+from lathe.backends import paddle_process as start
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
-from lathe.evaluate.stage import evaluate
-from lathe.export.stage import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.paddle import start
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 from lathe.train.saved import saved_steps
 from tests.paddle.conftest import run_paddle
+from tests.report.conftest import sensitivity_analysis, write_json
 from tests.support import small_run
 from tests.support.fake_deployments import until
+from tests.support.stages import analyze, evaluate, export, prune, quantize
 
 SMALL = (
     *(s for s in small_run.SMALL if "local_batch_size" not in s and "max_steps" not in s),
@@ -210,7 +207,7 @@ def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> N
 def test_the_linear_with_outliers_ranks_first(
     pruned: Path, small_data: Path, tmp_path: Path, mode: str
 ) -> None:
-    """One weight is a thousand times the others, so that its tensor's quantum swallows the rest."""
+    """One weight is a thousand times the others, so that its tensor's scale swallows the rest."""
     checkpoint = load_checkpoint(pruned)
     worst = "h.1.attn.c_proj"
     with torch.no_grad():
@@ -246,11 +243,11 @@ def test_export(which: str, request: pytest.FixtureRequest, small_data: Path) ->
     export(recipe("tiny"), model, small_data, output)
     files = output / "paddle"
     assert {f.name for f in files.iterdir()} >= {"model.pdmodel", "model.pdiparams", "model.onnx"}
-    card = json.loads((output / "export.json").read_text())["paddle"]
-    assert set(card["differences"]) == {"paddle.inference", "paddle2onnx", "served"}
+    metadata = json.loads((output / "export.json").read_text())["paddle"]
+    assert set(metadata["differences"]) == {"paddle.inference", "paddle2onnx", "served"}
     plan = load_checkpoint(model).model.config.quantization
     quantized = len(plan.activation_scales) if plan else 0
-    assert card["quantized_matmuls"] == quantized
+    assert metadata["quantized_matmuls"] == quantized
     graph = onnx.load(files / "model.onnx").graph
     ops = [node.op_type for node in graph.node]
     assert ops.count("QuantizeLinear") == quantized  # one an activation; weights are integers
@@ -272,6 +269,16 @@ def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned
         with pytest.raises(UserError, match=message):
             prune(recipe(name, *overrides), model, small_data, output)
     assert not (output / "lathe.json").exists()
+
+
+def test_it_refuses_an_analysis_of_another_model(
+    pruned: Path, small_data: Path, tmp_path: Path
+) -> None:
+    analysis = sensitivity_analysis(model="5" * 64)
+    write_json(tmp_path / "sensitivity" / "sensitivity.json", analysis)
+    inputs = pruned, small_data, tmp_path / "int8", tmp_path / "sensitivity"
+    with pytest.raises(UserError, match=r"555555555555, and .*pruned is"):
+        quantize(recipe("tiny-qat"), *inputs)
 
 
 def test_no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lathe.compress.prune import prune
+from lathe.backends.paddle_process import find_python
+from lathe.config.recipe import load_recipe
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
-from lathe.paddle.start import find_python
-from lathe.recipe import load_recipe
 from lathe.storage import exists, fetch, upload
 from tests.support.s3 import free_port
+from tests.support.stages import prune
 from tests.train.test_mirror import SETTINGS, ended, start, wait_for_steps
 
 ENGINE = ("Compress.engine=paddle", "Global.device=cpu")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.serve.environment import find_environment
 from lathe.train.pretrain import pretrain
 from tests.pipelines.test_run import start

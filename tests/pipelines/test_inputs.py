@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from lathe.backends import paddle_process as paddle_start
+from lathe.config.settings import Recipe
 from lathe.data.tokenizer import train_tokenizer
 from lathe.errors import UserError
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.paddle import start as paddle_start
 from lathe.serve import environment
-from lathe.settings import Recipe
 from pipelines import inputs
 from pipelines.run import check
 from tests.pipelines.test_run import start
@@ -41,7 +41,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
     try:
         check(name, Path(folder), {"overrides": []} | arguments)
     except ExceptionGroup as group:
-        assert all(isinstance(error, UserError) and error.cure for error in group.exceptions)
+        assert all(isinstance(error, UserError) and error.hint for error in group.exceptions)
         return list(group.exceptions)
     return []
 
@@ -50,7 +50,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
     ("name", "arguments", "message"),
     [
         ("ful", {}, "no pipeline ful.*pretrain, prune, qat, compress, full"),
-        ("qat", {}, "needs a model.*cure: give --model .*PIPELINE=pretrain"),
+        ("qat", {}, "needs a model.*hint: give --model .*PIPELINE=pretrain"),
         ("qat", {"model": "m", "prune_recipe": "x"}, "pipeline qat has no prune_recipe"),
         ("qat", {"model": "nowhere"}, "model: no such file or folder: nowhere"),
         ("qat", {"model": "empty"}, "model empty: no config.json"),
@@ -63,7 +63,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"corpus": "blank.txt"}, "corpus blank.txt: no text in it"),
         ("full", {"corpus": "pipe"}, "corpus pipe: neither a file nor a folder"),
         ("full", {"corpus": "newest:nowhere"}, "newest:nowhere: no such folder"),
-        ("full", {"corpus": "newest:empty"}, "newest:empty: no whole corpus there"),
+        ("full", {"corpus": "newest:empty"}, "newest:empty: no complete corpus there"),
         ("full", {"corpus": "file.gz"}, "corpus file.gz: cannot be read"),
         ("full", {"corpus": "a\udcff"}, "corpus .*: not UTF-8"),
         ("full", {"tokenizer": "nowhere"}, "tokenizer: no such file or folder: nowhere"),
@@ -105,7 +105,7 @@ def test_all_is_told_at_once_and_nothing_is_written(tmp_path, recipe):
     run = start(tmp_path, "full", "--recipe", recipe, "--production", "p", *options)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (2, "")
-    assert err.count("error: ") == err.count("  cure: ") == 5 and "Traceback" not in err
+    assert err.count("error: ") == err.count("  hint: ") == 5 and "Traceback" not in err
     assert [p.name for p in tmp_path.iterdir()] == [recipe.name]
 
 

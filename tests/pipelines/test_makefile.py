@@ -1,5 +1,6 @@
 """`make` hands its variables and `-o` overrides on unharmed."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -73,6 +74,14 @@ def test_overrides_after_two_dashes():
     ]
     given = [word for override in wanted for word in ("-o", override)]
     assert overrides(dry_run("MODEL=m", "--", *given)) == set(wanted)
+
+
+def test_what_will_be_installed_is_said_before_it_is():
+    command = ["make", "--dry-run", "--always-make", "run", "ENGINE=paddle"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = re.findall(r"echo 'installing (\S+): .*([\d.]+ GB) on disk\); a few minutes'", made)
+    assert [folder for folder, _ in said] == [".venv", ".venv-serve", ".venv-paddle"]
+    assert made.index("installing .venv:") < made.index("pip install")
 
 
 def test_help_lists_every_target_of_the_front_door():

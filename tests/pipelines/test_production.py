@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.settings import Recipe
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.settings import Recipe
 from lathe.storage import read_text, upload
 from pipelines.preflight import Preflight
 from tests.pipelines.test_run import start

@@ -64,7 +64,7 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(finished):
         "pretrain",
         "evaluate-dense",
     ]
-    assert "global step 3" in finished.out
+    assert "step 3/3, loss" in finished.out
     assert "KFP" not in finished.out and "executor_input" not in finished.out
     (weights,) = finished.folder.glob("run/one/*/pretrain/model/model.safetensors")
     model = str(weights.parent)
@@ -83,7 +83,7 @@ def test_a_model_that_the_user_deleted_is_trained_again(finished):
             path.write_bytes(b"\xff")
     out = finished.again()
     assert f"pretrain is done again: {weights} is missing" in out
-    assert out.count("reused") == 1 and "global step 3" in out
+    assert out.count("reused") == 1 and "step 3/3, loss" in out
 
 
 def test_a_stages_user_error_is_one_message(tmp_path, recipe):
@@ -91,7 +91,7 @@ def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "short.txt")
     out, err = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert err.startswith("error: prepare: ") and "short.txt" in err and "cure: " in err
+    assert err.startswith("error: prepare: ") and "short.txt" in err and "hint: " in err
     assert "Traceback" not in out + err
     assert "pretrain" not in out
 
@@ -105,7 +105,8 @@ def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpu
     run = start(tmp_path, *arguments, "--name", "nodes", *TWO_BY_TWO)
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, out + err
-    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", out).groups())
+    (log,) = tmp_path.glob("run/nodes/*/pretrain/model/steps.log")
+    total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", log.read_text()).groups())
     assert round(total / each) == 4  # parts of the batch
     (figures,) = tmp_path.glob("run/nodes/*/pretrain/metrics")
     assert json.loads(figures.read_text())["step"] == 3
@@ -116,7 +117,7 @@ def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, co
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     workers = processes(tmp_path, "-m lathe pretrain")
     ranks = {environment(pid)["RANK"]: pid for pid in workers if "RANK" in environment(pid)}
@@ -169,7 +170,7 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     forever = ("-o", "Engine.max_steps=10000000")
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", corpus, *forever)
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     assert processes(tmp_path)
     run.send_signal(signal.SIGTERM)
@@ -183,12 +184,12 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=60)
     assert second.returncode == 2
-    assert f"run/one: a run is going on there, process {run.pid}" in err and "cure: " in err
+    assert f"run/one: a run is going on there, process {run.pid}" in err and "hint: " in err
 
     run.kill()
     assert ended_within(5, tmp_path)
@@ -216,7 +217,7 @@ def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, reci
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
     for line in run.stdout:
-        if "global step 3" in line:
+        if "step 3/" in line:
             break
     (runner,) = processes(tmp_path, "pipelines.local")
     os.kill(runner, signal.SIGKILL)
@@ -271,14 +272,14 @@ def test_log_shows_lathe_and_keeps_a_defects_traceback():
     {
     }
     [lathe] pruned 3 heads
-    [rank0]:global step 1
-    [rank1]:global step 1
+    [rank0]:step 1/3, loss 5.2, 9 s left
+    [rank1]:step 1/3, loss 5.2, 9 s left
     Traceback (most recent call last):
       File "x.py", line 1, in <module>
     KeyError: 'h.0'
 10:00:01.000 - ERROR - Task \x1b[96m'prune'\x1b[0m finished with status \x1b[91mFAILURE\x1b[0m"""
     shown = [text for line in lines.splitlines() for text in log.feed(line)]
-    assert shown == ["prune", "    pruned 3 heads", "    global step 1"]
+    assert shown == ["prune", "    pruned 3 heads", "    step 1/3, loss 5.2, 9 s left"]
     assert log.failed == "prune"
     assert log.error().splitlines()[:2] == [
         "prune: failed",

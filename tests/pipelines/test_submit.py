@@ -24,7 +24,7 @@ from tests.support.fake_kfp import frame, task
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
-ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   cure: give another\n"
+ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   hint: give another\n"
 
 
 def submit(*arguments: str):
@@ -152,14 +152,14 @@ def test_what_paddle_does_not_do_is_told_before(kfp):
     )
     result = submit("full", *wrong)
     assert result.exit_code == 2 and not kfp.runs
-    errors = re.findall(r"error: (.*)\n  cure: (.+)", result.output)
+    errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
     wanted = [
         "recipe tiny: Offline_Eval.dtype is bfloat16, and the Paddle engine measures in float32",
         "recipe tiny-prune: Compress.Prune.criterion is taylor: PaddleSlim's pruners have l1_norm",
         "recipe tiny-qat: Distributed.pp_degree is 2, and the Paddle engine has no pipeline",
     ]
     assert [what[: len(want)] for want, (what, _) in zip(wanted, errors, strict=True)] == wanted
-    assert all("Compress.engine=torch" in cure for _, cure in errors[1:])
+    assert all("Compress.engine=torch" in hint for _, hint in errors[1:])
 
 
 def test_what_paddle_does_on_gpus_alone_is_told_where_there_are_none(kfp):
@@ -222,7 +222,7 @@ def test_a_failing_step_its_error_and_its_log(kfp, logs):
     assert "prepare: failed after 90 s" in result.output
     assert "error: the workflow has failed" in result.output
     assert "error: prepare: exit code 2" in result.output
-    found = "error: prepare: corpus.txt: no text in it\n  cure: give another" in result.output
+    found = "error: prepare: corpus.txt: no text in it\n  hint: give another" in result.output
     assert found == (logs != "none")
     assert f"kubectl -n NAMESPACE logs {retried} -c main" in result.output
 
@@ -242,7 +242,7 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     kfp.token = "right-token"
     result = submit(*PRETRAIN)
     assert (result.exit_code, kfp.runs) == (2, {})
-    assert "refuses these credentials (401)\n  cure: check LATHE_KFP_TOKEN_FILE" in result.output
+    assert "refuses these credentials (401)\n  hint: check LATHE_KFP_TOKEN_FILE" in result.output
     assert result.output.count("error:") == 1
 
     token = tmp_path / "token"
@@ -275,7 +275,7 @@ def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
     with fake_kfp.serve(certificate=pem) as server:
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         result = submit(*PRETRAIN)
-        assert result.exit_code == 2 and "cure: set LATHE_KFP_CA" in result.output
+        assert result.exit_code == 2 and "hint: set LATHE_KFP_CA" in result.output
         monkeypatch.setenv("LATHE_KFP_CA", str(tmp_path / "authority.pem"))
         result = submit(*PRETRAIN)
         assert result.exit_code == 0, result.output
@@ -293,7 +293,7 @@ def test_a_server_that_is_broken_is_one_of_the_problems(kfp):
     kfp.failures = [500]
     result = submit(*PRETRAIN, "--cloze", "here.jsonl")
     assert result.exit_code == 2
-    assert f"error: {kfp.url}: 500 try again\n  cure: " in result.output
+    assert f"error: {kfp.url}: 500 try again\n  hint: " in result.output
     assert "error: cloze here.jsonl" in result.output
 
 
@@ -347,7 +347,7 @@ def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
         "--qat-recipe", "tiny-qta",
     )  # fmt: skip
     assert result.exit_code == 2
-    errors = re.findall(r"error: (.*)\n  cure: (.+)", result.output)
+    errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
     wanted = [
         "http://127.0.0.1:9: no answer",
         "pipeline full has no budget",

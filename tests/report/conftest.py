@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import Recipe
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.report.summary import Candidate
-from lathe.settings import Recipe
 
 HOSTILE = "<script>alert('x')</script> & \"more\""
 

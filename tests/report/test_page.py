@@ -1,4 +1,5 @@
 import base64
+import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
+from lathe.pages.style import DARK, LIGHT
 from lathe.report.page import report
 from lathe.report.summary import Candidate
 from tests.report.conftest import HOSTILE, sensitivity_analysis, write_json
@@ -114,3 +116,25 @@ def test_an_absent_folder_is_named_and_no_page_written(
     with pytest.raises(UserError, match=r"sensitivity\.json"):
         report(tmp_path / "report.html", [make_candidate("dense")], sensitivity=tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_eight_models_with_a_task_have_a_row_and_a_colour_each(
+    make_candidate: Make, tmp_path: Path
+) -> None:
+    candidates = [make_candidate(f"model-{i}", 40.0 + i, 0.3 - i / 100) for i in range(8)]
+    for i, candidate in enumerate(candidates):
+        assert candidate.evaluation is not None
+        path = candidate.evaluation / "metrics.json"
+        figures = {"examples": 9, "acc": 0.4, "acc_norm": 0.5 - i / 100, "acc_norm_stderr": 0.02}
+        swag = {"task": "multiple_choice", "source": "swag.jsonl", "sha256": "a" * 64}
+        tasks = {"swag": swag | {"figures": figures}}
+        write_json(path, json.loads(path.read_text()) | {"tasks": tasks})
+    rows = report(tmp_path / "report.html", candidates)
+    page = Page(tmp_path / "report.html")
+    assert [row.scores["swag.acc_norm"].value for row in rows[:2]] == [0.5, 0.49]
+    assert "swag acc_norm, higher is better" in page.text
+    assert page.tags.count("img") == 5 + 8
+    drawn = base64.b64decode(page.sources[0].split(",")[1]).decode()
+    assert len(set(LIGHT.series)) == len(set(DARK.series)) == 8
+    pairs = zip(LIGHT.series, DARK.series, strict=True)
+    assert all(any(color.lower() in drawn for color in pair) for pair in pairs)

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,7 +7,7 @@ from rich.console import Console
 
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.report.summary import Candidate, _scaled, cells, columns, summarize, summary_table
+from lathe.report.summary import Candidate, Row, _scaled, cells, columns, summarize, summary_table
 
 Make = Callable[..., Candidate]
 
@@ -23,8 +24,9 @@ def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
     attention = 4 * config.n_positions * config.head_dim * sum(config.n_head)
     assert rows[0].flops == linears + attention
     assert (rows[0].n_bytes, rows[1].n_bytes) == (4_000_000, 1_000_000)
-    assert (rows[1].perplexity, rows[1].perplexity_stderr) == (42.0, 0.5)
-    assert (rows[1].accuracy, rows[1].accuracy_stderr) == (0.29, 0.01)
+    assert (rows[1].perplexity, rows[1].scores["perplexity"].stderr) == (42.0, 0.5)
+    accuracy = rows[1].scores["accuracy"]
+    assert (accuracy.value, accuracy.stderr) == (0.29, 0.01)
     assert (rows[0].prefill_ms, rows[1].decode_ms) == (None, 0.5)
 
 
@@ -35,6 +37,33 @@ def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> 
     dense, int8 = ([str(cell) for cell in row] for row in cells(rows))
     assert dense[2:] == ["4.00 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
     assert int8[2:] == ["1.00 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]
+
+
+def test_last_tokens_and_words_stand_beside_the_strict_accuracy(make_candidate: Make) -> None:
+    dense, old = make_candidate("dense"), make_candidate("old")
+    assert dense.evaluation is not None
+    path = dense.evaluation / "metrics.json"
+    metrics = json.loads(path.read_text())
+    metrics["cloze"] |= {
+        "last_token_accuracy": 0.4,
+        "last_token_accuracy_stderr": 0.02,
+        "target_perplexity": 2075.7,
+        "target_perplexity_stderr": 365.4,
+    }
+    path.write_text(json.dumps(metrics))
+    rows = summarize([dense, old])
+    titles = [column.title for column in columns(rows)]
+    assert titles[-3:] == ["Cloze accuracy", "Last-token accuracy", "Cloze word perplexity"]
+    new, without = ([str(cell) for cell in row[-3:]] for row in cells(rows))
+    assert new == ["30.0 % ± 1.0", "40.0 % ± 2.0", "2076 ± 365"]
+    assert without == ["30.0 % ± 1.0", "-", "-"]
+
+
+def test_figures_of_a_row_are_read_again(make_candidate: Make) -> None:
+    (row,) = summarize([make_candidate("dense")], {"dense": {"prefill_ms": 2.0}})
+    figures = {key: value for key, value in row.figures().items() if value is not None}
+    assert figures["accuracy_stderr"] == 0.01
+    assert Row.of_figures("dense", figures | {"unknown": 1.0}) == row
 
 
 def test_a_model_alone_is_a_row(make_candidate: Make) -> None:

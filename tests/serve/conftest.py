@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.export.stage import export
+from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe.export.export import export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
@@ -15,7 +16,6 @@ from lathe.serve.client import Client
 from lathe.serve.environment import ROOT
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, start
-from lathe.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 
 SHAPE = GPTConfig(384, 1024, 64, 16, (4, 4), (96, 96))
 

@@ -21,7 +21,7 @@ def test_many_tasks_get_what_a_client_gets(server: TritonServer, client: Client)
 
             async def streamed(prompt: str) -> list[int]:
                 stream = asynchronous.stream(prompt, **options)
-                return [token async for piece in stream for token in piece.tokens]
+                return [token async for chunk in stream for token in chunk.tokens]
 
             answers = await asyncio.gather(*whole)
             rest = await asyncio.gather(*(streamed(prompt) for prompt in prompts[3:]))

@@ -11,15 +11,15 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2
 
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
-from lathe.serve.agreement import greedy_tokens
+from lathe.production.agreement import greedy_tokens
+from lathe.production.rehearsal import ask, ask_http, ask_together
 from lathe.serve.client import Client
-from lathe.serve.rehearsal import ask, ask_http, ask_together
 from lathe.serve.repository import write_repository
 from lathe.serve.server import TritonServer, start
-from lathe.settings import GenerationSettings, ServingSettings
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9]
@@ -81,26 +81,26 @@ def test_several_sequences_beams_and_log_probabilities(
     client: Client, checkpoint: Checkpoint
 ) -> None:
     drawn = client.generate_all("hello", num_return_sequences=3, seed=3, max_tokens=9, min_tokens=9)
-    assert [piece.sequence for piece in drawn] == [0, 1, 2]
-    assert [len(piece.tokens) for piece in drawn] == [9] * 3
+    assert [chunk.sequence for chunk in drawn] == [0, 1, 2]
+    assert [len(chunk.tokens) for chunk in drawn] == [9] * 3
     streamed: dict[int, list[int]] = {}
     options = {"num_return_sequences": 3, "seed": 3, "max_tokens": 9, "min_tokens": 9}
-    for piece in client.stream("hello", **options):
-        streamed.setdefault(piece.sequence, []).extend(piece.tokens)
-    assert [streamed[i] for i in range(3)] == [piece.tokens for piece in drawn]
+    for chunk in client.stream("hello", **options):
+        streamed.setdefault(chunk.sequence, []).extend(chunk.tokens)
+    assert [streamed[i] for i in range(3)] == [chunk.tokens for chunk in drawn]
 
     beams = {"decode_strategy": "beam_search", "num_return_sequences": 2}
     settings = GenerationSettings(max_dec_len=8, min_dec_len=0, **beams)  # type: ignore[arg-type]
     ids = checkpoint.tokenizer.encode("hello").ids
     expected = generate(checkpoint.model, [ids], settings, checkpoint.eos_id)
     found = client.generate_all("hello", max_tokens=8, min_tokens=0, **beams)
-    assert [piece.tokens for piece in found] == expected
+    assert [chunk.tokens for chunk in found] == expected
 
-    piece = client.generate("hello", max_tokens=4, logprobs=True, **GREEDY)
-    index = np.arange(len(piece.tokens)) + len(ids) - 1
-    row = np.array([ids + piece.tokens])
-    scores, is_greedy = client.score(row, index[None], np.array([piece.tokens]))
-    np.testing.assert_allclose(piece.log_probabilities, scores[0], atol=1e-4)
+    chunk = client.generate("hello", max_tokens=4, logprobs=True, **GREEDY)
+    index = np.arange(len(chunk.tokens)) + len(ids) - 1
+    row = np.array([ids + chunk.tokens])
+    scores, is_greedy = client.score(row, index[None], np.array([chunk.tokens]))
+    np.testing.assert_allclose(chunk.log_probabilities, scores[0], atol=1e-4)
     assert is_greedy.all()
 
 
@@ -214,7 +214,7 @@ def test_a_full_queue_is_refused_clearly(narrow: TritonServer) -> None:
             client.generate("c")
         reply = post(narrow, "generate", {"text_input": "d"})
         assert "busy" in reply.json()["error"]
-        assert sum(len(piece.tokens) for piece in [first, *running]) == 1000
+        assert sum(len(chunk.tokens) for chunk in [first, *running]) == 1000
         assert len(waiting.result().tokens) == 3
 
 

@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lathe.config.settings import GenerationSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve import batcher as batcher_module
-from lathe.serve import group as group_module
-from lathe.serve.engine import Engine
-from lathe.serve.group import Receiver
-from lathe.serve.params import Params
-from lathe.serve.piece import Piece
-from lathe.settings import GenerationSettings
+from lathe.runtime import batcher as batcher_module
+from lathe.runtime import sequence_group as group_module
+from lathe.runtime.params import Params
+from lathe.runtime.protocol import Chunk
+from lathe.runtime.sequence_group import Receiver
+from lathe.runtime.text_generator import TextGenerator
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
@@ -34,19 +34,19 @@ GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
 class Caller:
     """Collects the answers to one request."""
 
-    def __init__(self, engine: Engine, prompt: str, params: Params) -> None:
-        self.pieces: list[Piece] = []
+    def __init__(self, generator: TextGenerator, prompt: str, params: Params) -> None:
+        self.chunks: list[Chunk] = []
         self.error: Exception | None = None
         self.gone = threading.Event()
         self._waiting = params.num_return_sequences
         self._done: queue.Queue[None] = queue.Queue()
-        self.taken = engine.submit(prompt, params, Receiver(self._take, self.gone.is_set))
+        self.taken = generator.submit(prompt, params, Receiver(self._take, self.gone.is_set))
 
-    def _take(self, answer: Piece | Exception) -> None:
+    def _take(self, answer: Chunk | Exception) -> None:
         if isinstance(answer, Exception):
             self.error, self._waiting = answer, 0
         else:
-            self.pieces.append(answer)
+            self.chunks.append(answer)
             ended = answer.finish_reason
             self._waiting = 0 if ended == "cancelled" else self._waiting - bool(ended)
         if self._waiting == 0:
@@ -57,12 +57,12 @@ class Caller:
         self._done.get(timeout=60)
         if self.error:
             raise self.error
-        count = 1 + max(piece.sequence for piece in self.pieces)
-        return [[t for p in self.pieces if p.sequence == i for t in p.tokens] for i in range(count)]
+        count = 1 + max(chunk.sequence for chunk in self.chunks)
+        return [[t for p in self.chunks if p.sequence == i for t in p.tokens] for i in range(count)]
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(chunk.text for chunk in self.chunks)
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +78,22 @@ def model(folder: Path) -> GPT:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Engine:
-    return Engine(folder, 12, threads=1, max_running=5, max_queue=200)
+def generator(folder: Path) -> TextGenerator:
+    return TextGenerator(folder, 12, threads=1, max_running=5, max_queue=200)
 
 
-def ids_of(engine: Engine, prompt: str) -> list[int]:
-    ids: list[int] = engine.tokenizer.encode(prompt).ids
+def ids_of(generator: TextGenerator, prompt: str) -> list[int]:
+    ids: list[int] = generator.tokenizer.encode(prompt).ids
     return ids
 
 
 @pytest.fixture(scope="module")
-def by_torch(engine: Engine, folder: Path) -> Callable[..., list[list[int]]]:
+def by_torch(generator: TextGenerator, folder: Path) -> Callable[..., list[list[int]]]:
     model = load_checkpoint(folder / "checkpoint").model
 
     def tokens(prompt: str, **settings: object) -> list[list[int]]:
         wanted = GenerationSettings(**settings)  # type: ignore[arg-type]
-        return generate(model, [ids_of(engine, prompt)], wanted, engine.model.eos_id)
+        return generate(model, [ids_of(generator, prompt)], wanted, generator.model.eos_id)
 
     return tokens
 
@@ -113,7 +113,7 @@ def by_torch(engine: Engine, folder: Path) -> Callable[..., list[list[int]]]:
     st.integers(1, 9),
 )
 def test_everyone_gets_what_they_get_alone(
-    engine: Engine,
+    generator: TextGenerator,
     by_torch: Callable[..., list[list[int]]],
     requests: list[tuple[str, int, str, bool]],
     stretch: int,
@@ -125,16 +125,16 @@ def test_everyone_gets_what_they_get_alone(
             decode_strategy="beam_search", num_beams=3, num_return_sequences=2, min_tokens=2
         ),
     }
-    batcher_module.STRETCH = stretch
+    batcher_module.PREFILL_CHUNK = stretch
     callers = []
     for prompt, n, kind, leaves in requests:
         params = kinds[kind]
         wanted = Params(**{**params.__dict__, "max_tokens": max(n, params.min_tokens)})
-        callers.append(Caller(engine, prompt, wanted))
+        callers.append(Caller(generator, prompt, wanted))
         if leaves:
             callers[-1].gone.set()
     got = [caller.wait() for caller in callers]
-    batcher_module.STRETCH = 128
+    batcher_module.PREFILL_CHUNK = 128
     for (prompt, n, kind, leaves), tokens in zip(requests, got, strict=True):
         if leaves:
             continue
@@ -147,14 +147,17 @@ def test_everyone_gets_what_they_get_alone(
             assert tokens == by_torch(prompt, **limits, **shape)
         else:
             params = Params(**{**kinds[kind].__dict__, "max_tokens": n})
-            assert tokens == Caller(engine, prompt, params).wait()
+            assert tokens == Caller(generator, prompt, params).wait()
             assert len(tokens) == 2
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("repetition", [1.0, 1.5])
 def test_beam_search_is_torchs(
-    engine: Engine, by_torch: Callable[..., list[list[int]]], penalty: float, repetition: float
+    generator: TextGenerator,
+    by_torch: Callable[..., list[list[int]]],
+    penalty: float,
+    repetition: float,
 ) -> None:
     shape = {"num_beams": 4, "num_return_sequences": 3, "repetition_penalty": repetition}
     for prompt in ("a", "once upon a", "zzzz zz"):
@@ -173,103 +176,103 @@ def test_beam_search_is_torchs(
             min_dec_len=3,
             **shape,
         )
-        assert Caller(engine, prompt, params).wait() == expected
+        assert Caller(generator, prompt, params).wait() == expected
 
 
-def test_log_probabilities_are_the_models(engine: Engine, model: GPT) -> None:
+def test_log_probabilities_are_the_models(generator: TextGenerator, model: GPT) -> None:
     params = Params(logprobs=True, max_tokens=9, min_tokens=9, seed=1, temperature=0.5)
-    caller = Caller(engine, "hello", params)
+    caller = Caller(generator, "hello", params)
     (tokens,) = caller.wait()
-    given = [value for piece in caller.pieces for value in piece.log_probabilities]
+    given = [value for chunk in caller.chunks for value in chunk.log_probabilities]
     with torch.inference_mode():
-        ids = ids_of(engine, "hello")
+        ids = ids_of(generator, "hello")
         logits = model(torch.tensor([ids + tokens]))[0].log_softmax(-1)
     expected = logits[len(ids) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
     np.testing.assert_allclose(given, expected, atol=1e-4)
 
 
-def test_stop_strings_end_a_text_before_them(engine: Engine) -> None:
+def test_stop_strings_end_a_text_before_them(generator: TextGenerator) -> None:
     params = Params(seed=5, max_tokens=40, min_tokens=40, top_k=0, top_p=1.0)
-    free = Caller(engine, "x", params)
+    free = Caller(generator, "x", params)
     free.wait()
     stop = free.text[9:12]
-    ended = Caller(engine, "x", Params(**{**params.__dict__, "stop": ("\0never", stop)}))
+    ended = Caller(generator, "x", Params(**{**params.__dict__, "stop": ("\0never", stop)}))
     ended.wait()
     assert ended.text == free.text[: free.text.index(stop)]
-    assert ended.pieces[-1].finish_reason == "stop"
-    held = Caller(engine, "x", Params(**{**params.__dict__, "stop": (free.text[-1] + "\0",)}))
+    assert ended.chunks[-1].finish_reason == "stop"
+    held = Caller(generator, "x", Params(**{**params.__dict__, "stop": (free.text[-1] + "\0",)}))
     held.wait()
     assert held.text == free.text  # what only began like a stop string comes in the end
 
 
 def test_a_long_prompt_does_not_hold_others_up(folder: Path) -> None:
     """Tokens of the others come between two stretches of it."""
-    engine = Engine(folder, 12, threads=1, max_running=2, max_queue=2)
-    batcher_module.STRETCH = 1
+    generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=2)
+    batcher_module.PREFILL_CHUNK = 1
     try:
-        first = Caller(engine, "a", Params(max_tokens=60, min_tokens=60))
-        while not first.pieces:
+        first = Caller(generator, "a", Params(max_tokens=60, min_tokens=60))
+        while not first.chunks:
             time.sleep(0.001)
-        before = len(first.pieces)
-        second = Caller(engine, "b" * 30, Params(max_tokens=1))
+        before = len(first.chunks)
+        second = Caller(generator, "b" * 30, Params(max_tokens=1))
         second.wait()
-        assert len(first.pieces) - before >= 20
+        assert len(first.chunks) - before >= 20
         first.wait()
     finally:
-        batcher_module.STRETCH = 128
-        engine.close()
+        batcher_module.PREFILL_CHUNK = 128
+        generator.close()
 
 
 def test_who_leaves_frees_a_row_and_the_queue_is_bounded(folder: Path) -> None:
-    engine = Engine(folder, 12, threads=1, max_running=1, max_queue=1)
+    generator = TextGenerator(folder, 12, threads=1, max_running=1, max_queue=1)
     long = Params(max_tokens=60, min_tokens=60)
-    running = Caller(engine, "a", long)
-    while not running.pieces:
+    running = Caller(generator, "a", long)
+    while not running.chunks:
         time.sleep(0.001)
-    waiting = Caller(engine, "b", Params(max_tokens=1))
-    refused = Caller(engine, "c", long)
+    waiting = Caller(generator, "b", Params(max_tokens=1))
+    refused = Caller(generator, "c", long)
     assert (running.taken, waiting.taken, refused.taken) == (True, True, False)
     running.gone.set()
     assert len(waiting.wait()[0]) == 1
     running.wait()
-    assert running.pieces[-1].finish_reason == "cancelled" and len(running.pieces) < 60
-    last = Caller(engine, "d", long)
-    engine.close()
+    assert running.chunks[-1].finish_reason == "cancelled" and len(running.chunks) < 60
+    last = Caller(generator, "d", long)
+    generator.close()
     last.wait()
-    assert last.pieces[-1].finish_reason == "cancelled"
-    assert not Caller(engine, "e", long).taken
+    assert last.chunks[-1].finish_reason == "cancelled"
+    assert not Caller(generator, "e", long).taken
 
 
 def test_time_that_is_over_ends_a_request_with_what_it_has(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(folder, 12, threads=1, max_running=3, max_queue=2)
-    step = engine.model.step
-    monkeypatch.setattr(engine.model, "step", lambda *given: time.sleep(0.01) or step(*given))
+    generator = TextGenerator(folder, 12, threads=1, max_running=3, max_queue=2)
+    step = generator.model.step
+    monkeypatch.setattr(generator.model, "step", lambda *given: time.sleep(0.01) or step(*given))
     long = Params(max_tokens=60, min_tokens=60, timeout_seconds=0.2)
     try:
         beams = replace(long, decode_strategy="beam_search", num_beams=3)
         for params in (replace(long, seed=1), beams):
-            whole = Caller(engine, "a", replace(params, timeout_seconds=None)).wait()[0]
-            late = Caller(engine, "a", params)
+            whole = Caller(generator, "a", replace(params, timeout_seconds=None)).wait()[0]
+            late = Caller(generator, "a", params)
             (tokens,) = late.wait()
-            assert late.pieces[-1].finish_reason == "timeout"
+            assert late.chunks[-1].finish_reason == "timeout"
             assert 0 < len(tokens) < len(whole)
             assert params is beams or tokens == whole[: len(tokens)]
-        running = Caller(engine, "a", replace(beams, timeout_seconds=None))
-        waiting = Caller(engine, "b", replace(long, timeout_seconds=0.05))
+        running = Caller(generator, "a", replace(beams, timeout_seconds=None))
+        waiting = Caller(generator, "b", replace(long, timeout_seconds=0.05))
         with pytest.raises(UserError, match=r"no token within timeout_seconds 0\.05"):
             waiting.wait()
-        assert not any(piece.finish_reason for piece in running.pieces)
+        assert not any(chunk.finish_reason for chunk in running.chunks)
         running.wait()
     finally:
-        engine.close()
+        generator.close()
 
 
 def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(folder, 12, threads=1, max_running=3, max_queue=3)
+    generator = TextGenerator(folder, 12, threads=1, max_running=3, max_queue=3)
     params = Params(max_tokens=30, min_tokens=30, decode_strategy="greedy_search")
-    expected = Caller(engine, "fine", params).wait()
+    expected = Caller(generator, "fine", params).wait()
     choose = group_module.next_token
 
     def fails(*arguments: Any) -> int:
@@ -277,20 +280,20 @@ def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyP
             raise ValueError("of one request")
         return choose(*arguments)
 
-    def deaf(_: Piece | Exception) -> None:
+    def deaf(_: Chunk | Exception) -> None:
         raise ConnectionError("nobody there")
 
     monkeypatch.setattr(group_module, "next_token", fails)
-    neighbour = Caller(engine, "fine", params)
-    engine.submit("deaf", params, Receiver(deaf, lambda: False))
+    neighbour = Caller(generator, "fine", params)
+    generator.submit("deaf", params, Receiver(deaf, lambda: False))
     with pytest.raises(ValueError, match="of one request"):
-        Caller(engine, "bad", Params(seed=13)).wait()
-    cold = Caller(engine, "a", Params(max_tokens=5, temperature=1e-320, top_k=0, min_tokens=0))
-    greedy = Caller(engine, "a", Params(**{**GREEDY.__dict__, "max_tokens": 5}))
+        Caller(generator, "bad", Params(seed=13)).wait()
+    cold = Caller(generator, "a", Params(max_tokens=5, temperature=1e-320, top_k=0, min_tokens=0))
+    greedy = Caller(generator, "a", Params(**{**GREEDY.__dict__, "max_tokens": 5}))
     assert cold.wait() == greedy.wait()
     assert neighbour.wait() == expected
     with pytest.raises(UserError, match="above what runs at a time"):  # and nothing made for them
-        Caller(engine, "many", Params(num_return_sequences=2**62))
+        Caller(generator, "many", Params(num_return_sequences=2**62))
     with pytest.raises(UserError, match="num_beams 4 is above what runs at a time, 3"):
-        Caller(engine, "x", Params(decode_strategy="beam_search"))
-    engine.close()
+        Caller(generator, "x", Params(decode_strategy="beam_search"))
+    generator.close()

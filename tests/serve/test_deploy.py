@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
+from lathe.production.agreement import find_divergence
+from lathe.production.deploy import deploy, serve
 from lathe.serve import client as client_functions
 from lathe.serve import state as serve_state
-from lathe.serve.agreement import find_parting
-from lathe.serve.deploy import deploy, serve
 from lathe.serve.server import ANY_PORTS
-from lathe.settings import ExportSettings, Recipe, ServingSettings
 from tests.serve.conftest import SHAPE
 
 RECIPE = Recipe(
@@ -65,9 +65,9 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
 
     lying = tmp_path / "lying"
     shutil.copytree(exported, lying)
-    card = json.loads((lying / "export.json").read_text())
+    metadata = json.loads((lying / "export.json").read_text())
     digest = Checkpoint(tmp_path / "other", other, byte_tokenizer, {}).digest
-    (lying / "export.json").write_text(json.dumps(card | {"source": digest}))
+    (lying / "export.json").write_text(json.dumps(metadata | {"source": digest}))
     with pytest.raises(RuntimeError, match="the server is not the checkpoint: after"):
         deploy(RECIPE, lying, tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out" / "deploy.json").exists()
@@ -75,11 +75,11 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
 
 
 def test_a_parting_tells_position_and_gap(checkpoint: Checkpoint) -> None:
-    assert find_parting(checkpoint, "x", [1, 2], [1, 2]) is None
-    parting = find_parting(checkpoint, "x", [1, 2, 3], [1, 5])
+    assert find_divergence(checkpoint, "x", [1, 2], [1, 2]) is None
+    parting = find_divergence(checkpoint, "x", [1, 2, 3], [1, 5])
     assert parting is not None
     assert (parting.position, parting.expected, parting.served) == (1, 2, 5)
-    ended = find_parting(checkpoint, "x", [1, 2], [1])
+    ended = find_divergence(checkpoint, "x", [1, 2], [1])
     assert ended is not None
     assert (ended.position, ended.served) == (1, checkpoint.eos_id)
 
@@ -88,8 +88,8 @@ def test_an_unproven_export_is_refused(
     checkpoint: Checkpoint, exported: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(exported, tmp_path / "e")
-    card = json.loads((exported / "export.json").read_text())
-    del card["proof"]
-    (tmp_path / "e" / "export.json").write_text(json.dumps(card))
+    metadata = json.loads((exported / "export.json").read_text())
+    del metadata["proof"]
+    (tmp_path / "e" / "export.json").write_text(json.dumps(metadata))
     with pytest.raises(UserError, match="never proven"):
         deploy(RECIPE, tmp_path / "e", checkpoint.folder, tmp_path / "out")

@@ -1,7 +1,7 @@
 import pytest
 
 from lathe.errors import UserError
-from lathe.serve.params import Params, parse
+from lathe.runtime.params import Params, parse
 
 
 def test_defaults_fill_what_is_not_given() -> None:
@@ -38,7 +38,7 @@ def test_the_seeds_names_are_taken() -> None:
         ({"decode_strategy": "beam_search", "logprobs": True}, "logprobs with beam_search"),
         ({"num_beams": 1}, "num_beams 1 .* at least 2"),
         ({"stop": ""}, "stop  is out of range.*none empty"),
-        ({"stop": '["a", 1]'}, "not all of it are strings"),
+        ({"stop": '["a", 1]'}, "not a list of strings"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
         ({"max_tokens": 5, "max_dec_len": 5}, "max_tokens is given twice"),
         ({"tempreature": 1.0}, "unknown parameter tempreature.*did you mean temperature"),

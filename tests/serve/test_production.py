@@ -6,17 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError, UserError
-from lathe.serve import production
-from lathe.serve.production import deploy_to_production, roll_back
-from lathe.serve.release import Releases, name_of, releases_of
-from lathe.settings import ProductionSettings, Recipe
+from lathe.production import publish as production
+from lathe.production.publish import publish_release, roll_back
+from lathe.production.release import Pointer, Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
 from tests.support.small_release import RECIPE
 
@@ -46,7 +47,7 @@ def live(releases: Releases) -> str | None:
 def test_deploy_again_another_and_back(
     recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path, s3: str
 ) -> None:
-    made = deploy_to_production(recipe, deployed)
+    made = publish_release(recipe, deployed)
     assert (made.release, made.before, made.rolled) == (
         name_of(deployed / "repository"),
         None,
@@ -59,12 +60,12 @@ def test_deploy_again_another_and_back(
     listed = list_uris(f"{s3}/releases/gpt/")
     first_pointer = releases.pointer()
 
-    again = deploy_to_production(recipe, deployed)
+    again = publish_release(recipe, deployed)
     assert again.release == made.release
     assert list_uris(f"{s3}/releases/gpt/") == listed
     assert releases.pointer() == first_pointer
 
-    other = deploy_to_production(recipe, other_deployed)
+    other = publish_release(recipe, other_deployed)
     assert (live(releases), other.before) == (other.release, made.release)
     assert [p.release for p in releases.pointer().previous] == [made.release]
     assert releases.published() == [other.release, made.release]
@@ -87,20 +88,20 @@ def test_the_name_is_what_the_shell_says(deployed: Path) -> None:
 def test_bytes_that_have_changed_in_the_store_are_refused(
     recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path
 ) -> None:
-    before = deploy_to_production(recipe, other_deployed).release
-    address = releases.address(deploy_to_production(recipe, deployed).release)
+    before = publish_release(recipe, other_deployed).release
+    address = releases.address(publish_release(recipe, deployed).release)
     roll_back(recipe)
     config = read_text(f"{address}gpt/config.pbtxt")
     tampered = config.replace("max_tokens", "max_jokens")
     write_text(f"{address}gpt/config.pbtxt", tampered)
     with pytest.raises(UserError, match=r"config\.pbtxt"):
-        deploy_to_production(recipe, deployed)
+        publish_release(recipe, deployed)
 
     manifest = json.loads(read_text(f"{address}.lathe.json"))  # whoever changes that, too
     manifest["files"]["gpt/config.pbtxt"]["sha256"] = digest(tampered)
     write_text(f"{address}.lathe.json", json.dumps(manifest))
     with pytest.raises(StageError, match="holds other bytes than it is named for"):
-        deploy_to_production(recipe, deployed)
+        publish_release(recipe, deployed)
     assert live(releases) == before
 
 
@@ -110,24 +111,24 @@ def test_a_model_that_says_something_else_is_refused(
     shutil.copytree(other_deployed / "repository", tmp_path / "repository")
     shutil.copyfile(deployed / "deploy.json", tmp_path / "deploy.json")
     with pytest.raises(StageError, match="does not answer as its checkpoint"):
-        deploy_to_production(recipe, tmp_path)
+        publish_release(recipe, tmp_path)
     assert live(releases) is None
 
 
 def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
     recipe = recipe_of(s3, p99_first_token_ms=0.01)
     with pytest.raises(StageError, match=r"within \d+\.\d ms, and 0\.01 ms are allowed"):
-        deploy_to_production(recipe, deployed)
+        publish_release(recipe, deployed)
     assert live(releases_of(recipe)) is None
 
 
 def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Production\.releases is not set"):
-        deploy_to_production(RECIPE, deployed)
+        publish_release(RECIPE, deployed)
     with pytest.raises(UserError, match="no release was live before"):
         roll_back(recipe)
     with pytest.raises(UserError, match=r"no deploy\.json"):
-        deploy_to_production(recipe, tmp_path)
+        publish_release(recipe, tmp_path)
     write_text(f"{releases_of(recipe).root}/production.json", '{"live": 3}')
     with pytest.raises(UserError, match=r"production\.json: broken"):
         roll_back(recipe)
@@ -135,10 +136,10 @@ def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) 
 
 KILLED_AFTER_UPLOAD = """
 import os, pathlib, signal, sys
-from lathe.serve import production
-from lathe.settings import Recipe
+from lathe.production import publish as production
+from lathe.config.settings import Recipe
 production.accept = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-production.deploy_to_production(
+production.publish_release(
     Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])
 )
 """
@@ -152,21 +153,35 @@ def test_killed_after_the_upload_and_run_again(
     assert killed.returncode == -signal.SIGKILL
     release = name_of(deployed / "repository")
     assert releases.published() == [release] and live(releases) is None
-    assert deploy_to_production(recipe, deployed).release == live(releases) == release
+    assert publish_release(recipe, deployed).release == live(releases) == release
+
+
+def test_of_two_who_move_the_pointer_one_is_told(store: str) -> None:
+    releases, now = Releases(f"{store}/releases/gpt"), datetime.now(UTC)
+    one = Pointer().moved_to("sha256-1", now)
+    releases.point(one, seen=Pointer())
+    with pytest.raises(UserError, match=r"production\.json: another process has moved it"):
+        releases.point(Pointer().moved_to("sha256-2", now), seen=Pointer())
+    releases.point(one.moved_to("sha256-2", now), seen=one)
+    assert releases.pointer().previous == (one.live,)
 
 
 def test_the_commands(
     recipe: Recipe, releases: Releases, deployed: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     option = ("-o", f"Production.releases={s3}/releases")
-    made = deploy_to_production(recipe, deployed)
-    listed = CliRunner().invoke(app, ["releases", *option])
+    burst = ("-o", "Production.burst_seconds=0.5", "-o", "Production.burst_clients=4")
+    done = CliRunner().invoke(app, ["release", "publish", str(deployed), *option, *burst])
+    assert done.exit_code == 0, done.output
+    release = live(releases)
+    assert release is not None
+    address = releases.address(release)
+    assert f"live: {address}" in done.output
+    listed = CliRunner().invoke(app, ["release", "list", *option])
     assert listed.exit_code == 0, listed.output
-    assert made.release[:19] in listed.output and "now, since" in listed.output
+    assert release[:19] in listed.output and "now, since" in listed.output
 
     monkeypatch.setattr(production, "accept", None)  # a rollback tests nothing
-    back = CliRunner().invoke(app, ["deploy", "--rollback", "--to", made.release, *option])
+    back = CliRunner().invoke(app, ["release", "rollback", "--to", release, *option])
     assert back.exit_code == 0, back.output
-    assert f"live: {made.address}" in back.output and "no Deployment" in back.output
-    alone = CliRunner().invoke(app, ["deploy", "--to", "x"])
-    assert isinstance(alone.exception, UserError) and "without --rollback" in str(alone.exception)
+    assert f"live: {address}" in back.output and "no Deployment" in back.output

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from lathe.cluster import deployment as deployments
+from lathe.cluster import rollout
+from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError
-from lathe.launch import deployment as deployments
-from lathe.launch import rollout
-from lathe.serve import production
-from lathe.serve.acceptance import Acceptance
-from lathe.serve.production import deploy_to_production, roll_back
-from lathe.serve.rehearsal import Request, greedy
-from lathe.serve.release import Releases, name_of, releases_of
+from lathe.production import publish as production
+from lathe.production.acceptance import Acceptance
+from lathe.production.publish import publish_release, roll_back
+from lathe.production.rehearsal import Request, greedy
+from lathe.production.release import Releases, name_of, releases_of
 from lathe.serve.state import LOOPBACK
-from lathe.settings import ProductionSettings, Recipe
 from tests.support.fake_deployments import NAME, Deployments, deployment, until
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.small_release import RECIPE
@@ -116,12 +116,12 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
     deployed: Path,
     other_deployed: Path,
 ) -> None:
-    first = deploy_to_production(recipe, deployed)
+    first = publish_release(recipe, deployed)
     assert first.rolled and [pod.release for pod in controller.ready] == [first.address]
     service = Service(controller)
     try:
         with Asking(service) as client:
-            second = deploy_to_production(recipe, other_deployed)
+            second = publish_release(recipe, other_deployed)
             until(lambda: len(client.texts) > 5 and len(set(client.texts[-5:])) == 1)
         assert client.failures == []
         assert len(set(client.texts)) == 2 and client.texts[0] != client.texts[-1]
@@ -130,7 +130,7 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
         pointer = releases.pointer()
         program.refuses = first.address
         with Asking(service) as client, pytest.raises(StageError) as failed:
-            deploy_to_production(recipe, deployed)
+            publish_release(recipe, deployed)
         assert "no space left in /models" in str(failed.value)
         assert f"went back to {second.address}, which serves" in str(failed.value)
         assert client.failures == [] and len(set(client.texts)) == 1
@@ -147,11 +147,11 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
 
 KILLED = """
 import os, pathlib, signal, sys
-from lathe.launch import rollout
-from lathe.serve.production import deploy_to_production
-from lathe.settings import Recipe
+from lathe.cluster import rollout
+from lathe.production.publish import publish_release
+from lathe.config.settings import Recipe
 rollout._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-deploy_to_production(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]))
+publish_release(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]))
 """
 
 
@@ -166,7 +166,7 @@ def test_killed_in_the_rollout_and_run_again(
     assert subprocess.run(command, env=os.environ, check=False).returncode == -signal.SIGKILL
     assert deployments.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
     assert live(releases) is None
-    made = deploy_to_production(recipe, deployed)
+    made = publish_release(recipe, deployed)
     assert live(releases) == made.release
     assert [pod.release for pod in controller.ready] == [made.address]
     assert deployments.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
@@ -190,7 +190,7 @@ def test_two_at_once_do_not_mix(
     monkeypatch.setattr(production, "accept", accept)
     folders = deployed, other_deployed
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(deploy_to_production, recipe, folder) for folder in folders]
+        runs = [pool.submit(publish_release, recipe, folder) for folder in folders]
     failed = [run.exception() for run in runs if run.exception()]
     done = {run.result().release: run.result() for run in runs if not run.exception()}
     assert all("is being rolled by another" in str(error) for error in failed)

@@ -126,7 +126,7 @@ def test_the_command_line_tells_an_address_that_is_none(
     command += ["a prompt"] if verb == "client" else []
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"error: '{url}': not a gRPC address\n  cure: .*\n", run.stderr)
+    assert re.fullmatch(rf"error: '{url}': not a gRPC address\n  hint: .*\n", run.stderr)
     assert not os.listdir(tmp_path)
 
 

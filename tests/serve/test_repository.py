@@ -5,9 +5,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
-from lathe.settings import GenerationSettings, ServingSettings
 
 
 def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lathe.serve.params import Params
-from lathe.serve.sampling import distribution, next_token, penalize
+from lathe.runtime.params import Params
+from lathe.runtime.sampling import distribution, next_token, penalize
 
 VOCAB, EOS = 200, 7
 

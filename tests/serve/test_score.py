@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.results import read_evaluation
-from lathe.evaluate.stage import evaluate
 from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
-from lathe.settings import OfflineEvalSettings, Recipe
 from lathe.storage import sha256
 
 SENTENCE = "All that glitters is not gold; often have you heard {}"
@@ -36,15 +36,20 @@ def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(SENTENCE * 20)
+    questions = tmp_path / "questions.jsonl"
+    line = {"ctx": "All that glitters", "endings": ["is not gold", "told"], "label": 0}
+    questions.write_text(json.dumps(line) + "\n")
+    tasks = [("multiple_choice", questions)]
     folders = {name: tmp_path / name for name in ("served", "file", "checkpoint")}
-    evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc)
-    evaluate(RECIPE, exported, folders["file"], None, cloze, text)
-    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text)
+    evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc, tasks)
+    evaluate(RECIPE, exported, folders["file"], None, cloze, text, None, tasks)
+    evaluate(RECIPE, checkpoint.folder, folders["checkpoint"], None, cloze, text, None, tasks)
     served = read_evaluation(folders["served"])
     for name, rtol in (("file", 1e-6), ("checkpoint", 1e-5)):
         other = read_evaluation(folders[name])
-        np.testing.assert_allclose(served.losses, other.losses, rtol=rtol)
-        np.testing.assert_array_equal(served.correct, other.correct)
+        for task, column in (("text", "loss"), ("cloze", "correct"), ("questions", "correct_norm")):
+            ours, theirs = (x.units[task].column(column) for x in (served, other))
+            np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
 
 def test_the_command_scores_a_server(
@@ -67,9 +72,9 @@ def test_another_model_than_the_served_one_is_refused(
         (other / path.name).write_bytes(path.read_bytes())
     with (other / "model.onnx").open("ab") as file:
         file.write(b"\x72\x00")  # an empty doc string: the same model, another file
-    card = json.loads((other / "export.json").read_text())
-    card["sha256"] = card["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
-    (other / "export.json").write_text(json.dumps(card))
+    metadata = json.loads((other / "export.json").read_text())
+    metadata["sha256"] = metadata["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
+    (other / "export.json").write_text(json.dumps(metadata))
     with pytest.raises(UserError, match="serves a gpt of SHA-256"):
         evaluate(RECIPE, other, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
     unknown = RECIPE.model_copy(

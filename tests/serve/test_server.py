@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.serve import client as client_functions
 from lathe.serve import state as serve_state
@@ -21,7 +22,6 @@ from lathe.serve.environment import PYTHON_VARIABLE, find_environment
 from lathe.serve.repository import write_repository
 from lathe.serve.server import free_ports, start
 from lathe.serve.state import STATE_VARIABLE
-from lathe.settings import GenerationSettings, ServingSettings
 from tests.serve.test_backend import LONG
 
 
@@ -105,7 +105,7 @@ START_AND_LEAVE = """
 import sys
 from pathlib import Path
 from lathe.serve.server import start
-from lathe.settings import ServingSettings
+from lathe.config.settings import ServingSettings
 serving = ServingSettings(http_port=0, grpc_port=0, metrics_port=0)
 start(Path(sys.argv[1]), serving, Path(sys.argv[2])).detach()
 """
@@ -178,3 +178,15 @@ def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     with pytest.raises(UserError, match="nvidia-pytriton is not installed"):
         find_environment()
+
+
+def test_triton_may_be_installed_in_the_environment_that_runs(
+    triton: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = find_environment().python
+    monkeypatch.setattr("lathe.serve.environment.ROOT", tmp_path)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    with pytest.raises(UserError, match=r"pip install 'lathe\[serve\]'"):
+        find_environment()
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert find_environment().python == python

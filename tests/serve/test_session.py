@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.serve.session import OnnxModel, pad, saturates
+from lathe.runtime.session import PLAIN_ATTENTION, OnnxModel, pad, saturates
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
@@ -118,7 +119,20 @@ def test_old_cpus_get_the_exact_kernels() -> None:
     assert not saturates("processor : 0\nFeatures : fp asimd\n")  # no x86
 
 
+def test_a_session_takes_the_plain_attention_unless_told_otherwise(
+    exported: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLAIN_ATTENTION, "0")
+    OnnxModel(exported.folder)
+    assert os.environ[PLAIN_ATTENTION] == "0"
+    monkeypatch.delenv(PLAIN_ATTENTION)
+    code = f"import os, lathe.runtime.session; assert {PLAIN_ATTENTION!r} not in os.environ"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    OnnxModel(exported.folder)
+    assert os.environ[PLAIN_ATTENTION] == "1"
+
+
 def test_the_servers_environment_can_import_it() -> None:
     heavy = "{'torch', 'onnx', 'pydantic', 'omegaconf'}"
-    code = f"import sys, lathe.serve.session; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, lathe.runtime.session; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)

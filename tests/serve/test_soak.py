@@ -15,13 +15,13 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2
 
+from lathe.config.settings import ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
-from lathe.serve.agreement import greedy_tokens
+from lathe.production.agreement import greedy_tokens
+from lathe.production.rehearsal import ask, ask_http
 from lathe.serve.client import Client
-from lathe.serve.rehearsal import ask, ask_http
 from lathe.serve.server import TritonServer, start
-from lathe.settings import ServingSettings
 from tests.serve.test_backend import GREEDY, LONG
 from tests.serve.test_server import processes
 
@@ -120,8 +120,8 @@ class Load:
         """Samples and beams are the same every time."""
         prompt, seed = rng.choice(PROMPTS), rng.randrange(5)
         options = rng.choice([{"seed": seed}, {"decode_strategy": "beam_search", "num_beams": 3}])
-        pieces = client.generate_all(prompt, max_tokens=30, num_return_sequences=2, **options)
-        tokens = [token for piece in pieces for token in piece.tokens]
+        chunks = client.generate_all(prompt, max_tokens=30, num_return_sequences=2, **options)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
         assert self.seen.setdefault((prompt, *options.items()), tokens) == tokens
 
     def leave(self, client: Client, rng: random.Random) -> None:
@@ -138,12 +138,12 @@ class Load:
 
     def run_out_of_time(self, client: Client, rng: random.Random) -> None:
         try:
-            piece = client.generate("late", timeout_seconds=rng.uniform(0.001, 0.1), **LONG)
+            chunk = client.generate("late", timeout_seconds=rng.uniform(0.001, 0.1), **LONG)
         except UserError as error:
             assert "no token within timeout_seconds" in str(error)
         else:
-            assert piece.finish_reason == "timeout"
-            assert 0 < len(piece.tokens) < 1000
+            assert chunk.finish_reason == "timeout"
+            assert 0 < len(chunk.tokens) < 1000
 
     def send_malformed(self, client: Client, rng: random.Random) -> None:
         inputs, parameters, message = rng.choice(MALFORMED)

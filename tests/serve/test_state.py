@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lathe.config.settings import ServingSettings
 from lathe.errors import UserError
 from lathe.serve import state as serve_state
 from lathe.serve.environment import unlink_backends
@@ -19,7 +20,6 @@ from lathe.serve.guard import clear_shared_memory
 from lathe.serve.process import Process, send
 from lathe.serve.server import start
 from lathe.serve.state import STATE_VARIABLE
-from lathe.settings import ServingSettings
 
 NAME = "lathe_0123456789ab"
 PORTS = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
@@ -149,7 +149,7 @@ def test_the_command_says_what_is_wrong_and_has_no_traceback(tmp_path: Path) -> 
     path = write(tmp_path, [])
     run = lathe_stop()
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"error: {path}: not the state of a server: .*\n  cure: .*\n", run.stderr)
+    assert re.fullmatch(rf"error: {path}: not the state of a server: .*\n  hint: .*\n", run.stderr)
     path.unlink()
     run = lathe_stop()
     assert (run.returncode, run.stdout, run.stderr) == (0, "no server is running\n", "")

@@ -5,17 +5,17 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
-from lathe.serve.text import TextStream, TokenBytes
+from lathe.runtime.text import TextStream, TokenBytes
 
 TEXT = "naïve café — 你好, Привет 🙂👩‍🚀 end\n\ttab"
 
 
 def test_characters_come_whole(byte_tokenizer: Tokenizer) -> None:
     stream = TextStream(TokenBytes(byte_tokenizer))
-    pieces = [stream.add(token) for token in byte_tokenizer.encode(TEXT).ids]
-    assert len(pieces) == len(TEXT.encode())
-    assert "".join(pieces) == TEXT
-    assert all(len(piece) <= 1 for piece in pieces)
+    chunks = [stream.add(token) for token in byte_tokenizer.encode(TEXT).ids]
+    assert len(chunks) == len(TEXT.encode())
+    assert "".join(chunks) == TEXT
+    assert all(len(chunk) <= 1 for chunk in chunks)
 
 
 def test_invalid_bytes_read_as_the_tokenizer_reads_them(byte_tokenizer: Tokenizer) -> None:

@@ -50,5 +50,5 @@ def test_put_and_errors(s3: str, tmp_path: Path) -> None:
     ended = command("-m", "lathe.storage", "fetch", f"{s3}/nothing", str(tmp_path / "out"))
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"error: {s3}/nothing: not found (NoSuchKey)\n  cure: check the bucket and the prefix\n"
+        f"error: {s3}/nothing: not found (NoSuchKey)\n  hint: check the bucket and the prefix\n"
     )

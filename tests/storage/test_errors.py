@@ -1,4 +1,4 @@
-"""What a user reads when a transfer fails: one error, with its cure."""
+"""What a user reads when a transfer fails: one error, with its hint."""
 
 import os
 import subprocess
@@ -16,9 +16,9 @@ from tests.support.silent import http, says_always, server
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])
-def test_nothing_there(s3: str, tmp_path: Path, where: str) -> None:
-    with pytest.raises(UserError, match=rf"{s3}/{where}: (not found|no object below)"):
-        fetch(f"{s3}/{where}", tmp_path)
+def test_nothing_there(store: str, tmp_path: Path, where: str) -> None:
+    with pytest.raises(UserError, match=rf"{store}/{where}: (not found|no object below)"):
+        fetch(f"{store}/{where}", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -31,7 +31,7 @@ def test_no_bucket(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "f"):
         with pytest.raises(UserError, match="NoSuchBucket") as raised:
             upload(path, "s3://nobucket/f")
-        assert "make the bucket" in raised.value.cure
+        assert "make the bucket" in raised.value.hint
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
@@ -43,7 +43,7 @@ def test_wrong_credentials(
     monkeypatch.setenv(name, "wrong")
     with pytest.raises(UserError, match="access refused") as raised:
         fetch(f"{s3}/{key}", tmp_path)
-    assert name in raised.value.cure and "\n" not in raised.value.what
+    assert name in raised.value.hint and "\n" not in raised.value.what
 
 
 def test_without_a_server_or_with_a_bad_address(
@@ -117,7 +117,7 @@ def test_a_store_that_is_read_only(
                 write_text("s3://bucket/key", "x")
             else:
                 upload(tmp_path if "folder" in verb else tmp_path / "f", "s3://bucket/key")
-    assert "AWS_ACCESS_KEY_ID" in raised.value.cure
+    assert "AWS_ACCESS_KEY_ID" in raised.value.hint
 
 
 def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,48 +133,49 @@ def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "secretkey").write_text("wrong")
     with pytest.raises(UserError, match="access refused") as raised:
         read_text(f"{s3}/a.txt")
-    assert str(tmp_path) in raised.value.cure
+    assert str(tmp_path) in raised.value.hint
 
 
-def test_a_torn_prefix(s3: str, tmp_path: Path) -> None:
+def test_a_torn_prefix(store: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "a").write_text("aa")
     (source / "b").write_text("bb")
     for spoil, message in (
-        (lambda: remove(f"{s3}/p/b"), r"torn: b is absent, .lathe.json says 2 bytes"),
-        (lambda: write_text(f"{s3}/p/b", "bbb"), r"torn: b is 3 bytes"),
-        (lambda: write_text(f"{s3}/p/b", "xx"), r"p/b: torn: its SHA-256 is not the one"),
-        (lambda: write_text(f"{s3}/p/.lathe.json", "{"), r"not a manifest"),
+        (lambda: remove(f"{store}/p/b"), r"torn: b is absent, .lathe.json says 2 bytes"),
+        (lambda: write_text(f"{store}/p/b", "bbb"), r"torn: b is 3 bytes"),
+        (lambda: write_text(f"{store}/p/b", "xx"), r"p/b: torn: its SHA-256 is not the one"),
+        (lambda: write_text(f"{store}/p/.lathe.json", "{"), r"not a manifest"),
         (
             lambda: write_text(
-                f"{s3}/p/.lathe.json", to_json({"../evil": Entry(2, sha256(source / "a"))})
+                f"{store}/p/.lathe.json", to_json({"../evil": Entry(2, sha256(source / "a"))})
             ),
             r"'\.\./evil' is no name of a file below a folder",
         ),
     ):
-        upload(source, f"{s3}/p")
+        upload(source, f"{store}/p")
         spoil()
         with pytest.raises(UserError, match=message) as raised:
-            fetch(f"{s3}/p/", tmp_path / "out")
-        assert raised.value.cure
+            fetch(f"{store}/p/", tmp_path / "out")
+        assert raised.value.hint
         assert set(os.listdir(tmp_path / "out")) <= {".lathe.partial"}
-    upload(source, f"{s3}/p")
-    assert (fetch(f"{s3}/p/", tmp_path / "out") / "b").read_text() == "bb"
+    upload(source, f"{store}/p")
+    assert (fetch(f"{store}/p/", tmp_path / "out") / "b").read_text() == "bb"
     assert sorted(os.listdir(tmp_path / "out")) == ["a", "b"]
 
 
 @pytest.mark.parametrize("key", ["../x", "a/../../x", "a//b"])
-def test_a_key_that_leaves_its_prefix(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("store", ["s3://bucket", "file:///folder"])
+def test_a_key_that_leaves_its_prefix(tmp_path: Path, store: str, key: str) -> None:
     for call in (lambda uri: fetch(uri, tmp_path), exists, remove, lambda u: upload(tmp_path, u)):
         with pytest.raises(UserError, match=r"is no name of a file below a folder"):
-            call(f"s3://bucket/{key}")
+            call(f"{store}/{key}")
 
 
-def test_a_disk_too_small(s3: str, tmp_path: Path) -> None:
+def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
     """A tmpfs of 4 MB, first too small from the start, then filled by another meanwhile."""
     (tmp_path / "f").write_bytes(os.urandom(6_000_000))
-    upload(tmp_path / "f", f"{s3}/f")
+    upload(tmp_path / "f", f"{store}/f")
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
@@ -184,25 +185,27 @@ def test_a_disk_too_small(s3: str, tmp_path: Path) -> None:
         pytest.skip("mount refused")
     try:
         with pytest.raises(UserError, match=r"needs 0.006 GB, and .*small has 0.00\d+ GB free"):
-            fetch(f"{s3}/f", small)
+            fetch(f"{store}/f", small)
         assert os.listdir(small) == []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lathe.storage.download._require_space", lambda *_: None)
             with pytest.raises(UserError, match=r"small: the disk is full") as raised:
-                fetch(f"{s3}/f", small)
-        assert "free some space" in raised.value.cure
+                fetch(f"{store}/f", small)
+        assert "free some space" in raised.value.hint
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_a_limit_on_file_sizes(s3: str, tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes(store: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(os.urandom(6_000_000))
-    upload(tmp_path / "f", f"{s3}/f")
-    command = f"ulimit -f 2000; exec {sys.executable} -m lathe.storage fetch {s3}/f {tmp_path}/out"
+    upload(tmp_path / "f", f"{store}/f")
+    command = (
+        f"ulimit -f 2000; exec {sys.executable} -m lathe.storage fetch {store}/f {tmp_path}/out"
+    )
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert ended.returncode == 2
     first, second = ended.stderr.splitlines()
-    assert "the disk is full" in first and "cure: free some space" in second
+    assert "the disk is full" in first and "hint: free some space" in second
 
 
 def test_a_damaged_download(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,27 +11,34 @@ from pathlib import Path
 
 import pytest
 
-from lathe.artifacts import VERDICT
+from lathe.artifacts.kinds import VERDICT
 from lathe.errors import UserError
-from lathe.storage import atomic_file, atomic_folder, claim_file, claim_folder, locked, sha256
+from lathe.storage import (
+    atomic_file,
+    atomic_folder,
+    claim_output_file,
+    claim_output_folder,
+    locked,
+    sha256,
+)
 from lathe.storage import outputs as implementation
 from lathe.storage.ownership import Kind
 
-NOTE = Kind("note", "card.json", ("title",))
+NOTE = Kind("note", "metadata.json", ("title",))
 
 
 def write(output: Path, text: str = "new") -> None:
-    """A folder of three files and a card."""
+    """A folder of three files and a metadata file."""
     with atomic_folder(output, NOTE) as work:
         (work / "sub").mkdir()
         for name in ("a", "sub/b", "sub/c"):
             (work / name).write_text(text)
-        (work / "card.json").write_text('{"title": "t"}')
+        (work / "metadata.json").write_text('{"title": "t"}')
 
 
 def read(folder: Path) -> dict[str, str]:
     files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return {name: p.read_text() for name, p in files.items() if name != "card.json"}
+    return {name: p.read_text() for name, p in files.items() if name != "metadata.json"}
 
 
 def written(text: str) -> dict[str, str]:
@@ -44,7 +51,7 @@ def test_failure_leaves_what_was_there(tmp_path: Path, context: object) -> None:
     for fails in (True, False):
         try:
             with context(target) as work:  # type: ignore[operator]
-                (work / "card.json" if work.is_dir() else work).write_text('{"title": 1}')
+                (work / "metadata.json" if work.is_dir() else work).write_text('{"title": 1}')
                 if fails:
                     raise KeyboardInterrupt
         except KeyboardInterrupt:
@@ -52,11 +59,11 @@ def test_failure_leaves_what_was_there(tmp_path: Path, context: object) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_card_lists_every_other_file(tmp_path: Path) -> None:
+def test_a_metadata_lists_every_other_file(tmp_path: Path) -> None:
     write(tmp_path / "out")
-    card = json.loads((tmp_path / "out" / "card.json").read_text())
-    assert card["title"] == "t" and set(card["files"]) == set(written(""))
-    assert card["files"]["a"]["bytes"] == 3 and len(card["files"]["a"]["sha256"]) == 64
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    assert metadata["title"] == "t" and set(metadata["files"]) == set(written(""))
+    assert metadata["files"]["a"]["bytes"] == 3 and len(metadata["files"]["a"]["sha256"]) == 64
 
 
 def test_an_earlier_output_is_replaced(tmp_path: Path) -> None:
@@ -66,7 +73,7 @@ def test_an_earlier_output_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_block_without_a_card_changes_nothing(tmp_path: Path) -> None:
+def test_a_block_without_a_metadata_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with atomic_folder(tmp_path / "out", NOTE) as work:
         (work / "a").write_text("half")
@@ -75,17 +82,17 @@ def test_a_block_without_a_card_changes_nothing(tmp_path: Path) -> None:
 
 def foreign(output: Path, how: str) -> Path:
     """Make `output` something that is not provably ours; what would be lost."""
-    if how != "no card":
+    if how != "no metadata file":
         write(output, "old")
     output.mkdir(exist_ok=True)
     thesis = output / "sub" / "thesis.txt"
     match how:
-        case "a card of their own":
-            (output / "card.json").write_text('{"title": "mine"}')
-            return output / "card.json"
+        case "a metadata file of their own":
+            (output / "metadata.json").write_text('{"title": "mine"}')
+            return output / "metadata.json"
         case "an empty list":
-            (output / "card.json").write_text('{"title": "mine", "files": {}}')
-            return output / "card.json"
+            (output / "metadata.json").write_text('{"title": "mine", "files": {}}')
+            return output / "metadata.json"
         case "an altered file":
             (output / "a").write_text("edited by hand")
             return output / "a"
@@ -96,8 +103,8 @@ def foreign(output: Path, how: str) -> Path:
             (output / "a").symlink_to(outside)
             return output / "a"
         case "another kind":
-            (output / "card.json").write_text('{"name": 1, "files": {}}')
-            return output / "card.json"
+            (output / "metadata.json").write_text('{"name": 1, "files": {}}')
+            return output / "metadata.json"
         case "an empty folder":
             (output / "photos").mkdir()
             return output / "photos"
@@ -110,7 +117,13 @@ def foreign(output: Path, how: str) -> Path:
 @pytest.mark.parametrize(
     "how",
     [
-        *("no card", "a file beside", "a card of their own", "an empty list", "an altered file"),
+        *(
+            "no metadata file",
+            "a file beside",
+            "a metadata file of their own",
+            "an empty list",
+            "an altered file",
+        ),
         *("a link in place of a file", "another kind", "an empty folder"),
     ],
 )
@@ -119,10 +132,20 @@ def test_nothing_but_our_own_is_replaced(tmp_path: Path, how: str) -> None:
     kept = foreign(output, how)
     before = sorted(tmp_path.rglob("*"))
     name = kept.relative_to(output).as_posix()
-    for attempt in (write, lambda path: claim_folder(path, NOTE)):
+    for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
         with pytest.raises(UserError, match=f"holds .*{name}.*: not provably an earlier note"):
             attempt(output)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_pipe_in_place_of_a_metadata_file(tmp_path: Path) -> None:
+    """It is not opened, which would wait for ever."""
+    write(tmp_path / "out", "old")
+    (tmp_path / "out" / "metadata.json").unlink()
+    os.mkfifo(tmp_path / "out" / "metadata.json")
+    for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
+        with pytest.raises(UserError, match=r"holds .*metadata\.json.*: not provably"):
+            attempt(tmp_path / "out")
 
 
 @pytest.mark.parametrize("given", ["out", "out/inner", "."])
@@ -131,22 +154,22 @@ def test_inputs_and_outputs_stay_apart(tmp_path: Path, given: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / given)
     for path in (tmp_path / given, tmp_path / "link"):
         with pytest.raises(UserError, match="the input"):
-            claim_folder(tmp_path / "out", NOTE, path)
-    claim_folder(tmp_path / "other", NOTE, tmp_path / "out", "s3://bucket/other", None)
+            claim_output_folder(tmp_path / "out", NOTE, path)
+    claim_output_folder(tmp_path / "other", NOTE, tmp_path / "out", "s3://bucket/other", None)
 
 
 def test_a_file_replaces_its_own_kind_alone(tmp_path: Path) -> None:
     output = tmp_path / "gate.json"
-    claim_file(output, VERDICT)
+    claim_output_file(output, VERDICT)
     output.write_text(json.dumps({"verdict": "pass", "passed": True, "reasons": []}))
-    claim_file(output, VERDICT)
+    claim_output_file(output, VERDICT)
     for text in ('{"mine": 1}', "a diary", "[" * 100_000):
         output.write_text(text)
         with pytest.raises(UserError, match="exists, and is not a verdict"):
-            claim_file(output, VERDICT)
+            claim_output_file(output, VERDICT)
         assert output.read_text() == text
     with pytest.raises(UserError, match=r"lies in the input"):
-        claim_file(tmp_path / "e" / "metrics.json", VERDICT, tmp_path / "e")
+        claim_output_file(tmp_path / "e" / "metrics.json", VERDICT, tmp_path / "e")
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -233,7 +256,7 @@ write(output, "new")
 """
     status = subprocess.run([sys.executable, "-c", code]).returncode
     assert status in (0, 9)
-    if (output / "card.json").is_file():
+    if (output / "metadata.json").is_file():
         assert read_known(output) in (written("old"), written("new"))
     (tmp_path / "diary.txt").write_text("mine")
     write(output, "again")
@@ -252,7 +275,7 @@ def test_where_a_process_stands_what_arrives_meanwhile_stays(here: Path) -> None
         pytest.raises(UserError, match=r"holds notes\.txt"),
         atomic_folder(Path("."), NOTE) as work,
     ):
-        (work / "card.json").write_text('{"title": "t"}')
+        (work / "metadata.json").write_text('{"title": "t"}')
         (here / "notes.txt").write_text("mine")
     assert read(here) == {**written("old"), "notes.txt": "mine"}
 
@@ -260,7 +283,7 @@ def test_where_a_process_stands_what_arrives_meanwhile_stays(here: Path) -> None
 def test_what_arrives_meanwhile_is_kept(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with atomic_folder(tmp_path / "out", NOTE) as work:
-        (work / "card.json").write_text('{"title": "t"}')
+        (work / "metadata.json").write_text('{"title": "t"}')
         (tmp_path / "out" / "notes.txt").write_text("mine")
     (kept,) = tmp_path.glob("out.kept-*")
     assert (kept / "notes.txt").read_text() == "mine"
@@ -269,20 +292,20 @@ def test_what_arrives_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_what_is_edited_meanwhile_is_kept(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with atomic_folder(tmp_path / "out", NOTE) as work:
-        (work / "card.json").write_text('{"title": "t"}')
+        (work / "metadata.json").write_text('{"title": "t"}')
         (tmp_path / "out" / "a").write_text("by hand")
     (kept,) = tmp_path.glob("out.kept-*")
     assert read(kept) == {"a": "by hand"}
 
 
-def test_a_card_that_lists_files_elsewhere_is_none(tmp_path: Path) -> None:
+def test_a_metadata_that_lists_files_elsewhere_is_none(tmp_path: Path) -> None:
     """Else their removal would follow it."""
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("all of it")
     (tmp_path / "out").mkdir()
     listed = {"../thesis.txt": sha256(thesis)}
-    (tmp_path / "out" / "card.json").write_text(json.dumps({"title": "t", "files": listed}))
-    with pytest.raises(UserError, match=r"holds card\.json: not provably"):
+    (tmp_path / "out" / "metadata.json").write_text(json.dumps({"title": "t", "files": listed}))
+    with pytest.raises(UserError, match=r"holds metadata\.json: not provably"):
         write(tmp_path / "out")
     assert thesis.read_text() == "all of it"
 

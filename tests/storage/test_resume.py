@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from lathe.errors import UserError
-from lathe.storage import exists, fetch, s3_client, upload
+from lathe.storage import exists, fetch, upload
 from lathe.storage.parts import PART_BYTES
+from lathe.storage.s3 import s3_client
 from tests.storage.conftest import Proxy
 
 PARTS = 6
@@ -189,28 +190,28 @@ def together(*calls: object) -> list[Exception | None]:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_two_uploads_at_once(s3: str, big: Path, tmp_path: Path, same: bool) -> None:
+def test_two_uploads_at_once(store: str, big: Path, tmp_path: Path, same: bool) -> None:
     """To one object: it is one of the two, whole. To one prefix: one of the two is told."""
     other = tmp_path / "other" / "big"
     other.parent.mkdir()
     other.write_bytes(big.read_bytes() if same else os.urandom(SIZE))
-    raised = together(lambda: upload(big, f"{s3}/f"), lambda: upload(other, f"{s3}/f"))
+    raised = together(lambda: upload(big, f"{store}/f"), lambda: upload(other, f"{store}/f"))
     assert all(error is None or isinstance(error, UserError) for error in raised), raised
     assert None in raised
-    found = fetch(f"{s3}/f", tmp_path / "out").read_bytes()
+    found = fetch(f"{store}/f", tmp_path / "out").read_bytes()
     assert found in (big.read_bytes(), other.read_bytes())
     raised = together(
-        lambda: upload(big.parent, f"{s3}/p"), lambda: upload(other.parent, f"{s3}/p")
+        lambda: upload(big.parent, f"{store}/p"), lambda: upload(other.parent, f"{store}/p")
     )
     assert [type(error) for error in raised].count(UserError) == 1, raised
     assert None in raised
     if same:
-        assert (fetch(f"{s3}/p", tmp_path / "out") / "big").read_bytes() == big.read_bytes()
+        assert (fetch(f"{store}/p", tmp_path / "out") / "big").read_bytes() == big.read_bytes()
 
 
-def test_two_fetches_at_once(s3: str, big: Path, tmp_path: Path) -> None:
-    upload(big.parent, f"{s3}/p")
-    calls = [lambda: fetch(f"{s3}/p", tmp_path / "out")] * 3
+def test_two_fetches_at_once(store: str, big: Path, tmp_path: Path) -> None:
+    upload(big.parent, f"{store}/p")
+    calls = [lambda: fetch(f"{store}/p", tmp_path / "out")] * 3
     assert together(*calls) == [None] * 3
     assert os.listdir(tmp_path / "out") == ["big"]
     assert (tmp_path / "out/big").read_bytes() == big.read_bytes()

@@ -1,4 +1,4 @@
-"""Up to a real store and down again."""
+"""Up to a store of each kind and down again."""
 
 import json
 import os
@@ -41,34 +41,36 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_folder(s3: str, folder: Path, tmp_path: Path) -> None:
-    upload(folder, f"{s3}/p")
-    listed = json.loads(read_text(f"{s3}/p/.lathe.json"))["files"]
+def test_folder(store: str, folder: Path, tmp_path: Path) -> None:
+    upload(folder, f"{store}/p")
+    listed = json.loads(read_text(f"{store}/p/.lathe.json"))["files"]
     assert {n: e["sha256"] for n, e in listed.items()} == {
         n: sha256(folder / n) for n in tree(folder)
     }
-    for number, uri in enumerate((f"{s3}/p/", f"{s3}/p", f"{s3}/p/".replace("s3", "minio", 1))):
+    for number, uri in enumerate(
+        (f"{store}/p/", f"{store}/p", f"{store}/p/".replace("s3:", "minio:", 1))
+    ):
         found = fetch(uri, tmp_path / f"{number}")
         assert found == tmp_path / f"{number}"
         assert tree(found) == tree(folder)
         assert sorted(os.listdir(found)) == ["a.txt", "big", "empty", "more", "日本"]
 
 
-def test_file(s3: str, folder: Path, tmp_path: Path) -> None:
+def test_file(store: str, folder: Path, tmp_path: Path) -> None:
     for name in ("big", "empty", NAMES[3]):
-        upload(folder / name, f"{s3}/x/{name}")
-        found = fetch(f"{s3}/x/{name}", tmp_path / "out")
+        upload(folder / name, f"{store}/x/{name}")
+        found = fetch(f"{store}/x/{name}", tmp_path / "out")
         assert found == tmp_path / "out" / Path(name).name
         assert found.read_bytes() == (folder / name).read_bytes()
     assert len(os.listdir(tmp_path / "out")) == 3
     with pytest.raises(UserError, match="a prefix"):
-        upload(folder / "big", f"{s3}/x/")
+        upload(folder / "big", f"{store}/x/")
 
 
-def test_objects_that_others_put(s3: str, tmp_path: Path) -> None:
-    write_text(f"{s3}/p/a", "A")
-    write_text(f"{s3}/p/b/c", "C")
-    assert tree(fetch(f"{s3}/p/", tmp_path)) == {"a": b"A", "b/c": b"C"}
+def test_objects_that_others_put(store: str, tmp_path: Path) -> None:
+    write_text(f"{store}/p/a", "A")
+    write_text(f"{store}/p/b/c", "C")
+    assert tree(fetch(f"{store}/p/", tmp_path)) == {"a": b"A", "b/c": b"C"}
 
 
 def test_what_is_there_is_not_sent_again(
@@ -86,78 +88,78 @@ def test_what_is_there_is_not_sent_again(
     assert proxy.down < 20_000
 
 
-def test_a_prefix_is_replaced(s3: str, folder: Path, tmp_path: Path) -> None:
-    upload(folder, f"{s3}/p")
+def test_a_prefix_is_replaced(store: str, folder: Path, tmp_path: Path) -> None:
+    upload(folder, f"{store}/p")
     (folder / "big").write_bytes(os.urandom(2 * PART_BYTES + 7))
     (folder / "a.txt").rename(folder / "c.txt")
-    upload(folder, f"{s3}/p")
-    assert tree(fetch(f"{s3}/p/", tmp_path / "out")) == tree(folder)
-    assert f"{s3}/p/a.txt" not in list_uris(f"{s3}/p/")
+    upload(folder, f"{store}/p")
+    assert tree(fetch(f"{store}/p/", tmp_path / "out")) == tree(folder)
+    assert f"{store}/p/a.txt" not in list_uris(f"{store}/p/")
 
 
-def test_a_thousand_small_files(s3: str, tmp_path: Path) -> None:
+def test_a_thousand_small_files(store: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     for i in range(1000):
         (tmp_path / f"source/{i:04}").write_text(f"{i}" * (i % 50))
-    upload(tmp_path / "source", f"{s3}/many/")
-    assert tree(fetch(f"{s3}/many/", tmp_path / "out")) == tree(tmp_path / "source")
-    remove(f"{s3}/many/")
-    assert not exists(f"{s3}/many/")
+    upload(tmp_path / "source", f"{store}/many/")
+    assert tree(fetch(f"{store}/many/", tmp_path / "out")) == tree(tmp_path / "source")
+    remove(f"{store}/many/")
+    assert not exists(f"{store}/many/")
 
 
-def test_small_requests(s3: str, tmp_path: Path) -> None:
+def test_small_requests(store: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     for name in ("2026-03", "2026-01", "2026-02"):
-        upload(tmp_path, f"{s3}/runs/{name}")
-    write_text(f"{s3}/runs/live.json", "ä")
-    assert read_text(f"{s3}/runs/live.json") == "ä"
+        upload(tmp_path, f"{store}/runs/{name}")
+    write_text(f"{store}/runs/live.json", "ä")
+    assert read_text(f"{store}/runs/live.json") == "ä"
     # The oldest first, to the resolution of the store's clock.
-    assert set(list_uris(f"{s3}/runs")) == {
-        *(f"{s3}/runs/{name}" for name in ("2026-01/", "2026-02/", "2026-03/", "live.json"))
+    assert set(list_uris(f"{store}/runs")) == {
+        *(f"{store}/runs/{name}" for name in ("2026-01/", "2026-02/", "2026-03/", "live.json"))
     }
-    assert list_uris(f"{s3}/runs/2026-01/") == [f"{s3}/runs/2026-01/f"]
-    assert list_uris(f"{s3}/nothing/") == []
+    assert list_uris(f"{store}/runs/2026-01/") == [f"{store}/runs/2026-01/f"]
+    assert list_uris(f"{store}/nothing/") == []
     for name, there in (("2026-01", True), ("2026-01/", True), ("live.json", True), ("x", False)):
-        assert exists(f"{s3}/runs/{name}") == there
-    remove(f"{s3}/runs/2026-01")
-    remove(f"{s3}/runs/live.json")
-    remove(f"{s3}/runs/never-there")
-    assert len(list_uris(f"{s3}/runs/")) == 2
+        assert exists(f"{store}/runs/{name}") == there
+    remove(f"{store}/runs/2026-01")
+    remove(f"{store}/runs/live.json")
+    remove(f"{store}/runs/never-there")
+    assert len(list_uris(f"{store}/runs/")) == 2
     with pytest.raises(UserError, match="not found"):
-        read_text(f"{s3}/runs/live.json")
+        read_text(f"{store}/runs/live.json")
 
 
-def test_children_by_age(s3: str) -> None:
+def test_children_by_age(store: str) -> None:
     for name in ("b", "a", "c"):
-        write_text(f"{s3}/runs/{name}/f", "x")
+        write_text(f"{store}/runs/{name}/f", "x")
         time.sleep(0.02)
-    assert list_uris(f"{s3}/runs/") == [f"{s3}/runs/{name}/" for name in "bac"]
-    write_text(f"{s3}/runs/a/new", "x")
-    assert list_uris(f"{s3}/runs/") == [f"{s3}/runs/{name}/" for name in "bca"]
+    assert list_uris(f"{store}/runs/") == [f"{store}/runs/{name}/" for name in "bac"]
+    write_text(f"{store}/runs/a/new", "x")
+    assert list_uris(f"{store}/runs/") == [f"{store}/runs/{name}/" for name in "bca"]
 
 
-def test_what_is_not_whole_is_not_there(s3: str, tmp_path: Path) -> None:
-    write_text(f"{s3}/x/d/.lathe.unfinished", "")
-    write_text(f"{s3}/x/d/f", "")
-    write_text(f"{s3}/x/e", "")
-    assert list_uris(f"{s3}/x/") == [f"{s3}/x/e"]
-    assert not exists(f"{s3}/x/d") and exists(f"{s3}/x/e")
+def test_what_is_not_whole_is_not_there(store: str, tmp_path: Path) -> None:
+    write_text(f"{store}/x/d/.lathe.unfinished", "")
+    write_text(f"{store}/x/d/f", "")
+    write_text(f"{store}/x/e", "")
+    assert list_uris(f"{store}/x/") == [f"{store}/x/e"]
+    assert not exists(f"{store}/x/d") and exists(f"{store}/x/e")
     with pytest.raises(UserError, match="has not ended"):
-        fetch(f"{s3}/x/d/", tmp_path)
+        fetch(f"{store}/x/d/", tmp_path)
 
 
-def test_a_folder_that_no_store_can_keep(s3: str, tmp_path: Path) -> None:
+def test_a_folder_that_no_store_can_keep(store: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file in it"):
-        upload(tmp_path, f"{s3}/p")
+        upload(tmp_path, f"{store}/p")
     (tmp_path / "link").symlink_to("/tmp", target_is_directory=True)
     with pytest.raises(UserError, match="a link to a folder"):
-        upload(tmp_path, f"{s3}/p")
+        upload(tmp_path, f"{store}/p")
     (tmp_path / "link").unlink()
     (tmp_path / "gone").symlink_to("nowhere")
     with pytest.raises(UserError, match="gone: not a file"):
-        upload(tmp_path, f"{s3}/p")
+        upload(tmp_path, f"{store}/p")
     (tmp_path / "gone").unlink()
     (tmp_path / ".lathe.partial").mkdir()
     with pytest.raises(UserError, match="a fetch into it has not ended"):
-        upload(tmp_path, f"{s3}/p")
-    assert not exists(f"{s3}/p")
+        upload(tmp_path, f"{store}/p")
+    assert not exists(f"{store}/p")

@@ -1,4 +1,4 @@
-"""Files are what their card says; a large one is read once."""
+"""Files are what their metadata says; a large one is read once."""
 
 import os
 from pathlib import Path
@@ -26,7 +26,7 @@ def data(tmp_path: Path, cache: Path) -> Path:
 
 
 def check(folder: Path, files: dict[str, str]) -> None:
-    require_intact(folder, files, "card.json", "copy it again")
+    require_intact(folder, files, "metadata.json", "copy it again")
 
 
 def test_a_large_file_is_hashed_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,9 @@ def test_one_flipped_byte_is_found_whatever_the_times_say(data: Path, name: str)
         file.seek(5)
         file.write(b"\xff")
     os.utime(data / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(UserError, match=rf"{name}: missing, truncated or altered since card\.json"):
+    with pytest.raises(
+        UserError, match=rf"{name}: missing, truncated or altered since metadata\.json"
+    ):
         check(data, listed)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lathe.paddle.start import find_python
+from lathe.backends.paddle_process import find_python
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 
 RUNTIMES = Path(__file__).parents[2] / "manifests" / "base" / "runtimes"

@@ -6,12 +6,12 @@ The JSON has `command`, and may have `shape` (nodes, processes), `settings` and 
 import json
 import sys
 
+from lathe.cluster import trainjob
+from lathe.cluster.follow import Patience
+from lathe.config.settings import LaunchSettings
 from lathe.console import log_to_stderr
 from lathe.errors import StageError, UserError
-from lathe.launch import trainjob
-from lathe.launch.follow import Patience
 from lathe.launch.shape import Shape
-from lathe.settings import LaunchSettings
 
 
 def main(work: dict) -> None:

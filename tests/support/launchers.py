@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lathe.launch import trainjob
-from lathe.launch.follow import Patience
+from lathe.cluster import trainjob
+from lathe.cluster.follow import Patience
+from lathe.config.settings import LaunchSettings
 from lathe.launch.shape import Shape
-from lathe.settings import LaunchSettings
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, Script, Trainer
 

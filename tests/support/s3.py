@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.storage import s3_client
+from lathe.storage.s3 import s3_client
 
 ACCESS_KEY, SECRET_KEY = "lathe-key", "lathe-secret"
 
@@ -67,3 +67,11 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     bucket = f"test-{uuid.uuid4().hex[:12]}"
     s3_client().make_bucket(bucket)
     return f"s3://{bucket}"
+
+
+@pytest.fixture(params=["s3", "file"])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a new store of each kind."""
+    if request.param == "s3":
+        return str(request.getfixturevalue("s3"))
+    return f"file://{tmp_path_factory.mktemp('folder')}/store"

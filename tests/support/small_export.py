@@ -6,13 +6,15 @@ from typing import Literal
 import torch
 from tokenizers import Tokenizer
 
-from lathe.export.stage import write
+from lathe.config.settings import ExportSettings, Recipe
+from lathe.export.export import write
 from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import HEAD, GPTConfig, QuantizationPlan
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.serve.session import OnnxModel
-from lathe.settings import ExportSettings, Recipe
+from lathe.model.quantization import LinearFormat, QuantizationPlan
+from lathe.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
 PRUNED = GPTConfig(384, 64, 48, 16, (2, 1, 3), (80, 40, 96))
@@ -23,7 +25,9 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, UNIFORM.vocab_size, shape, generator=generator)
 
 
-def make_model(config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = ()) -> GPT:
+def make_model(
+    config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = (), weight_only: bool = False
+) -> GPT:
     """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens."""
     model = GPT(config)
     model.initialize(0.2, seed=1)
@@ -35,15 +39,11 @@ def make_model(config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = ()
     if int8:
         linears = (*model.config.linear_names(), HEAD)
         names = [n for n in linears if n not in skip]
-        head = HEAD in names
-        plan = QuantizationPlan(
-            quantize_embedding=head, activation_scales=dict.fromkeys(names, 0.0)
-        )
+        form = LinearFormat(activation=None if weight_only else "int8")
+        plan = QuantizationPlan(dict.fromkeys(names, form))
         fake_quant.insert(model, plan)
         scales = fake_quant.calibrate(model, [random_tokens(4, 48, seed=3)])
-        scales = {name: scales[name] for name in names}
-        plan = QuantizationPlan(quantize_embedding=head, activation_scales=scales)
-        model.config = config.with_quantization(plan)
+        model.config = config.with_quantization(plan.with_scales(scales))
     return model.eval()
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.errors import UserError
-from lathe.export.stage import export
+from lathe.export.export import export
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.serve.deploy import deploy
+from lathe.production.deploy import deploy
 from lathe.serve.environment import find_environment
 from lathe.serve.server import ANY_PORTS
-from lathe.settings import ExportSettings, Recipe, ServingSettings
 from tests.support.small_export import write_held_out
 
 SHAPE = GPTConfig(384, 1024, 64, 16, (4, 4), (96, 96))

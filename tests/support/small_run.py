@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 
@@ -44,7 +44,7 @@ from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.console import log_to_stderr
 from lathe.errors import StageError
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 log_to_stderr()
 stage, *paths = sys.argv[1].split(",")

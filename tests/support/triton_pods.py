@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lathe.config.settings import ServingSettings
 from lathe.serve.server import ANY_PORTS, TritonServer, start
-from lathe.settings import ServingSettings
 from lathe.storage import fetch
 from tests.support.fake_deployments import Deployments
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
 from lathe.data.blend import blend
 from lathe.data.blended_samples import blending_indices
 from lathe.data.megatron import MegatronWriter
 from lathe.data.samples import Samples
 from lathe.data.tokens import TokenDataset, TokenSequences
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
-from lathe.settings import Recipe
 from lathe.train.batch import Batch
 from lathe.train.batches import EvalBatches, TrainBatches, calibration_batches, open_data
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.train.capacity import cgroup_limits, memory_of, require_capacity, require_processes
 from lathe.train.pretrain import model_config, pretrain
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from lathe.train.result import CLAIM, begin, claim, claimed, remove_run
 from tests.support.small_run import SMALL

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from lathe.compress.prune import prune
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
 from lathe.model.gpt import GPT
-from lathe.recipe import load_recipe
-from lathe.settings import DistillSettings
 from lathe.train import distill
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lathe.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.recipe import load_recipe
-from lathe.train.flops import data_sheet_flops, peak_flops
+from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops
 from lathe.train.pretrain import model_config
 from tests.conftest import small_config
 
@@ -79,6 +79,10 @@ def test_tf32_counts_where_torch_would_use_it() -> None:
     assert data_sheet_flops("NVIDIA A100-PCIE-40GB", torch.float32) == 19.5e12
 
 
-def test_a_cpu_is_measured() -> None:
+def test_what_has_no_data_sheet_is_measured() -> None:
     """Any processor of this century: between 1 GFLOP/s and 1 PFLOP/s."""
-    assert 1e9 < peak_flops(torch.device("cpu"), torch.float32) < 1e15
+    assert 1e9 < measured_flops(torch.device("cpu"), torch.float32) < 1e15
+
+
+def test_the_peak_of_a_cpu_is_not_known() -> None:
+    assert peak_flops(torch.device("cpu"), torch.float32) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
 from lathe.train.pretrain import model_config
@@ -69,7 +69,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from lathe.recipe import load_recipe
+from lathe.config.recipe import load_recipe
 from lathe.train import workers
 from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer

@@ -1,10 +1,12 @@
 """What `lathe plan` shows, picks and refuses."""
 
+import re
+
 import pytest
 from rich.console import Console
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.recipe import load_recipe
 from lathe.train.layout import options, own_layout
 from lathe.train.plan import Plan, make_plan, parse_memory, plan_table
 from lathe.train.pretrain import model_config
@@ -65,13 +67,33 @@ def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match=r"no layout fits on 16 GPUs with 72\.0 GB") as error:
         make_plan(load_recipe("gpt-175b-mp8-pp16"), 16, 80e9)
-    gpus = int(error.value.cure.split()[1].rstrip(","))
+    gpus = int(error.value.hint.split()[1].rstrip(","))
     assert make_plan(load_recipe("gpt-175b-mp8-pp16"), gpus, 80e9).fitting
 
 
-def test_nothing_divides() -> None:
-    with pytest.raises(UserError, match="cannot be divided over 7 GPUs"):
-        make_plan(load_recipe("gpt-345m"), 7, 80e9)
+@pytest.mark.parametrize(
+    "gpus, gpus_per_node, used", [(7, 8, {1, 2, 3, 4, 6}), (14, 7, {1, 2, 3, 4, 6})]
+)
+def test_fewer_gpus_are_used_where_all_would_need_another_batch(
+    gpus: int, gpus_per_node: int, used: set[int]
+) -> None:
+    recipe = load_recipe("gpt-345m")
+    plan = make_plan(recipe, gpus, 80e9, gpus_per_node)
+    assert plan.batch == 8
+    assert {one.layout.gpus for one in plan.fitting} == used
+    assert plan.best.layout.gpus == 4  # 6 would be a pipeline, a third of the time idle
+    idle = plan.idle()
+    assert idle is not None and idle.startswith(f"4 of {gpus}: a batch of 8 sequences cannot")
+    all_of_them = load_recipe("gpt-345m", re.findall(r"-o (\S+)", idle))
+    other = make_plan(all_of_them, gpus, 80e9, gpus_per_node)
+    assert other.idle() is None and {one.layout.gpus for one in other.fitting} == {gpus}
+
+
+def test_all_gpus_are_used_where_the_batch_can_be_divided(plan: Plan) -> None:
+    assert plan.idle() is None
+
+
+def test_no_whole_number_of_nodes() -> None:
     with pytest.raises(UserError, match="not a whole number of nodes"):
         make_plan(load_recipe("gpt-345m"), 12, 80e9)
     with pytest.raises(UserError, match="--gpus 1000000000: more than"):

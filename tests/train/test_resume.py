@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from lathe.config.recipe import load_recipe
 from lathe.errors import Preempted, StageError
-from lathe.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
@@ -115,7 +115,7 @@ def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_
     process.terminate()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == Preempted.status == 75
-    assert "the same command goes on" in errors.decode()
+    assert "run the same command to resume" in errors.decode()
     (state,) = saved_steps(ended / "state")
     assert int(state.name.removeprefix("step_")) == len(records(ended, "loss"))
     run("pretrain", small_data, ended, overrides=rare)
@@ -172,12 +172,12 @@ def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path, whole: 
     assert_same_bits(broken, whole)
 
 
-def test_a_save_that_fails_names_the_folder_and_the_cure(small_data: Path, tmp_path: Path) -> None:
+def test_a_save_that_fails_names_the_folder_and_the_hint(small_data: Path, tmp_path: Path) -> None:
     """Files may not grow beyond 100 kB, as on a full disk; the whole state is larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(StageError, match=r"step_00000004.*cannot be written(.|\n)*cure"):
+        with pytest.raises(StageError, match=r"step_00000004.*cannot be written(.|\n)*hint"):
             pretrain(load_recipe("tiny", SMALL), small_data, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from lathe.config.recipe import load_recipe
 from lathe.model.gpt import Recompute
-from lathe.recipe import load_recipe
 from lathe.train.layout import Layout
 from lathe.train.pretrain import model_config
 from lathe.train.speed import step_time

@@ -8,9 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress, TextColumn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lathe.progress import Bar
@@ -21,8 +25,8 @@ TRAIN = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
 VALIDATION = ("loss", "perplexity")
 
 
-def record(step: int, **changes: float) -> StepRecord:
-    values: dict[str, float] = {
+def record(step: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
         "loss": 11.052017212,
         "lr": 5.55556e-09,
         "grad_norm": 2.5,
@@ -65,36 +69,42 @@ def jsonl(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
 
 
-def test_the_line_is_the_one_of_paddlefleetx(tmp_path: Path, lines: list[str]) -> None:
+def log_file(folder: Path) -> list[str]:
+    return (folder / "steps.log").read_text().splitlines()
+
+
+def test_the_log_file_has_the_line_of_paddlefleetx(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
-    trace.step(record(1), Bar("train", 2, None))
+    trace.step(record(1, mfu=None), Bar("step", 2))
     trace.close()
-    assert lines == [
+    assert log_file(tmp_path) == [
         "global step 1, epoch: 0, batch: 0, loss: 11.052017212, avg_reader_cost: 0.05710 sec, "
         "avg_batch_cost: 1.59627 sec, speed: 0.63 step/s, ips_total: 5132 tokens/s, "
-        "ips: 5132 tokens/s, learning rate: 5.55556e-09, mfu: 0.412"
+        "ips: 5132 tokens/s, learning rate: 5.55556e-09"
     ]
 
 
-def test_a_loss_scale_is_told_where_there_is_one(tmp_path: Path, lines: list[str]) -> None:
+def test_a_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
-    trace.step(record(1, loss_scale=32768.0), Bar("train", 3, None))
-    trace.step(record(2, loss_scale=2.0**24, skipped_steps=3), Bar("train", 3, None))
-    trace.step(record(3, loss_scale=0.25, skipped_steps=3), Bar("train", 3, None))
+    trace.step(record(1, loss_scale=32768.0), Bar("step", 3))
+    trace.step(record(2, loss_scale=2.0**24, skipped_steps=3), Bar("step", 3))
+    trace.step(record(3, loss_scale=0.25, skipped_steps=3), Bar("step", 3))
     trace.close()
+    lines = log_file(tmp_path)
     assert lines[0].endswith(", mfu: 0.412, loss_scale: 32768, skipped: 0")
     assert lines[1].endswith(", loss_scale: 16777216, skipped: 3")
     assert lines[2].endswith(", loss_scale: 0.25, skipped: 3")
 
 
-def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path, lines: list[str]) -> None:
+def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """1000 tokens in 1 s and in 3 s: 500 tokens/s, and MFU of the same mean."""
-    trace, progress = open_trace(tmp_path, data_parallel=2, logging_freq=2), Bar("train", 4, None)
+    trace, progress = open_trace(tmp_path, data_parallel=2, logging_freq=2), Bar("step", 4)
     fast = {"step_seconds": 1.0, "tokens_per_second": 1000.0, "mfu": 0.3, "reader_seconds": 0.0}
     slow = {"step_seconds": 3.0, "tokens_per_second": 1000 / 3, "mfu": 0.1, "reader_seconds": 0.5}
     for step, changes in enumerate((slow, slow, fast, slow), start=1):
         trace.step(record(step, **changes), progress)
     trace.close()
+    lines = log_file(tmp_path)
     assert len(lines) == 2 and progress.done == 4
     assert lines[1].startswith("global step 4, epoch: 4, batch: 3, ")  # 3 * 16 of 12 samples each
     assert "avg_reader_cost: 0.25000 sec, avg_batch_cost: 2.00000 sec" in lines[1]
@@ -102,11 +112,37 @@ def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path, lines: lis
     assert lines[1].endswith(", mfu: 0.150")
 
 
+def test_a_reader_gets_short_lines_with_what_is_left(tmp_path: Path, lines: list[str]) -> None:
+    """MFU only where the peak of the device is known."""
+    trace, progress = open_trace(tmp_path, step=2, logging_freq=2), Bar("step", 9, first=2)
+    for step in (3, 4):
+        progress._started -= 50
+        trace.step(record(step, mfu=None), progress)
+    progress._started -= 80
+    trace.step(record(5, mfu=0.4), progress)
+    trace.step(record(6, mfu=0.4), progress)
+    trace.close()
+    assert lines == [
+        "step 4/9, loss 11.052, 5,132 tokens/s, 4 min left",
+        "step 6/9, loss 11.052, 5,132 tokens/s, MFU 40%, 2 min left",
+    ]
+
+
+def test_a_terminal_shows_a_bar_and_no_line(tmp_path: Path, lines: list[str]) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=80)
+    with Progress(TextColumn("{task.description} {task.fields[status]}"), console=console) as shown:
+        trace = open_trace(tmp_path)
+        trace.step(record(1, mfu=None), Bar("step", 9, shown))
+        trace.close()
+        assert shown.tasks[0].fields["status"] == "loss 11.052, 5,132 tokens/s"
+    assert lines == [] and len(log_file(tmp_path)) == 1
+
+
 def test_train_jsonl_has_every_field_of_every_step(tmp_path: Path) -> None:
     trace = open_trace(tmp_path, logging_freq=10)
     steps = [record(1), record(2, loss_scale=512.0, skipped_steps=1)]
     for step in steps:
-        trace.step(step, Bar("train", 2, None))
+        trace.step(step, Bar("step", 2))
     trace.evaluation(2, math.log(20))
     trace.close()
     evaluation = {"step": 2, "eval_loss": math.log(20), "eval_perplexity": pytest.approx(20)}
@@ -115,7 +151,7 @@ def test_train_jsonl_has_every_field_of_every_step(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_the_scalars_while_the_run_goes_on(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
-    trace.step(record(1), Bar("train", 2, None))
+    trace.step(record(1), Bar("step", 2))
     trace.evaluation(1, 3.0)
     seen = events(tmp_path)
     trace.close()
@@ -129,7 +165,7 @@ def test_tensorboard_reads_the_scalars_while_the_run_goes_on(tmp_path: Path) -> 
 def attempt(folder: Path, start: int, end: int, loss: float) -> None:
     """Train from step `start` to `end`, evaluate before the first step and at every third one, and
     be killed."""
-    trace, progress = open_trace(folder, start), Bar("train", end, None)
+    trace, progress = open_trace(folder, start), Bar("step", end)
     if start == 0:
         trace.evaluation(0, loss)
     for step in range(start + 1, end + 1):
@@ -137,8 +173,9 @@ def attempt(folder: Path, start: int, end: int, loss: float) -> None:
         if step % 3 == 0:
             trace.evaluation(step, loss)
     trace.close()
-    with (folder / "train.jsonl").open("a") as file:
-        file.write('{"step": 1, "lo')
+    for name, half in (("train.jsonl", '{"step": 1, "lo'), ("steps.log", "global step 1")):
+        with (folder / name).open("a") as file:
+            file.write(half)
     time.sleep(1)  # event files are ordered by the second in their names
 
 
@@ -156,6 +193,8 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     open_trace(tmp_path, step=9).close()
     written = jsonl(tmp_path)
     assert [(r["step"], r["loss"]) for r in written if "loss" in r] == steps
+    logged = [line.split(",")[0] for line in log_file(tmp_path)]
+    assert logged == [f"global step {step}" for step in range(1, 10)]
     assert [(r["step"], r["eval_loss"]) for r in written if "eval_loss" in r] == evaluations
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from lathe.config.recipe import load_recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.recipe import load_recipe
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
 from lathe.train.optimizer import make_optimizer
@@ -143,7 +143,8 @@ def test_weight_decay_spares_biases_and_norms(small_data: Path) -> None:
     recipe = load_recipe("tiny", SMALL)
     model = new_model(model_config(recipe, 257), recipe.Model)
     names = {id(p): n for n, p in model.named_parameters()}
-    optimizer = make_optimizer(model.named_parameters(), recipe.Optimizer)
+    family = model.config.architecture
+    optimizer = make_optimizer(model.named_parameters(), recipe.Optimizer, family)
     decayed, plain = optimizer.param_groups
     assert decayed["weight_decay"] == 0.01 and plain["weight_decay"] == 0.0
     assert all(names[id(p)].endswith("weight") for p in decayed["params"])

@@ -1,4 +1,4 @@
-"""The distribution of a tensor's values, which come in parts, reduced where the tensor is."""
+"""Statistics of a tensor's values, accumulated over batches on the tensor's own device."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lathe.compress.sensitivity.result import Distribution
 
-SAMPLE = 2**16  # values of a tensor that its quartiles are taken from
+SAMPLE = 2**16  # number of values of which quartiles are computed
 
 Floats = NDArray[np.floating[Any]]
 
@@ -26,16 +26,16 @@ class Accumulator:
     noise: float = 0.0
 
     def chosen(self, n: int) -> NDArray[np.int64] | None:
-        """Which of a part's `n` values to give as its sample, always the same; None: all."""
+        """Indices of the sample among a part's `n` values, always the same; None means all."""
         size = SAMPLE // self.n_parts
         return np.random.default_rng(0).integers(0, n, size) if n > size else None
 
     def add(self, sample: Floats, low: Floats, high: Floats, signal: float, noise: float) -> None:
-        """A part.
+        """Add a part.
 
         Args:
-            sample: values that stand for all.
-            low, high: extremes of every channel.
+            sample: representative values.
+            low, high: minimum and maximum of every channel.
             signal, noise: sum x^2, sum (x_q - x)^2.
         """
         self.sample.append(sample)

@@ -1,8 +1,8 @@
-"""What INT8 in each linear will cost, estimated for all linears at once from gradients.
+"""Estimate what INT8 costs in each linear, for all linears at once, from gradients.
 
-A small change d of a model's weights or activations moves its predictions by
-KL = 1/2 d'Fd nats a token, F the Fisher information. With F's diagonal alone, and for it the
-squares of gradients g that backpropagation finds, a linear costs
+A small change d of a model's weights or activations changes its predictions by
+KL = 1/2 d'Fd nats a token, F the Fisher information. Approximating F by its
+diagonal, and that by squared gradients g, the cost of a linear is
 
     1/2 * (sum over weights of E[g^2] (w_q - w)^2 + sum over inputs of E[g^2] (x_q - x)^2).
 
@@ -11,8 +11,8 @@ arXiv:2210.08502); squared gradients for the diagonal, element by element, those
 (2017, arXiv:1612.01543) and SqueezeLLM (Kim et al. 2023, arXiv:2306.07629). HAWQ (Dong et al.
 2019, arXiv:1905.03696) takes the Hessian where this takes the Fisher matrix.
 
-The term of first order, E[g] d, is left out: at a trained model it is nothing but the noise of a
-few batches, of which it drowns the rest.
+The first-order term, E[g] d, is omitted: for a trained model it is mostly sampling noise, which
+would dominate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,12 @@ from torch import Tensor
 
 from lathe.compress.sensitivity.statistics import (
     fake_quantize_input,
-    fake_quantize_weight,
     weight_of,
 )
-from lathe.model.config import HEAD, QuantizationPlan
+from lathe.model.architecture import HEAD
+from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 from lathe.train.loss import linear_cross_entropy
 
 
@@ -36,12 +37,12 @@ def estimate_costs(
 ) -> dict[str, float]:
     """Estimated KL(float || INT8 in this linear alone), nats a token, by name.
 
-    Takes one forward and backward pass a batch; every gradient of a weight is dropped as soon as
-    it is squared.
+    Takes one forward and backward pass per batch; weight gradients are freed as soon as they are
+    squared.
 
     Args:
         model: in float; its parameters' gradients are None afterwards.
-        plan: the scales of `names`.
+        plan: the formats and scales of `names`.
         batches: tokens (B, T + 1) each.
     """
     costs = {name: torch.zeros((), dtype=torch.float64) for name in names}
@@ -55,14 +56,15 @@ def estimate_costs(
         def consume(weight: Tensor) -> None:
             assert weight.grad is not None
             with torch.no_grad():
-                add(name, weight.grad, fake_quantize_weight(weight, plan, name) - weight)
+                quantized = fake_quantize_weight(weight, plan.linears[name].weight)
+                add(name, weight.grad, quantized - weight)
             weight.grad = None
 
         weight: Any = weight_of(model, name)
         handles.append(weight.register_post_accumulate_grad_hook(consume))
 
     def watch_input(name: str, x: Any) -> None:
-        error = fake_quantize_input(x.detach(), plan.activation_scales[name]) - x.detach()
+        error = fake_quantize_input(x.detach(), plan.linears[name]) - x.detach()
         x.register_hook(lambda gradient: add(name, gradient, error))
 
     for name in names:

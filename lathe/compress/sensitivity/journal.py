@@ -1,4 +1,4 @@
-"""What an analysis has found so far, a JSON line a finding, so that a killed one goes on."""
+"""The findings of an analysis, one JSON line each, so that a killed analysis can resume."""
 
 import json
 import logging
@@ -16,23 +16,23 @@ log = logging.getLogger("lathe")
 
 T = TypeVar("T")
 
-CURE = "move the file away, or give another --output"
+HINT = "move the file away, or give another --output"
 
 
 class Journal:
     """Findings by name, in a file that outlives the process.
 
-    JSON keeps every bit of a float, so a finding that is read back is the one that was made.
+    JSON preserves every bit of a float, so findings are read back exactly.
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
-        """Go on with the file `path`, or begin it.
+        """Resume from the file `path`, or create it.
 
         Args:
             identity: digests of what the findings depend on.
 
         Raises:
-            UserError: the file is of another identity, or no journal: it is then left as it is.
+            UserError: the file has another identity or is not a journal; it is left unchanged.
         """
         self.path = path
         self.found: dict[str, object] = {}
@@ -40,9 +40,9 @@ class Journal:
             with atomic_file(path) as work:
                 work.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
             return
-        with open_file(path, CURE) as file:
+        with open_file(path, HINT) as file:
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # a kill may have cut the last line
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete after a kill
         first, *lines = whole.splitlines() or [b""]
         found = _identity(first, path)
         different = [k for k, v in identity.items() if found.get(k) != v]
@@ -54,18 +54,17 @@ class Journal:
         for number, line in enumerate(lines, 2):
             name, finding = _finding(line, f"{path}:{number}")
             if name in self.found:
-                raise UserError(f"{path}:{number}: a second finding {name!r}", CURE)
+                raise UserError(f"{path}:{number}: a second finding {name!r}", HINT)
             self.found[name] = finding
         if len(whole) < len(text):
             os.truncate(path, len(whole))
         log.info("%s: %d findings are there already", path, len(lines))
 
     def recall(self, name: str, find: Callable[[], T], kind: type = object) -> T:
-        """The finding `name`, which is made by `find` unless it is there: numbers, in lists and
-        dictionaries.
+        """The finding `name`, computed by `find` if missing: numbers in lists and dictionaries.
 
         Raises:
-            UserError: what is there is not of the kind.
+            UserError: the stored value has another type.
         """
         if name not in self.found:
             self.found[name] = find()
@@ -75,7 +74,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         if not isinstance(self.found[name], kind):
-            raise UserError(f"{self.path}: the finding {name!r} is no {kind.__name__}", CURE)
+            raise UserError(f"{self.path}: the finding {name!r} is no {kind.__name__}", HINT)
         return self.found[name]  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -85,20 +84,20 @@ class Journal:
 
 def _identity(line: bytes, path: Path) -> dict[str, object]:
     what = f"{path}: not the journal of an analysis"
-    first = parse_json(line, what, CURE)
+    first = parse_json(line, what, HINT)
     if not isinstance(first, dict) or not isinstance(first.get("identity"), dict):
-        raise UserError(what, CURE)
+        raise UserError(what, HINT)
     return dict(first["identity"])
 
 
 def _finding(line: bytes, where: str) -> tuple[str, object]:
-    entry = parse_json(line, where, CURE)
+    entry = parse_json(line, where, HINT)
     try:
         name, finding = entry["name"], entry["finding"]
     except (TypeError, KeyError, IndexError):
-        raise UserError(f"{where}: no finding with its name", CURE) from None
+        raise UserError(f"{where}: no finding with its name", HINT) from None
     if not isinstance(name, str) or not _is_numbers(finding):
-        raise UserError(f"{where}: not a finding: a name, and finite numbers", CURE)
+        raise UserError(f"{where}: not a finding: a name, and finite numbers", HINT)
     return name, finding
 
 

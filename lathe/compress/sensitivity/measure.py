@@ -1,15 +1,14 @@
-"""How good a model is on the validation batches, by one of three metrics.
+"""Metrics of a model on the validation batches.
 
 Shapes: B batch, T tokens, C hidden size, V vocabulary, n tokens of a chunk.
 
-`loss` is what perplexity follows from, but what INT8 adds to it in one linear is small against
-what it moves from token to token, up or down: with few tokens the ranking is noise. `kl` compares
-whole distributions, can only rise, and so needs far fewer tokens for the same ranking.
+`loss` determines perplexity, but what INT8 in one linear adds to it is small compared with its
+variation between tokens, so with few tokens the ranking is noise. `kl` compares whole distributions
+and is never negative, so it needs far fewer tokens for the same ranking.
 
-`accuracy` is that of the next token at every position, not of the cloze passages: it costs one
-forward pass where a thousand passages cost many, has a smaller error since every position counts,
-and above all the passages are test documents, by which the gate will judge; layers that were
-chosen on them would flatter it.
+`accuracy` is that of the next token at every position, not on cloze passages. It needs one forward
+pass instead of many, has a smaller standard error since every position counts, and does not use the
+test documents, on which the gate will judge: choosing layers by them would bias it.
 """
 
 import math
@@ -48,7 +47,7 @@ class Measure:
 
     @torch.no_grad()
     def __call__(self, model: GPT) -> list[float]:
-        """Raises UserError where one is not finite."""
+        """Raises UserError if one is not finite."""
         values = []
         for i, tokens in enumerate(self._tokens()):
             n = tokens[:, 1:].numel()
@@ -72,7 +71,7 @@ class Measure:
 
 
 def _hits(model: GPT, tokens: Tensor) -> int:
-    """How many next tokens of (B, T + 1) are the likeliest."""
+    """Number of next tokens of (B, T + 1) that are the argmax."""
     hidden, targets = model.hidden(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
     n = _rows(model)
     chunks = zip(torch.split(hidden, n), torch.split(targets, n), strict=True)
@@ -82,8 +81,8 @@ def _hits(model: GPT, tokens: Tensor) -> int:
 def _divergence(model: GPT, hidden: Tensor, table: Tensor, reference: Tensor) -> float:
     """Sum over tokens of KL(reference || model), nats.
 
-    In float64 from the logits on: in float32 the rounding of the log-probabilities would be of
-    first order in a difference that counts by its square.
+    Computed in float64 from the logits on: float32 rounding of log-probabilities is a first-order
+    error, and KL is of second order in the difference.
 
     Args:
         hidden, reference: (N, C) final hidden states of `model` and of the float model.
@@ -98,5 +97,5 @@ def _divergence(model: GPT, hidden: Tensor, table: Tensor, reference: Tensor) ->
 
 
 def _rows(model: GPT) -> int:
-    """Tokens whose logits are held at a time; float64 takes twice the room, and there are four."""
+    """Number of tokens whose logits are in memory at a time: four buffers, in float64."""
     return max(1, CHUNK_ELEMENTS // (8 * model.config.vocab_size))

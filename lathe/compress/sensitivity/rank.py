@@ -1,10 +1,10 @@
-"""The analysis itself, of a model in any framework: which linears INT8 hurts."""
+"""Rank the linears of a model in any framework by what INT8 costs, and choose skips."""
 
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
-from lathe.artifacts import SENSITIVITY
+from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
     PAGE,
     RESULT,
@@ -23,14 +24,12 @@ from lathe.compress.sensitivity.result import (
     SensitivityResult,
     choose_skips,
 )
+from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
-from lathe.model.config import HEAD, QuantizationPlan
 from lathe.progress import track
-from lathe.report.sensitivity import sensitivity_page
-from lathe.settings import Recipe, SensitivitySettings
-from lathe.storage import atomic_folder, claim_folder, digest
+from lathe.storage import atomic_folder, claim_output_folder, digest
 from lathe.train.batches import EvalBatches, open_data
 
 log = logging.getLogger("lathe")
@@ -38,12 +37,12 @@ log = logging.getLogger("lathe")
 WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
 
 
-class Subject(Protocol):
-    """A model that the analysis quantizes in part.
+class AnalyzedModel(Protocol):
+    """A model that can be quantized in part, for the analysis.
 
     Attributes:
-        names: its linears that may be INT8.
-        float_already: those that the checkpoint has in float.
+        names: its quantizable linears.
+        float_already: those that the checkpoint already leaves in float.
         engine: the framework that computes.
     """
 
@@ -52,10 +51,10 @@ class Subject(Protocol):
     engine: str
 
     def measure(self, quantized: frozenset[str]) -> list[float]:
-        """The metric of every validation batch, with `quantized` alone in INT8."""
+        """The metric of every validation batch, with only `quantized` in INT8."""
 
     def estimates(self) -> dict[str, float]:
-        """KL that INT8 in each linear alone adds, nats a token, as gradients foretell it."""
+        """KL that INT8 in each linear alone adds, nats a token, estimated from gradients."""
 
     def weights(self) -> dict[str, Distribution]: ...
 
@@ -80,22 +79,22 @@ def run_analysis(
     data: Path,
     output: Path,
     checkpoint: Loaded,
-    open_subject: Callable[[TokenDataset, Journal], Subject],
+    open_model: Callable[[TokenDataset, Journal], AnalyzedModel],
 ) -> SensitivityResult:
     """Rank the linears, choose skips, write `output`.
 
-    What is found is kept in `OUTPUT.unfinished.jsonl` until then: the same call after a kill goes
-    on from there, to the same result.
+    Findings are kept in `OUTPUT.unfinished.jsonl` until then; after a kill the same call resumes
+    from there, with the same result.
 
     Args:
-        checkpoint: what is loaded from `model`.
-        open_subject: what needs calibrating recalls it from the journal.
+        checkpoint: the loaded `model`.
+        open_model: what needs calibrating recalls it from the journal.
 
     Raises:
-        UserError: `Sensitivity.mode` is not for this checkpoint, or an unfinished analysis of
-            something else is in the way.
+        UserError: `Sensitivity.mode` does not apply to this checkpoint, or there is an unfinished
+            analysis of something else.
     """
-    claim_folder(output, SENSITIVITY, model, data)
+    claim_output_folder(output, SENSITIVITY, model, data)
     config = checkpoint.model.config
     _require_mode(recipe.Sensitivity, config.quantization is not None, model)
     tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
@@ -107,7 +106,7 @@ def run_analysis(
             "data": tokens.digest,
         },
     )
-    subject = open_subject(tokens, journal)
+    subject = open_model(tokens, journal)
     result = rank(recipe.Sensitivity, checkpoint.digest, subject, journal)
     values = asdict(result)
     with atomic_folder(output, SENSITIVITY) as work:
@@ -123,7 +122,7 @@ def run_analysis(
 
 
 def rank(
-    settings: SensitivitySettings, model: str, subject: Subject, journal: Journal
+    settings: SensitivitySettings, model: str, subject: AnalyzedModel, journal: Journal
 ) -> SensitivityResult:
     names = subject.names
     estimates = journal.recall("estimates", subject.estimates, dict)
@@ -164,7 +163,7 @@ def rank(
 
 
 def _one_at_a_time(
-    settings: SensitivitySettings, subject: Subject, journal: Journal
+    settings: SensitivitySettings, subject: AnalyzedModel, journal: Journal
 ) -> tuple[float, dict[str, float], dict[str, float | None]]:
     """The metric of the model in float (mode ptq) or in INT8 (qat), how much worse INT8 in one
     linear makes it, from float or to all of INT8, and the standard error of that."""
@@ -185,7 +184,7 @@ def _one_at_a_time(
 
 
 def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
-    """What the metric is measured on.
+    """The validation batches that the metric is measured on.
 
     Raises:
         UserError: the validation part cannot fill one sequence.
@@ -198,12 +197,6 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
             "give validation a larger share of Data.Eval.dataset.split",
         )
     return batches
-
-
-def part_of(plan: QuantizationPlan, names: Iterable[str]) -> QuantizationPlan:
-    """The plan with `names` alone in INT8."""
-    scales = {n: scale for n, scale in plan.activation_scales.items() if n in frozenset(names)}
-    return replace(plan, quantize_embedding=HEAD in scales, activation_scales=scales)
 
 
 def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
@@ -220,7 +213,7 @@ def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path
 
 
 def _spearman(linears: Sequence[LinearScore]) -> float | None:
-    """None where all are the same, or there is but one."""
+    """Spearman's rank correlation; None if all values are equal or there is only one."""
     scores, estimates = [x.score for x in linears], [x.estimate for x in linears]
     if len(set(scores)) < 2 or len(set(estimates)) < 2:
         return None

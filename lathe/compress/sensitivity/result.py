@@ -1,4 +1,4 @@
-"""What an analysis of sensitivity finds, and the linears to leave in float that follow from it."""
+"""The result of a sensitivity analysis, and the choice of linears to leave in float."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lathe.artifacts import SENSITIVITY, check_files, checked, read_json
-from lathe.cards import Files
+from lathe.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
+from lathe.artifacts.metadata import Files
+from lathe.config.settings import SensitivitySettings
 from lathe.errors import UserError
-from lathe.settings import SensitivitySettings
+from lathe.model.folder import checkpoint_digest
+from lathe.storage import sha256
 
-RESULT = SENSITIVITY.card
+RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"
 RULE = (
     "what single linears cost is taken to add up; the worst stay float, one by one, until what is "
@@ -47,11 +49,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class LinearScore:
-    """What INT8 in one linear costs.
+    """The cost of INT8 in one linear.
 
     Attributes:
         score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
-        estimate: KL added, nats a token, as the gradients foretell it.
+        estimate: KL added, nats a token, estimated from gradients.
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
 
@@ -66,13 +68,13 @@ class LinearScore:
 
 @dataclass(frozen=True)
 class SensitivityResult:
-    """Ranking, worst first, and the skips that follow from it; all in the metric's unit.
+    """The ranking, worst first, and the resulting skips; all in the metric's unit.
 
     Attributes:
         model: digest of the analyzed checkpoint.
         baseline: the metric of the float model; in mode qat of the quantized one.
-        skip: the linears to leave in float, with those that the analyzed checkpoint has so.
-        predicted: what INT8 costs with `skip` in float.
+        skip: the linears to leave in float, including those that the checkpoint already does.
+        predicted: cost of INT8 with `skip` in float.
         rank_correlation: Spearman's, of scores and estimates; None where nothing was measured to
             correlate.
     """
@@ -95,7 +97,7 @@ def choose_skips(
 ) -> tuple[list[str], float]:
     """Apply `RULE` to scores that are sorted worst first: (names to skip, predicted cost).
 
-    A negative score is noise, not a gain, and counts as none.
+    Negative scores are noise, not gains, and count as zero.
     """
     costs = [max(linear.score, 0.0) for linear in ranked]
     for n in range(len(ranked) + 1):
@@ -106,18 +108,40 @@ def choose_skips(
 
 
 def read_analysis(folder: Path) -> SensitivityResult:
-    """Of a folder that `lathe analyze` wrote.
+    """Read the folder that `lathe analyze` wrote.
 
     Raises:
         UserError: there is none, or it is broken.
     """
     if not (folder / RESULT).is_file():
         raise UserError(f"{folder}: no {RESULT}", "give the folder that `lathe analyze` wrote")
-    cure = "analyze the model again"
-    values = read_json(folder / RESULT, cure)
-    listed = checked(values.pop("files", {}), Files, f"{folder / RESULT}: files", cure)
-    result = checked(values, SensitivityResult, str(folder / RESULT), cure)
+    hint = "analyze the model again"
+    values = read_json(folder / RESULT, hint)
+    listed = checked(values.pop("files", {}), Files, f"{folder / RESULT}: files", hint)
+    result = checked(values, SensitivityResult, str(folder / RESULT), hint)
     if not result.linears:
-        raise UserError(f"{folder / RESULT}: linears is empty", cure)
-    check_files(folder, RESULT, listed, cure)
+        raise UserError(f"{folder / RESULT}: linears is empty", hint)
+    check_files(folder, RESULT, listed, hint)
     return result
+
+
+def analysis_digest(folder: Path) -> str:
+    """Identity of an analysis, whose files were checked; raises as `read_analysis` does."""
+    read_analysis(folder)
+    return sha256(folder / RESULT)
+
+
+def require_analysis_of(model: Path, folder: Path) -> None:
+    """Check that an analysis is of the checkpoint that is to be quantized by it. Mode qat analyzes
+    a quantized checkpoint made from that one, whose digest is another.
+
+    Raises:
+        UserError: it is of another checkpoint; see also `read_analysis`.
+    """
+    analysis, digest = read_analysis(folder), checkpoint_digest(model)
+    if analysis.mode != "qat" and analysis.model != digest:
+        raise UserError(
+            f"{folder}: an analysis of the checkpoint {analysis.model[:12]}, and {model} is "
+            f"{digest[:12]}",
+            "analyze the model that is to be quantized, or give the analysis of it",
+        )

@@ -1,4 +1,4 @@
-"""What there is to quantize: the spread of every linear's weights and inputs."""
+"""Statistics of every linear's weights and inputs, which show how hard they are to quantize."""
 
 from collections.abc import Sequence
 
@@ -7,40 +7,36 @@ from torch import Tensor
 
 from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.result import Distribution
-from lathe.model import fake_quant
-from lathe.model.config import HEAD, QuantizationPlan
+from lathe.model.architecture import HEAD
+from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
+from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, QuantizationPlan
 
 
-def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
-    """An activation as it is read at a static quantum."""
-    return torch.fake_quantize_per_tensor_affine(
-        x, scale, 0, -fake_quant.LEVELS - 1, fake_quant.LEVELS
-    )
+def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
+    """The input of a linear as the linear reads it."""
+    if form.activation is None:
+        return x
+    low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
+    return torch.fake_quantize_per_tensor_affine(x, form.activation_scale, 0, low, high)
 
 
 def weight_of(model: GPT, name: str) -> Tensor:
     """The weight (out, in) of a linear; of the tied head the embedding's table."""
-    return model.get_parameter("wte.weight" if name == HEAD else f"{name}.weight")
-
-
-def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
-    """The weight of the linear `name` as the plan has it read."""
-    if name == HEAD:
-        return fake_quant.fake_quantize_weight(weight, "channel_wise_abs_max")
-    return fake_quant.fake_quantize_weight(weight, plan.weight_quantize_type, plan.weight_bits)
+    table = model.config.architecture.table
+    return model.get_parameter(table if name == HEAD else f"{name}.weight")
 
 
 @torch.no_grad()
 def weight_distributions(
     model: GPT, plan: QuantizationPlan, names: Sequence[str]
 ) -> dict[str, Distribution]:
-    """Of the weights (out, in) of `names`, by name."""
+    """Statistics of the weights (out, in) of `names`, by name."""
     found = {}
     for name in names:
         weight = weight_of(model, name)
         values = Accumulator(1)
-        _add(values, weight, fake_quantize_weight(weight, plan, name), channel=0)
+        _add(values, weight, fake_quantize_weight(weight, plan.linears[name].weight), channel=0)
         found[name] = values.distribution()
     return found
 
@@ -49,7 +45,7 @@ def weight_distributions(
 def input_distributions(
     model: GPT, plan: QuantizationPlan, names: Sequence[str], batches: Sequence[Tensor]
 ) -> dict[str, Distribution]:
-    """Of what the linears `names` of a float model read, by name.
+    """Statistics of the inputs of the linears `names` of a float model, by name.
 
     Args:
         plan: the scales of `names`.
@@ -59,7 +55,7 @@ def input_distributions(
 
     def watch(name: str, x: Tensor) -> None:
         x = x.flatten(0, -2)  # (B * T, features)
-        _add(found[name], x, fake_quantize_input(x, plan.activation_scales[name]), channel=1)
+        _add(found[name], x, fake_quantize_input(x, plan.linears[name]), channel=1)
 
     handles = [
         model.get_submodule(name).register_forward_pre_hook(

@@ -1,0 +1,241 @@
+"""The JSON metadata files of what Lathe writes, typed: a reader finds a wrong value before it uses
+it."""
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
+
+from lathe.config.settings import ServingSettings
+from lathe.storage.manifest import is_digest, is_relative
+
+
+def _relative(name: str) -> str:
+    if not is_relative(name):
+        raise ValueError(f"{name!r} is no name of a file below a folder")
+    return name
+
+
+def _digest(value: str) -> str:
+    if not is_digest(value):
+        raise ValueError("no SHA-256 in lower-case hex")
+    return value
+
+
+def _plain(name: str) -> str:
+    if Path(name).name != name:
+        raise ValueError(f"{name!r} is no plain folder name")
+    return name
+
+
+TASK_NAME = r"^\w[\w.-]*$"
+"""A task's units are in a file of this name."""
+
+Sha256 = Annotated[str, AfterValidator(_digest)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+FileName = Annotated[str, AfterValidator(_relative)]
+TaskName = Annotated[str, Field(pattern=TASK_NAME)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Metadata(BaseModel):
+    """What all metadata files have in common; keys that a later version adds are let through."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    HAS_NAN: ClassVar[bool] = False
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The JSON object as it was read."""
+        return self._raw
+
+
+class Entry(BaseModel):
+    """A file in a metadata file's list."""
+
+    bytes: Count
+    sha256: Sha256
+
+
+Files = dict[FileName, Entry]
+
+
+class Part(BaseModel):
+    """A data set within a blend; see `lathe.data.blend`."""
+
+    folder: Annotated[str, AfterValidator(_plain)]
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    metadata_sha256: Sha256 | None = None
+
+
+class DataMetadata(Metadata):
+    """`data.json`; another tool's data set has none, and one of an earlier version no `files`."""
+
+    documents: Positive
+    tokens: Positive
+    vocab_size: Annotated[int, Field(gt=0, lt=2**31)]
+    eos_id: Count
+    boundaries: Annotated[list[Count], Field(min_length=4, max_length=4)] | None = None
+    part_tokens: Annotated[list[Count], Field(min_length=3, max_length=3)] | None = None
+    cloze_examples: Count | None = None
+    made_from: dict[str, Any] | None = None
+    source: str | None = None
+    format: Literal["megatron", "paddle"] | None = None
+    blend: list[Part] = []
+    files: Files | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "DataMetadata":
+        if self.eos_id >= self.vocab_size:
+            raise ValueError(f"eos_id {self.eos_id} is beyond the vocabulary of {self.vocab_size}")
+        bounds = self.boundaries
+        if bounds and (bounds != sorted(bounds) or bounds[0] or bounds[3] != self.documents):
+            raise ValueError(f"boundaries {bounds} do not divide {self.documents} documents")
+        if self.made_from is not None and (self.files is None or bounds is None):
+            raise ValueError("files or boundaries is missing")
+        if self.files is not None and "tokenizer.json" not in self.files:
+            raise ValueError("files lists no tokenizer.json")
+        return self
+
+
+class CheckpointMetadata(Metadata):
+    """`lathe.json`; a loss that could not be measured is NaN."""
+
+    HAS_NAN = True
+    lathe: str
+    stage: str
+    engine: str = "torch"
+    parent: str | None = None
+    n_params: Positive
+    metrics: dict[str, Any] = {}
+    files: dict[FileName, Sha256]
+    recipe: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _lists_what_counts(self) -> "CheckpointMetadata":
+        if missing := {"model.safetensors", "config.json", "tokenizer.json"} - self.files.keys():
+            raise ValueError(f"files lists no {' and no '.join(sorted(missing))}")
+        return self
+
+
+class Proof(BaseModel):
+    """The figures of an export's proof that decide later."""
+
+    max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ExportMetadata(Metadata):
+    """`export.json`; one of an earlier version has no `files`."""
+
+    flavour: Literal["fp32", "fp16", "int8"]
+    n_head: Annotated[list[Positive], Field(min_length=1)]
+    head_dim: Positive
+    n_positions: Positive
+    vocab_size: Positive
+    eos_id: Count
+    bytes: Positive
+    sha256: Sha256
+    source: Sha256
+    proof: Proof | None = None
+    files: Files | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "ExportMetadata":
+        if self.eos_id >= self.vocab_size:
+            raise ValueError(f"eos_id {self.eos_id} is beyond the vocabulary of {self.vocab_size}")
+        return self
+
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class EvaluatedModel(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+    n_params: Positive
+    bytes: Positive
+
+
+class Figures(BaseModel):
+    """Numbers, some of which are named."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, bool | Finite | None] = Field(init=False)
+
+
+class ClozeFigures(Figures):
+    examples: Positive
+    accuracy: Share
+    accuracy_stderr: Error | None = None
+    last_token_accuracy: Share | None = None
+    last_token_accuracy_stderr: Error | None = None
+    target_perplexity: Error | None = None
+    target_perplexity_stderr: Error | None = None
+
+
+class TextFigures(Figures):
+    blocks: Positive
+    perplexity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    perplexity_stderr: Error | None = None
+    adjusted_perplexity: Error | None = None
+
+
+class TaskEntry(BaseModel):
+    """A task of `--task`, which knows its figures."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    task: str
+    source: str
+    sha256: Sha256
+    figures: Figures
+
+
+class EvaluationMetadata(Metadata):
+    """`metrics.json`; one of an earlier version has no `files` and no `tasks`."""
+
+    model: EvaluatedModel
+    cloze: ClozeFigures | None
+    text: TextFigures | None
+    protocol: dict[str, Any]
+    sources: dict[str, str | None]
+    digests: dict[str, str | None]
+    seconds: Error
+    tasks: dict[TaskName, TaskEntry] = Field(default_factory=dict)
+    files: Files | None = None
+
+
+class Rehearsed(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    prompt: str
+    text: str
+
+
+class DeploymentMetadata(Metadata):
+    """`deploy.json`."""
+
+    prompts: Count
+    identical: Count
+    near_ties: Count
+    start_seconds: Error
+    first_token_ms: Error
+    tokens_per_second: Error
+    tokens_per_second_together: Error
+    samples: list[Rehearsed]
+    serving: dict[str, Any]
+
+    @field_validator("serving")
+    @classmethod
+    def _can_serve(cls, values: dict[str, Any]) -> dict[str, Any]:
+        ServingSettings.model_validate(values)
+        return values

@@ -1,0 +1,87 @@
+"""The door to the two backends, torch and PaddlePaddle: the recipe's `Compress.engine` says which.
+
+    backends.of(recipe).prune(recipe, model, data, output)
+
+Nothing else decides between them. Paddle has an environment of its own, so its stages run in
+another process; see `lathe.backends.paddle_process`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from lathe.config.settings import Recipe
+
+if TYPE_CHECKING:
+    from lathe.compress.sensitivity.result import SensitivityResult
+    from lathe.evaluate.measure import EvalResult, GivenTask
+    from lathe.export.export import ExportResult
+    from lathe.train.result import TrainResult
+
+
+class Backend(Protocol):
+    """The stages that have two implementations; parameters and errors are those of torch's."""
+
+    TRAINJOB_RUNTIME: str | None
+    """The TrainingRuntime of the cluster that its processes run in; None: Lathe's default."""
+
+    def starts_processes(self, verb: str) -> bool:
+        """Whether the verb starts the recipe's processes itself."""
+
+    def prune(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
+        """See `lathe.compress.prune`."""
+
+    def quantize(
+        self, recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
+    ) -> "TrainResult":
+        """See `lathe.compress.quantize`."""
+
+    def analyze(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
+        """See `lathe.compress.sensitivity.analyze`."""
+
+    def evaluate(
+        self,
+        recipe: Recipe,
+        model: Path | str,
+        output: Path,
+        data: Path | None = None,
+        cloze: Path | None = None,
+        text: Path | None = None,
+        endpoint: str | None = None,
+        tasks: "Sequence[GivenTask]" = (),
+    ) -> "EvalResult":
+        """See `lathe.evaluate.evaluate`."""
+
+    def export(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
+        """See `lathe.export.export`."""
+
+    def check_environment(self) -> None:
+        """Raise UserError where this machine lacks what the backend runs in."""
+
+    def check_support(self, verb: str, recipe: Recipe, has_gpu: bool) -> None:
+        """Raise UserError for what the recipe asks of `verb` and the backend cannot do.
+
+        Args:
+            has_gpu: whether the verb will run on GPUs.
+        """
+
+
+def of(recipe: Recipe) -> Backend:
+    """The backend that the recipe chooses; its libraries are imported by the stage that runs."""
+    if recipe.Compress.engine == "paddle":
+        from lathe.backends import paddle_backend
+
+        return paddle_backend
+    from lathe.backends import torch_backend
+
+    return torch_backend
+
+
+def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
+    """As `lathe.launch.start.start_workers`; a backend that starts its own processes is called in
+    this one, so False."""
+    if of(recipe).starts_processes(command[0]):
+        return False
+    from lathe.launch.start import start_workers
+
+    return start_workers(command, recipe)

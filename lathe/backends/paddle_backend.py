@@ -1,0 +1,99 @@
+"""The stages in PaddlePaddle, each a process of Paddle's own environment."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lathe.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
+from lathe.backends import torch_backend
+from lathe.backends.paddle_process import find_python, start
+from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
+from lathe.compress.enabled import require_enabled
+from lathe.config.settings import Recipe
+from lathe.storage import claim_output_folder
+
+if TYPE_CHECKING:
+    from lathe.compress.sensitivity.result import SensitivityResult
+    from lathe.evaluate.measure import EvalResult, GivenTask
+    from lathe.export.export import ExportResult
+    from lathe.train.result import TrainResult
+
+TRAINJOB_RUNTIME: str | None = "lathe-paddle"
+
+
+def starts_processes(verb: str) -> bool:
+    return verb in ("prune", "quantize")
+
+
+def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
+    from lathe.train.result import read_result
+
+    require_enabled("Prune", recipe.Compress.Prune.enable)
+    start("prune", recipe, model, "--data", data, "--output", output)
+    return read_result(output)
+
+
+def quantize(
+    recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
+) -> "TrainResult":
+    from lathe.train.result import read_result
+
+    require_enabled("Quantization", recipe.Compress.Quantization.enable)
+    skips = ["--sensitivity", sensitivity] if sensitivity else []
+    start("quantize", recipe, model, "--data", data, *skips, "--output", output)
+    return read_result(output)
+
+
+def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
+    from lathe.compress.sensitivity.result import read_analysis
+
+    start("analyze", recipe, model, "--data", data, "--output", output)
+    return read_analysis(output)
+
+
+def evaluate(
+    recipe: Recipe,
+    model: Path | str,
+    output: Path,
+    data: Path | None = None,
+    cloze: Path | None = None,
+    text: Path | None = None,
+    endpoint: str | None = None,
+    tasks: "Sequence[GivenTask]" = (),
+) -> "EvalResult":
+    """A checkpoint in Paddle; exported files and servers are measured without it."""
+    if endpoint or (Path(model) / EXPORT.metadata_file).is_file():
+        return torch_backend.evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
+    from lathe.evaluate.measure import read_result
+    from lathe.evaluate.results import read_metrics
+
+    claim_output_folder(output, EVALUATION, model, data, cloze, text, *(path for _, path in tasks))
+    given = {"--data": data, "--cloze": cloze, "--text": text}
+    options = [part for name, path in given.items() if path for part in (name, path)]
+    options += [part for name, path in tasks for part in ("--task", f"{name}={path}")]
+    start("evaluate", recipe, model, *options, "--output", output)
+    return read_result(output, read_metrics(output))
+
+
+def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
+    """The proven ONNX export, and Paddle's own files beside it in the folder `paddle`."""
+    from lathe.export.export import export
+
+    def also(work: Path) -> dict[str, Any]:
+        folder = work / "paddle"
+        start("export", recipe, model, "--data", data, "--served", work, "--output", folder)
+        metadata = (folder / PADDLE_EXPORT.metadata_file).read_text(encoding="utf-8")
+        return {"paddle": json.loads(metadata)}
+
+    return export(recipe, model, data, output, also)
+
+
+def check_environment() -> None:
+    find_python()
+
+
+def check_support(verb: str, recipe: Recipe, has_gpu: bool) -> None:
+    require_supported(verb, recipe)
+    if verb in ("prune", "quantize") and not has_gpu:
+        require_no_gpu_needed(recipe)

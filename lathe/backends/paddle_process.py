@@ -1,0 +1,125 @@
+"""Start a stage in the Paddle environment, from a process that has torch and not paddle."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lathe.config.settings import Recipe
+from lathe.errors import Preempted, StageError, UserError
+from lathe.launch.parent import tied
+from lathe.storage import atomic_file
+
+log = logging.getLogger("lathe")
+
+ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
+PYTHON_VARIABLE = "LATHE_PADDLE_PYTHON"
+MARK_VARIABLE = "LATHE_PADDLE_MARK"
+MARK = "[lathe.paddle] "
+"""Opens every line of the child's stdout that is Lathe's own: Paddle says much on both streams."""
+
+LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
+OUTCOME = "outcome."
+TAIL_LINES = 20
+
+
+def find_python() -> Path:
+    """The interpreter of `LATHE_PADDLE_PYTHON`, or of `.venv-paddle` beside the package.
+
+    Raises:
+        UserError: it is absent.
+    """
+    python = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / ".venv-paddle" / "bin" / "python")
+    if not python.is_file():
+        raise UserError(
+            f"{python}: no such interpreter: Paddle has an environment of its own",
+            f"run `make paddle-env`, or name its interpreter in {PYTHON_VARIABLE}; on a cluster, "
+            "submit with ENGINE=paddle, which takes the image paddle; or use "
+            "-o Compress.engine=torch",
+        )
+    return python
+
+
+def start(verb: str, recipe: Recipe, *arguments: object) -> None:
+    """Run `python -m lathe.paddle VERB ARGUMENTS` with this recipe; its log lines become ours.
+
+    Raises:
+        UserError, Preempted, StageError: what the stage itself raised.
+    """
+    python = find_python()
+    with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as scratch:
+        settings = Path(scratch) / "recipe.yaml"
+        settings.write_text(json.dumps(recipe.model_dump(mode="json")), encoding="utf-8")
+        command = [str(python), "-m", "lathe.paddle", verb, "--recipe", str(settings)]
+        _run([*command, *map(str, arguments)])
+
+
+def _run(command: list[str]) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    child = subprocess.Popen(
+        tied(command),
+        env=outside | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", MARK_VARIABLE: MARK},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    )
+    noise: deque[str] = deque(maxlen=TAIL_LINES)
+    said: list[str] = []
+    assert child.stdout is not None
+    with _forwarding(child.terminate):
+        for line in child.stdout:
+            if not line.startswith(MARK):
+                noise.append(line)
+                continue
+            text = line.removeprefix(MARK).rstrip("\n")
+            if said or text.startswith(("error: ", "preempted: ")):
+                said.append(text)
+            else:
+                log.info("%s", text)
+        status = child.wait()
+    if status:
+        _, _, message = "\n".join(said).partition(": ")
+        message = message or f"the Paddle process ended with status {status}:\n{''.join(noise)}"
+        raise error_of(status, message)
+
+
+def leave_outcome(error: UserError | StageError) -> bool:
+    """Tell `lathe.paddle.launch`, if it started this process, what is raised here."""
+    logs = os.environ.get(LOGS_VARIABLE)
+    if logs is None:
+        return False
+    with atomic_file(Path(logs) / f"{OUTCOME}{os.environ['RANK']}") as work:
+        work.write_text(
+            json.dumps({"status": error.status, "message": str(error)}), encoding="utf-8"
+        )
+    return True
+
+
+def error_of(status: int, message: str) -> UserError | StageError:
+    """What another process raised, from its exit status and message."""
+    if status == UserError.status:
+        what, _, hint = message.partition("\n  hint: ")
+        return UserError(what, hint)
+    return Preempted(message) if status == Preempted.status else StageError(message)
+
+
+@contextmanager
+def _forwarding(terminate: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM goes on to the child, which saves its state."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: terminate())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

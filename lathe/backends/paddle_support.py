@@ -1,0 +1,96 @@
+"""What of a recipe the Paddle engine does not do, known without Paddle."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lathe.config.settings import PruneSettings, Recipe
+from lathe.errors import UserError
+from lathe.evaluate.measure import require_float32
+
+CRITERIA = ("l1_norm", "l2_norm")
+HINT = "or use Compress.engine=torch"
+
+
+def require_supported(verb: str, recipe: Recipe) -> None:
+    """Whether the engine does `prune`, `quantize` or `evaluate` as the recipe says.
+
+    Raises:
+        UserError: it has no such pruning, quantization, distillation, sequence parallelism,
+            pipeline, division of weights or precision.
+    """
+    if verb == "evaluate":
+        require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
+    if verb == "prune":
+        _require_pruner(recipe.Compress.Prune)
+    if verb == "quantize" and recipe.Compress.Quantization.activation_quantize_type == "none":
+        raise UserError(
+            "Compress.Quantization.activation_quantize_type is none: PaddleSlim quantizes the "
+            "weight and the input of a linear together",
+            f"-o Compress.Quantization.activation_quantize_type=moving_average_abs_max, {HINT}",
+        )
+    if verb in ("prune", "quantize"):
+        _require_training(recipe)
+
+
+def require_no_gpu_needed(recipe: Recipe) -> None:
+    """Raise UserError for what of a training Paddle does on GPUs only."""
+    model, mp = recipe.Model, recipe.Distributed.mp_degree
+    if mp > 1:
+        raise UserError(
+            f"Distributed.mp_degree {mp}: Paddle 2.6 divides linears on GPUs only, and this is a "
+            "CPU",
+            f"run it on GPUs, set the degree to 1, {HINT}",
+        )
+    if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
+        raise UserError(
+            "Model.use_recompute with dropout: Paddle 2.6 does it on GPUs only, and this is a CPU",
+            "run it on GPUs, or set use_recompute to False or the dropouts to 0",
+        )
+
+
+def _require_training(recipe: Recipe) -> None:
+    model, settings = recipe.Model, recipe.Distributed
+    if recipe.Compress.Distill.teacher:
+        raise UserError(
+            "Compress.Distill: the Paddle engine does not distil",
+            f"-o Compress.Distill.teacher=null, {HINT}",
+        )
+    if model.sequence_parallel:
+        raise UserError(
+            "Model.sequence_parallel: the Paddle engine does not have it",
+            f"-o Model.sequence_parallel=False, {HINT}",
+        )
+    if settings.pp_degree > 1:
+        raise UserError(
+            f"Distributed.pp_degree is {settings.pp_degree}, and the Paddle engine has no pipeline",
+            f"use mp_degree or sharding, {HINT}",
+        )
+    sharding = settings.sharding
+    if sharding.sharding_degree > 1 and (sharding.sharding_stage == 3 or sharding.sharding_offload):
+        raise UserError(
+            "Distributed.sharding: the Paddle engine divides gradients and moments, not weights, "
+            "and keeps them on the device",
+            f"set sharding_stage to 2 and sharding_offload to False, {HINT}",
+        )
+    if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
+        raise UserError(
+            "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",
+            f"use dp_degree or sharding, leave it empty, {HINT}",
+        )
+
+
+def _require_pruner(settings: PruneSettings) -> None:
+    wanted: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+        "criterion": (settings.criterion, CRITERIA),
+        "scope": (settings.scope, ("uniform",)),
+        "layers": (settings.layers, (0,)),
+        "rounds": (settings.rounds, (1,)),
+        "channel_multiple": (settings.channel_multiple, (1,)),
+    }
+    for key, (found, possible) in wanted.items():
+        if found not in possible:
+            raise UserError(
+                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners have "
+                f"{' or '.join(map(str, possible))}",
+                f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
+            )

@@ -1,0 +1,136 @@
+"""`.pdparams` files without Paddle: pickles in which nothing but arrays and containers is let in.
+
+Paddle saves a dictionary of numpy arrays by parameter name, and with them the table
+`StructuredToParameterName@@`. Under protocols 2 and 3 an array above 1 GB is cut into slices,
+which `UnpackBigParamInfor@@` lists. bfloat16 is stored as its bits, in uint16.
+"""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+from lathe.inputs import open_file
+from lathe.storage import atomic_file
+
+NAMES = "StructuredToParameterName@@"
+SLICES = "UnpackBigParamInfor@@"
+PROTOCOL = 4
+NDARRAY = "ndarray"  # stands for the type, which a pickle could call with any shape
+
+
+def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file by name, floats as they are, bfloat16 widened to float32.
+
+    Raises:
+        UserError: no such file, none of this kind, or one with anything but arrays in it.
+    """
+    with open_file(path, "give a .pdparams file") as file:
+        try:
+            found = _ArraysOnly(file, path).load()
+        except (OSError, UserError):
+            raise
+        except Exception as error:  # a broken pickle raises whatever its bytes lead to
+            what = f"{path}: not a .pdparams file: {error}"
+            raise UserError(what, "copy the file again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds a {type(found).__name__}, not tensors by name", HINT)
+    found.pop(NAMES, None)
+    _join_slices(found, path)
+    for name in found:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, no text", HINT)
+    return {name: _array(name, value, path) for name, value in found.items()}
+
+
+def _join_slices(found: dict[Any, Any], path: Path) -> None:
+    """Put arrays that were cut into slices in the place of these."""
+    try:
+        for name, part in found.pop(SLICES, {}).items():
+            pieces = [found.pop(piece) for piece in part["slices"]]
+            if name in found or not all(isinstance(piece, np.ndarray) for piece in pieces):
+                raise ValueError(f"of {name}")
+            found[name] = np.concatenate([p.ravel() for p in pieces]).reshape(part["OriginShape"])
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path}: its slices do not fit ({reason})", "copy the file again"
+        ) from None
+
+
+def write_pdparams(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write what `paddle.load` reads as a state dictionary."""
+    state = {**arrays, NAMES: {name: name for name in arrays}}
+    with atomic_file(path) as work, work.open("wb") as file:
+        pickle.dump(state, file, PROTOCOL)
+
+
+HINT = "save the state dictionary of the model alone, as `paddle.save(model.state_dict(), path)`"
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Lets a pickle name what arrays and plain containers are made of, and nothing else."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return ADMITTED[module.replace("__builtin__", "builtins"), name]
+        except KeyError:
+            raise UserError(
+                f"{self._path}: holds a {module}.{name}, which loading would run: refused", HINT
+            ) from None
+
+
+def _empty(kind: object, shape: object, code: object) -> NDArray[Any]:
+    """What a pickled array begins as: its state follows, whose bytes have to fit its shape."""
+    if kind != NDARRAY or shape != (0,):
+        raise ValueError(f"an array that begins with the shape {shape}")
+    empty: NDArray[Any] = np.empty(0, np.int8)
+    return empty
+
+
+def _dtype(*arguments: Any) -> Any:
+    """A dtype without objects: those of an object array could be anything."""
+    dtype = np.dtype(*arguments)
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects")
+    return dtype
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """What protocol 2 calls for bytes."""
+    if encoding != "latin1":
+        raise ValueError(f"bytes in {encoding}")
+    return text.encode("latin1")
+
+
+ADMITTED: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): NDARRAY,
+    ("numpy", "dtype"): _dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _empty,
+    ("numpy._core.multiarray", "_reconstruct"): _empty,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "tuple"): tuple,
+    ("builtins", "list"): list,
+    ("builtins", "dict"): dict,
+    ("_codecs", "encode"): _bytes,
+}
+
+
+def _array(name: object, value: Any, path: Path) -> NDArray[Any]:
+    """A parameter's value: an array, or Paddle's pair of its name and an array."""
+    if isinstance(value, tuple) and len(value) == 2:
+        value = value[1]
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
+        raise UserError(f"{path}: {name} is a {type(value).__name__}, not a tensor", HINT)
+    if value.dtype == np.uint16:
+        return (value.astype(np.uint32) << 16).view(np.float32)
+    return value

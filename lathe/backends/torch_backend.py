@@ -1,0 +1,68 @@
+"""The stages in torch, each imported when it is called: torch takes seconds to import."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lathe.config.settings import Recipe
+
+if TYPE_CHECKING:
+    from lathe.compress.sensitivity.result import SensitivityResult
+    from lathe.evaluate.measure import EvalResult, GivenTask
+    from lathe.export.export import ExportResult
+    from lathe.train.result import TrainResult
+
+TRAINJOB_RUNTIME: str | None = None
+
+
+def starts_processes(verb: str) -> bool:
+    return False
+
+
+def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
+    from lathe.compress.prune import prune
+
+    return prune(recipe, model, data, output)
+
+
+def quantize(
+    recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
+) -> "TrainResult":
+    from lathe.compress.quantize import quantize
+
+    return quantize(recipe, model, data, output, sensitivity)
+
+
+def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
+    from lathe.compress.sensitivity.analyze import analyze
+
+    return analyze(recipe, model, data, output)
+
+
+def evaluate(
+    recipe: Recipe,
+    model: Path | str,
+    output: Path,
+    data: Path | None = None,
+    cloze: Path | None = None,
+    text: Path | None = None,
+    endpoint: str | None = None,
+    tasks: "Sequence[GivenTask]" = (),
+) -> "EvalResult":
+    from lathe.evaluate.evaluate import evaluate
+
+    return evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
+
+
+def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":
+    from lathe.export.export import export
+
+    return export(recipe, model, data, output)
+
+
+def check_environment() -> None:
+    """Torch is in the environment that Lathe itself runs in."""
+
+
+def check_support(verb: str, recipe: Recipe, has_gpu: bool) -> None:
+    """Torch's stages do all that a recipe can say."""

@@ -1,0 +1,43 @@
+"""The command line: a verb a stage, the same functions as the pipeline components call.
+
+Stages import torch: the verb that runs imports its own, after its recipe has been read, so that
+help and a mistake in the settings come at once.
+"""
+
+import os
+import signal
+import sys
+
+from lathe.cli.app import add_verbs, app
+from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
+from lathe.errors import ENDINGS, UserError, explain, explain_missing_package, printable
+
+__all__ = ["app", "main"]
+
+add_verbs()
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and status 2, no traceback."""
+    print_any_text()
+    log_to_stderr()
+    end_cleanly_on_sigterm()
+    try:
+        app(prog_name="lathe")
+    except BrokenPipeError:  # of `lathe recipe tiny | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except UnicodeEncodeError as error:  # of a library in Rust
+        print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
+        print("  hint: rename the file or folder", file=sys.stderr)
+        sys.exit(UserError.status)
+    except ModuleNotFoundError as error:
+        missing = explain_missing_package(error)
+        if missing is None:
+            raise
+        print(f"{missing.kind}: {missing}", file=sys.stderr)
+        sys.exit(missing.status)
+    except ENDINGS as error:
+        told = explain(error)
+        print(f"{told.kind}: {told}", file=sys.stderr)
+        sys.exit(told.status)

@@ -1,0 +1,176 @@
+"""Verbs that measure, judge and compare models."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.artifacts.remote import input_path
+from lathe.cli.app import app
+from lathe.cli.options import (
+    RUN,
+    OutputBeside,
+    Overrides,
+    RecipeName,
+    Tasks,
+    beside,
+    given_tasks,
+    input_argument,
+    input_option,
+    load,
+    output_option,
+)
+from lathe.console import show, with_error
+from lathe.errors import UserError, printable
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
+def evaluate(
+    model: Annotated[Path, input_argument("Checkpoint, HF GPT-2, or `lathe export`, folder.")] = RUN
+    / "int8",
+    data: Annotated[
+        Path | None, input_option("Folder of `lathe prepare`, for its held-out sets.")
+    ] = None,
+    cloze: Annotated[Path | None, input_option("LAMBADA-format JSONL.")] = None,
+    text: Annotated[Path | None, input_option("Text file, for the perplexity.")] = None,
+    task: Tasks = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Measure the server of this gRPC address; MODEL is its export.",
+        ),
+    ] = None,
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: OutputBeside = None,
+) -> None:
+    """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText) and multiple choice.
+
+    Writes MODEL-eval unless --output says otherwise. Without --data, --cloze, --text and --task it
+    measures on run/data. The ONNX file of an export is measured just as its checkpoint is, and so
+    is the server that `make serve` started: --endpoint localhost:8001.
+    """
+    settings = load(recipe, override)
+    from lathe import backends
+
+    if data is None and cloze is None and text is None and not task:
+        data = RUN / "data"
+    output = output or beside(model, "eval")
+    tasks = given_tasks(task)
+    result = backends.of(settings).evaluate(
+        settings, model, output, data, cloze, text, endpoint, tasks
+    )
+    show(
+        evaluation=result.folder,
+        parameters=result.n_params,
+        cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
+        last_token_accuracy=with_error(result.last_token_accuracy, result.last_token_stderr),
+        cloze_word_perplexity=with_error(result.word_perplexity, result.word_perplexity_stderr),
+        cloze_examples=result.n_examples or None,
+        perplexity=with_error(result.perplexity, result.perplexity_stderr),
+        adjusted_perplexity=result.adjusted_perplexity,
+        **{
+            found.label(measure): with_error(value, stderr)
+            for found in result.tasks.values()
+            for measure, value, stderr in found.scores()
+        },
+    )
+
+
+@app.command(
+    epilog="Example: lathe gate run/dense-eval run/int8-eval -o Gate.max_accuracy_drop=0.01"
+)
+def gate(
+    baseline: Annotated[
+        Path, input_argument("Folder of `lathe evaluate`: what to be as good as.")
+    ] = RUN / "dense-eval",
+    candidate: Annotated[
+        Path, input_argument("Folder of `lathe evaluate`: what to let through.")
+    ] = RUN / "int8-eval",
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: Annotated[Path, output_option("JSON file to write.")] = RUN / "gate.json",
+) -> None:
+    """Say whether a model has lost too much beside another, example by example.
+
+    A paired test of non-inferiority with the margins of the recipe's Gate: pass, fail, or
+    inconclusive where the data are too few to tell. Exit status 0 is a pass, 1 any other verdict;
+    Gate.on_inconclusive is for pipelines.
+    """
+    settings = load(recipe, override)
+    from rich.console import Console
+
+    from lathe.evaluate.gate import gate, verdict_table
+
+    result = gate(settings, baseline, candidate, output)
+    Console(width=None if sys.stdout.isatty() else 120).print(verdict_table(result))
+    show(verdict=result.verdict, written=output)
+    if result.verdict != "pass":
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: lathe report run/dense run/pruned run/int8 --output report.html")
+def report(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]FOLDER...",
+            help="Checkpoint folders; the others are compared with the first.",
+        ),
+    ],
+    sensitivity: Annotated[Path | None, input_option("Folder of `lathe analyze`.")] = None,
+    deployed: Annotated[Path | None, input_option("Folder of `lathe deploy`.")] = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Annotated[Path, output_option("HTML file to write.")] = RUN / "report.html",
+) -> None:
+    """Compare models in one self-contained HTML page: quality, size, latency, curves, samples.
+
+    NAME is what the page calls a model, its folder's name where none is given.
+
+    Beside a MODEL it finds MODEL-eval and MODEL-onnx, where `lathe evaluate` and `lathe export`
+    put them. The last one is judged against the first by the recipe's Gate.
+    """
+    settings = load(recipe, override)
+    from rich.console import Console
+
+    from lathe.report.report import report_run
+    from lathe.report.summary import Candidate, summary_table
+
+    candidates = [
+        Candidate(name, m, _if_folder(beside(m, "eval")), _if_folder(beside(m, "onnx")))
+        for name, m in named_models(models)
+    ]
+    rows = report_run(settings, candidates, output, sensitivity, deployed)
+    Console().print(summary_table(rows))
+    show(report=output)
+
+
+def named_models(given: list[str]) -> list[tuple[str, Path]]:
+    """Name and folder of every `[NAME=]FOLDER`; a folder whose own name has an equals sign is one.
+
+    Raises:
+        UserError: two of one name.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        is_named = equals and name and "/" not in name and not Path(text).is_dir()
+        path = input_path(folder if is_named else text)
+        name = printable(name if is_named else path.name)
+        if name in found:
+            raise UserError(
+                f"{printable(text)}: a second model named {name}",
+                f"give it another name: {name}-2={path}",
+            )
+        found[name] = path
+    return list(found.items())
+
+
+def _if_folder(path: Path) -> Path | None:
+    return path if path.is_dir() else None

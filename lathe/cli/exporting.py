@@ -1,0 +1,86 @@
+"""Verbs that write a checkpoint in another format."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.artifacts.remote import input_path
+from lathe.cli.app import app
+from lathe.cli.options import (
+    RUN,
+    Data,
+    Model,
+    Output,
+    OutputBeside,
+    Overrides,
+    RecipeName,
+    beside,
+    load,
+)
+from lathe.console import show
+from lathe.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")
+def export(
+    model: Model = RUN / "int8",
+    data: Data = RUN / "data",
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: OutputBeside = None,
+) -> None:
+    """Write a static ONNX graph with KV cache, and prove that it is the checkpoint.
+
+    Writes MODEL-onnx unless --output says otherwise. A quantized checkpoint gives an INT8 graph.
+    """
+    settings = load(recipe, override)
+    from lathe import backends
+
+    output = output or beside(model, "onnx")
+    result = backends.of(settings).export(settings, model, data, output)
+    show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)
+
+
+@app.command(
+    "import-paddle",
+    epilog="Example: lathe import-paddle epoch_0_step_1000 --tokenizer gpt2/ -r gpt-345m",
+)
+def import_paddle(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="model.pdparams of PaddleFleetX, or a folder above it.", parser=input_path
+        ),
+    ],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder with GPT-2's BPE.")],
+    recipe: RecipeName = "gpt-345m",
+    override: Overrides = None,
+    output: Output = RUN / "dense",
+) -> None:
+    """Make a checkpoint folder of PaddleFleetX's GPT. Nothing in the file is run.
+
+    The number of heads is the recipe's Model.num_attention_heads; all else is in the file.
+    """
+    settings = load(recipe, override)
+    from lathe.backends.paddle_checkpoint import import_checkpoint
+
+    config = import_checkpoint(settings, source, tokenizer, output)
+    show(model=output, layers=config.n_layer, parameters=config.n_params())
+
+
+@app.command("export-paddle", epilog="Example: lathe export-paddle run/dense --dtype float16")
+def export_paddle(
+    model: Model = RUN / "dense",
+    dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
+    output: Output = RUN / "paddle",
+) -> None:
+    """Write a checkpoint as PaddleFleetX's mp_00_sharding_00_pp_00/model.pdparams."""
+    from lathe.backends.paddle_checkpoint import export_checkpoint
+
+    if dtype not in ("float32", "float16"):
+        raise UserError(f"--dtype {dtype}: not known", "take float32 or float16")
+    show(file=export_checkpoint(model, output, dtype))

@@ -1,0 +1,96 @@
+"""Options and arguments that several verbs share, and what they are made of."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.main import get_current_context  # type: ignore[attr-defined]
+
+from lathe.artifacts.remote import input_path, is_first_node, output_path
+from lathe.errors import UserError
+
+if TYPE_CHECKING:
+    from lathe.config.settings import Recipe
+
+RUN = Path("run")
+MIRRORS = "lathe.mirrors"
+"""Among the data of a command: the mirrors of its outputs that are addresses."""
+
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A YAML file, or the name of a recipe that ships.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override", "-o", metavar="KEY=VALUE", help="Replace a setting; may be repeated."
+    ),
+]
+
+
+def input_option(help: str) -> Any:
+    return typer.Option(help=help, parser=input_path, metavar="PATH")
+
+
+def input_argument(help: str) -> Any:
+    return typer.Argument(help=help, parser=input_path)
+
+
+def output_option(help: str) -> Any:
+    return typer.Option(help=help, parser=_output_path, metavar="PATH")
+
+
+def _output_path(text: str) -> Path:
+    path, mirror = output_path(text)
+    if mirror:
+        get_current_context().meta.setdefault(MIRRORS, []).append(mirror)
+    return path
+
+
+def upload_outputs(*_: object, **__: object) -> None:
+    """Send what a command that has succeeded wrote to its addresses; of several nodes, the first
+    does."""
+    for mirror in get_current_context().meta.get(MIRRORS, []):
+        if is_first_node():
+            mirror.finish()
+
+
+Data = Annotated[Path, input_option("Folder that `lathe prepare` wrote.")]
+Model = Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")]
+Output = Annotated[Path, output_option("Folder to write.")]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TASK=FILE",
+        help="A task and its JSONL file: multiple_choice=hellaswag.jsonl (HellaSwag's or ARC's "
+        "form); may be repeated.",
+    ),
+]
+OutputBeside = Annotated[Path | None, output_option("Folder to write.")]
+
+
+def load(name: str, overrides: list[str] | None) -> "Recipe":
+    from lathe.config.recipe import load_recipe
+
+    return load_recipe(name, overrides or [])
+
+
+def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:
+    """Task and file of every `--task TASK=FILE`."""
+    pairs = [text.partition("=")[::2] for text in given or []]
+    for task, file in pairs:
+        if not task or not file:
+            raise UserError(
+                f"--task {task}{'=' if file else ''}{file}: not TASK=FILE",
+                "write --task multiple_choice=hellaswag.jsonl",
+            )
+    return [(task, input_path(file)) for task, file in pairs]
+
+
+def as_options(overrides: list[str] | None) -> list[str]:
+    return [part for value in overrides or [] for part in ("-o", value)]
+
+
+def beside(model: Path, suffix: str) -> Path:
+    if not model.name:
+        raise UserError(f"{model}: has no name to put {suffix} behind", "give --output")
+    return model.with_name(f"{model.name}-{suffix}")

@@ -1,0 +1,43 @@
+"""The verb that prints and explains recipes."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.cli.app import app
+from lathe.cli.options import Overrides, load
+from lathe.errors import UserError
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command(epilog="Example: lathe recipe gpt-345m -o Model.num_layers=12 > mine.yaml")
+def recipe(
+    name: Annotated[str | None, typer.Argument(help="Recipe to print; none: list them.")] = None,
+    override: Overrides = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Say what a setting, or a whole group of them, means."),
+    ] = None,
+) -> None:
+    """Print a recipe with its bases merged and every default filled in, as YAML.
+
+    With --explain it prints what KEY means, its range and default, and its value in the recipe.
+    """
+    import yaml
+
+    from lathe.config.recipe import shipped_recipes
+
+    if name is None and override:
+        raise UserError(f"-o {override[0]}: of no recipe", "name it: lathe recipe tiny -o ...")
+    if explain is not None:
+        from lathe.config.explain import explain as text_of
+
+        print(text_of(explain, load(name, override) if name is not None else None, name or ""))
+        return
+    if name is None:
+        print("\n".join(shipped_recipes()))
+        return
+    settings = load(name, override).model_dump(mode="json")
+    print(yaml.safe_dump(settings, sort_keys=False), end="")

@@ -1,0 +1,245 @@
+"""Verbs around a server: deploy, ask, measure, stop."""
+
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.cli.app import app
+from lathe.cli.options import RUN, Output, Overrides, RecipeName, input_argument, input_option, load
+from lathe.console import show
+from lathe.errors import UserError
+from lathe.inputs import argument_text
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
+def deploy(
+    exported: Annotated[Path, input_argument("Folder of `lathe export`.")] = RUN / "int8-onnx",
+    model: Annotated[Path, input_option("The checkpoint it was exported from.")] = RUN / "int8",
+    data: Annotated[
+        Path | None, input_option("Folder of `lathe prepare`, for held-out prompts.")
+    ] = None,
+    keep_running: Annotated[bool, typer.Option(help="Leave the server up.")] = True,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Output = RUN / "deploy",
+) -> None:
+    """Build a Triton model repository, serve it, and compare its text with the checkpoint's.
+
+    The server stays up on loopback: `lathe client` talks to it, `lathe stop` ends it.
+    `lathe release publish` puts the repository into production.
+    """
+    settings = load(recipe, override)
+    from lathe.production.deploy import deploy
+
+    result = deploy(settings, exported, model, output, data, keep_running)
+    show(
+        repository=result.repository,
+        same_text=f"{result.identical} of {result.prompts} prompts",
+        ready_in_seconds=result.start_seconds,
+        first_token_ms=result.first_token_ms,
+        tokens_per_second=result.tokens_per_second,
+    )
+
+
+@app.command(epilog="Example: lathe serve run/deploy")
+def serve(
+    deployed: Annotated[Path, typer.Argument(help="Folder of `lathe deploy`.")] = RUN / "deployed",
+) -> None:
+    """Start the server of a deployed folder again; the default is the last pipeline run's."""
+    from lathe.production.deploy import serve
+
+    state = serve(deployed)
+    show(model=state.model_name, http=state.http, grpc=state.grpc)
+
+
+@app.command()
+def stop() -> None:
+    """Stop the server that `lathe deploy` or `lathe serve` left running."""
+    from lathe.serve.state import stop
+
+    stopped = stop()
+    print(f"stopped {stopped.http}" if stopped else "no server is running")
+
+
+@app.command(epilog='Example: lathe client "Once upon a time" --max-tokens 40 --greedy')
+def client(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to go on from; default: line by line from the input.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For the same sample again.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always.")] = False,
+    score: Annotated[
+        str | None, typer.Option(help="Say how likely this continuation is, and generate nothing.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
+) -> None:
+    """Ask the running server to continue a prompt, and print its text as it comes.
+
+    Without a PROMPT it asks for one after another: Ctrl-C ends an answer, Ctrl-D the conversation.
+    What is not given is the server's default, from the recipe it was deployed with.
+    """
+    from lathe.serve.client import Client, connect
+    from lathe.serve.conversation import ask, lines
+
+    parameters = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "decode_strategy": "greedy_search" if greedy else None,
+    }
+    prompt = None if prompt is None else argument_text(prompt, "prompt")
+    score = None if score is None else argument_text(score, "--score")
+    with Client(url, model_name) if url is not None else connect() as server:
+        if score is not None:
+            likelihoods, is_greedy = server.score_text(prompt or "", score)
+            show(
+                log_likelihood=float(likelihoods.sum()),
+                tokens=likelihoods.size,
+                greedy=str(bool(is_greedy.all())).lower(),
+            )
+        elif prompt is not None:
+            ask(server, prompt, parameters)
+        else:
+            for line in lines():
+                with suppress(KeyboardInterrupt):  # wherever in an answer it comes
+                    ask(server, line, parameters, goes_on=True)
+
+
+@app.command(epilog="Example: lathe playground, then open the address that it prints")
+def playground(
+    port: Annotated[int, typer.Option(min=0, help="Of the page; 0: any free one.")] = 8080,
+) -> None:
+    """A web page to try the running server with, until Ctrl-C; ?prompt=... in its address asks."""
+    from lathe.serve import state
+    from lathe.serve.playground import playground
+
+    server = state.find()
+    if server is None:
+        raise UserError("no server is running", "start one with `make serve`")
+    with playground(server.http, server.model_name, port) as address:
+        show(playground=address, model=server.model_name)
+        try:
+            signal.pause()
+        except KeyboardInterrupt:
+            print()
+
+
+@app.command(
+    "bench-serve", epilog="Example: lathe bench-serve --clients 16 --requests 200 --output run/load"
+)
+def bench_serve(
+    clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second, at random times, whoever has been answered."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100,
+    tokens: Annotated[
+        str, typer.Option(metavar="MIN:MAX", help="New tokens of a request, drawn evenly.")
+    ] = "16:64",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, a prompt a line; default: a few openings.")
+    ] = None,
+    first_token: Annotated[
+        float, typer.Option(help="Objective: seconds to the first token.")
+    ] = 1.0,
+    between_tokens: Annotated[
+        float, typer.Option(help="Objective: mean seconds from a token to the next.")
+    ] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and samples.")] = 0,
+    url: Annotated[
+        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
+    output: Annotated[Path, typer.Option(help="Folder to write.")] = RUN / "load",
+) -> None:
+    """Put load on a running server: how long do its users wait?
+
+    A closed loop of --clients, each asking again when it is answered; with --rate an open loop, in
+    which requests come whether or not the server keeps up. Writes load.json and load.html.
+    """
+    from lathe.serve.bench import bench
+
+    low, high = _span("--tokens", tokens)
+    shape = {"clients": clients, "rate": rate, "requests": requests, "seed": seed}
+    objective = first_token, between_tokens
+    summary = bench((low, high), shape, objective, prompts, url, model_name, output)
+    show(
+        page=output / "load.html",
+        tokens_per_second=f"{summary.tokens_per_second:.1f}",
+        requests_per_second=f"{summary.requests_per_second:.2f}",
+        goodput=f"{summary.goodput:.2f}",
+        first_token=_milliseconds(summary.first_token),
+        between_tokens=_milliseconds(summary.between_tokens),
+        failed=f"{summary.failed} of {summary.requests}",
+    )
+
+
+@app.command(
+    epilog='Example: lathe generate run/dense "The day" -o Generation.decode_strategy=beam_search'
+)
+def generate(
+    model: Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")],
+    prompts: Annotated[list[str], typer.Argument(help="Texts to go on from.")],
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+) -> None:
+    """Continue prompts with a checkpoint itself, without a server.
+
+    How is the recipe's group Generation, which -o Generation.KEY=VALUE changes. decode_strategy:
+
+    * sampling draws from the top_k likeliest tokens, and of these from the fewest that together
+      have probability top_p, at a temperature; the same Global.seed draws the same
+
+    * greedy_search takes the likeliest token
+
+    * beam_search keeps the num_beams likeliest texts; a larger length_penalty favours longer ones
+
+    For all: at least min_dec_len and at most max_dec_len tokens; a repetition_penalty above 1
+    discourages words that were there; num_return_sequences texts a prompt. Prompts from a file, one
+    a line: xargs -d '\\n' lathe generate run/dense < prompts.txt
+    """
+    settings = load(recipe, override)
+    prompts = [argument_text(prompt, "prompt") for prompt in prompts]
+    from lathe.model.checkpoint import load_checkpoint
+    from lathe.model.generate import generate
+    from lathe.progress import bar
+
+    checkpoint = load_checkpoint(model)
+    tokens = [checkpoint.tokenizer.encode(t, add_special_tokens=False).ids for t in prompts]
+    with bar("generate", total=settings.Generation.max_dec_len) as progress:
+        seed, eos = settings.Global.seed, checkpoint.eos_id
+        new = generate(checkpoint.model, tokens, settings.Generation, eos, seed, progress)
+    copies = settings.Generation.num_return_sequences
+    for i, ids in enumerate(new):
+        print(prompts[i // copies] + checkpoint.tokenizer.decode(ids))
+
+
+def _span(option: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        span = int(low), int(high or low)
+    except ValueError:
+        span = 0, 0
+    if not 0 < span[0] <= span[1]:
+        raise UserError(f"{option} {text}: not understood", "write MIN:MAX, as 16:64")
+    return span
+
+
+def _milliseconds(percentiles: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in percentiles.items())

@@ -1,0 +1,32 @@
+"""A verb that trains, in this process or in the workers that its recipe asks for."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lathe.console import show
+
+if TYPE_CHECKING:
+    from lathe.config.settings import Recipe
+    from lathe.train.result import TrainResult
+
+
+def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
+    """Run a training stage here, or the whole command again in the workers that it asks for."""
+    from lathe.backends import start_workers
+
+    if start_workers(sys.argv[1:], settings):
+        return
+    result = stage()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    show(
+        model=result.folder,
+        steps=result.step,
+        parameters=result.n_params,
+        loss=result.loss,
+        first_perplexity=result.first_eval_perplexity,
+        perplexity=result.eval_perplexity,
+        tokens_per_second=result.tokens_per_second,
+    )

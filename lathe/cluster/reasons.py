@@ -1,0 +1,171 @@
+"""Why a TrainJob's pods wait, and which of them made it fail, from the pods' status.
+
+When one worker fails, the others lose their peer or are terminated; the first failure is the cause.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lathe.cluster.manifest import CONTAINER
+from lathe.config.settings import LaunchSettings
+from lathe.errors import Preempted, StageError, UserError
+from lathe.launch.shape import WorkerFailed
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+IMAGE_PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
+OTHER_TAIL = 5
+
+Pod = Any  # a V1Pod
+Tails = Mapping[int, Sequence[str]]
+
+
+class NodeFailed(WorkerFailed):
+    """A node (a pod of the TrainJob) failed: which, why, and the last lines of all."""
+
+    def __init__(self, node: int, exit_code: int, why: str, tails: Tails) -> None:
+        tail = "\n".join(tails.get(node, ())) or "(it wrote nothing)"
+        super().__init__(node, exit_code, tail)
+        others = [
+            f"[node {other}] {line}"
+            for other, lines in sorted(tails.items())
+            if other != node
+            for line in list(lines)[-OTHER_TAIL:]
+        ]
+        parts = [f"node {node} {why}; its last lines:", tail]
+        parts += ["last lines of the others:", *others] if others else []
+        self.args = ("\n".join(parts),)
+
+
+def node_of(pod: Pod) -> int:
+    labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
+    return int(labels.get(INDEX, annotations.get(INDEX, 0)))
+
+
+def has_started(pod: Pod) -> bool:
+    return pod.status.phase not in (None, "Pending")
+
+
+def has_ended(pod: Pod) -> bool:
+    return pod.status.phase in ("Succeeded", "Failed")
+
+
+def exit_code(pod: Pod) -> int | None:
+    ended = _terminated(pod)
+    return None if ended is None else int(ended.exit_code)
+
+
+def unschedulable(pod: Pod) -> str | None:
+    """The scheduler's message for a pod that it cannot place."""
+    condition = _condition(pod, "PodScheduled")
+    if condition is None or condition.status != "False" or condition.reason != "Unschedulable":
+        return None
+    return str(condition.message)
+
+
+def not_startable(pod: Pod, image: str) -> UserError | None:
+    """The error for a container that cannot start: its image, or a missing secret."""
+    status = _status(pod)
+    waiting = status.state.waiting if status and status.state else None
+    if waiting is None:
+        return None
+    detail = f"{waiting.reason}: {waiting.message or ''}".rstrip(": ")
+    if waiting.reason in IMAGE_PULL:
+        return UserError(
+            f"the image {image} cannot be pulled ({detail})",
+            "`make push` it, or set LATHE_TRAIN_IMAGE to one that is there; a private registry "
+            "needs imagePullSecrets in the training runtime",
+        )
+    if waiting.reason in CONFIGURATION:
+        return UserError(
+            f"the container of node {node_of(pod)} cannot be made ({detail})",
+            "create the secret or the mount that it names; docs/cluster.md has the store's secret",
+        )
+    return None
+
+
+def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError:
+    pool = f"Launch.node_pool={settings.node_pool}" if settings.node_pool else "the cluster"
+    asked = [f"{settings.gpus_per_node} GPUs"] if settings.gpus_per_node else []
+    asked += [f"{settings.cpus_per_node} CPUs", f"{settings.memory_per_node} of memory"]
+    return UserError(
+        f"no place for {settings.nodes} nodes after {seconds:.0f} s: {message}",
+        f"let {pool} have {settings.nodes} free nodes with {', '.join(asked)} each (`kubectl get "
+        f"nodes -L lathe/node-pool`), ask for less, or queue with Launch.queue",
+    )
+
+
+def failure(
+    pods: Sequence[Pod], tails: Tails, settings: LaunchSettings, condition: Mapping[str, str]
+) -> StageError:
+    """The error for a failed TrainJob, from its pods or else its own condition.
+
+    Preempted: a pod was evicted, or exited with saved state before any other failed.
+    """
+    for pod in pods:
+        if exit_code(pod) == UserError.status:
+            return NodeFailed(node_of(pod), UserError.status, "was given something wrong", tails)
+    if condition.get("reason") == "DeadlineExceeded":
+        return StageError(
+            f"Launch.deadline_hours={settings.deadline_hours:g} have passed; the same run with "
+            "more of them goes on from its last saved state"
+        )
+    for pod in pods:
+        if disrupted := _condition(pod, "DisruptionTarget"):
+            return Preempted(
+                f"node {node_of(pod)} was evicted ({disrupted.reason}: {disrupted.message})"
+            )
+    failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
+    if failed and exit_code(failed[0]) == Preempted.status:
+        return Preempted(f"node {node_of(failed[0])} was terminated and has saved its state")
+    if failed:
+        first = failed[0]
+        return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)
+    for pod in pods:
+        if pod.status.phase == "Failed":  # evicted before its container exited
+            why = f"was ended: {pod.status.reason}: {pod.status.message}"
+            return NodeFailed(node_of(pod), 1, why, tails)
+    why = f"{condition.get('reason')}: {condition.get('message')}"
+    if condition.get("reason") == "FailedJobs":  # the pod is gone and its failure was not seen
+        return NodeFailed(0, 1, f"or another was lost ({why})", tails)
+    return StageError(f"the TrainJob failed ({why})")
+
+
+def _blame(pod: Pod) -> tuple[float, bool, int]:
+    """Sort key: the first to end; within one second, terminated pods before those that lost a
+    peer."""
+    ended = _terminated(pod)
+    when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
+    return when, ended.exit_code != Preempted.status, node_of(pod)
+
+
+def _why(pod: Pod, settings: LaunchSettings) -> str:
+    ended = _terminated(pod)
+    why = f"ended with exit code {ended.exit_code}"
+    if ended.reason == "OOMKilled":
+        return (
+            f"{why}, OOMKilled: it needs more than Launch.memory_per_node="
+            f"{settings.memory_per_node}, which what is in /dev/shm counts towards"
+        )
+    if pod.status.reason:  # Evicted: its disk was full
+        return f"{why}, {pod.status.reason}: {pod.status.message}"
+    known = ended.reason not in (None, "Error", "Completed")
+    return f"{why}, {ended.reason}" if known else why
+
+
+def _terminated(pod: Pod) -> Any:
+    status = _status(pod)
+    return status.state.terminated if status and status.state else None
+
+
+def _status(pod: Pod) -> Any:
+    statuses = pod.status.container_statuses or []
+    return next((status for status in statuses if status.name == CONTAINER), None)
+
+
+def _condition(pod: Pod, kind: str) -> Any:
+    """A condition of the pod; of those that are true only while they are, DisruptionTarget."""
+    for condition in pod.status.conditions or []:
+        if condition.type == kind and (kind == "PodScheduled" or condition.status == "True"):
+            return condition
+    return None

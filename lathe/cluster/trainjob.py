@@ -1,0 +1,166 @@
+"""Run a training command on a cluster, as a Kubeflow TrainJob that never outlives its launcher.
+
+The launcher owns the restart budget. A TrainJob's own retries (JobSet's `maxRestarts`, Job's
+`backoffLimit`) belong to the runtime, are the same for all of its users, and cannot tell a user's
+mistake from a lost node. So the runtime has none: any failure ends the TrainJob, and the launcher
+reads the cause and decides. After a preemption it always restarts, until the deadline; after other
+failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes from the
+saved states that the workers mirror to the object store.
+
+All attempts have the same name, and each waits until the previous one is gone with all of its pods,
+so two never write to the same output. A restarted launcher (a step's retry, in a new pod) finds the
+TrainJob by that name and becomes its owner; a TrainJob that is being deleted because its owner is
+gone is waited for and created anew.
+
+`run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
+the launcher's pod owns it, or else `lathe.cluster.janitor`.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from lathe.cluster.api import DEADLINE, FAILURES, Cluster, TrainJob, connect
+from lathe.cluster.follow import Follower, Patience
+from lathe.cluster.manifest import Launcher, build, find_launcher, pods_of
+from lathe.config.settings import LaunchSettings
+from lathe.errors import Preempted, StageError, UserError
+from lathe.launch.shape import Shape, WorkerFailed
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+DELETE_PATIENCE = 20.0
+"""Seconds to retry the final deletion if the API server does not answer."""
+
+
+def run(
+    command: Sequence[str],
+    shape: Shape,
+    settings: LaunchSettings,
+    patience: Patience | None = None,
+) -> None:
+    """Run `lathe <command>` on every node of `shape`, as a TrainJob, until it has succeeded.
+
+    The first node's log is printed to standard output. Call it from the main thread of a pod whose
+    service account has the Role `lathe-pipeline`.
+
+    Raises:
+        WorkerFailed: nodes failed more than `settings.restarts` times; has the reason and last
+            lines of the last failure, and status 2 if the worker reported a user's mistake.
+        UserError: a forbidden request, a missing image, or pods that cannot be scheduled.
+        StageError: the deadline has passed, or something else deleted the TrainJob.
+        SystemExit: on a termination signal, with the shell's status, 128 + signal.
+    """
+    cluster = connect()
+    with _signals_raised():
+        launcher = find_launcher(cluster)
+        attempts = _Attempts(cluster, launcher, command, shape, settings)
+        try:
+            while True:
+                job = attempts.begin()
+                try:
+                    Follower(cluster, job, settings, patience or Patience()).run()
+                    return
+                except (Preempted, WorkerFailed) as error:
+                    attempts.end(error)
+        finally:
+            _delete(replace(cluster, patience=DELETE_PATIENCE), attempts.name)
+
+
+class _Attempts:
+    """Successive TrainJobs of one name, within one deadline and restart budget."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        launcher: Launcher,
+        command: Sequence[str],
+        shape: Shape,
+        settings: LaunchSettings,
+    ) -> None:
+        self._cluster, self._launcher, self._settings = cluster, launcher, settings
+        self._command, self._shape = command, shape
+        self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
+        self._failures = 0
+        self.name: str = self._build()["metadata"]["name"]
+
+    def begin(self) -> TrainJob:
+        """Adopt the TrainJob that an earlier launcher of this run left, or create one.
+
+        Waits for a TrainJob that is being deleted, as its pods may still write.
+        """
+        told = False
+        while True:
+            found = self._cluster.get(self.name)
+            if found and "deletionTimestamp" not in found["metadata"]:
+                if self._adopt(found):
+                    return found
+            elif found or self._cluster.pods(pods_of(self.name)):
+                if not told:
+                    log.info("TrainJob %s is being deleted: waiting for its pods to end", self.name)
+                    told = True
+                if datetime.now(UTC) > self._deadline:
+                    raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
+                time.sleep(1)
+            elif self._cluster.create(job := self._build()):
+                log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
+                return job
+
+    def end(self, error: Preempted | WorkerFailed) -> None:
+        """Delete the failed attempt so that another can start, or raise `error`."""
+        if isinstance(error, WorkerFailed):
+            if error.status == UserError.status or self._failures == self._settings.restarts:
+                raise error
+            self._failures += 1
+        left = self._settings.restarts - self._failures
+        log.warning("%s: %s\nrestarting; restarts left: %d", self.name, error, left)
+        self._cluster.delete(self.name)
+
+    def _adopt(self, found: TrainJob) -> bool:
+        if not self._cluster.set_owners(found, [self._launcher.owner]):
+            return False
+        log.info("TrainJob %s adopted from an earlier launcher", self.name)
+        annotations = found["metadata"]["annotations"]
+        self._failures = int(annotations[FAILURES])
+        self._deadline = datetime.fromisoformat(annotations[DEADLINE])
+        return True
+
+    def _build(self) -> TrainJob:
+        return build(
+            self._command,
+            self._shape,
+            self._settings,
+            self._launcher,
+            self._deadline,
+            self._failures,
+        )
+
+
+def _delete(cluster: Cluster, name: str) -> None:
+    """Delete; a failure is only logged, so that it does not hide what ended the run."""
+    try:
+        cluster.delete(name)
+    except (StageError, UserError) as error:
+        log.warning("TrainJob %s is left to the janitor: %s", name, error)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """The first termination signal raises SystemExit; later ones do not interrupt the cleanup."""
+
+    def handler(number: int, frame: object) -> None:
+        for name in SIGNALS:
+            signal.signal(name, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {name: signal.signal(name, handler) for name in SIGNALS}
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            signal.signal(name, old)

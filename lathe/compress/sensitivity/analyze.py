@@ -1,0 +1,110 @@
+"""The analyze stage: rank linears by what INT8 costs, and choose those to leave in float.
+
+The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lathe.compress.plan import make_plan, quantizable
+from lathe.compress.sensitivity.fisher import estimate_costs
+from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.rank import (
+    run_analysis,
+    validation_batches,
+)
+from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
+from lathe.config.settings import Recipe
+from lathe.data.tokens import TokenDataset
+from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
+from lathe.train.batches import calibration_batches
+from lathe.train.workers import choose_device
+
+
+def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
+    """Rank the linears of a checkpoint and choose skips.
+
+    Writes `sensitivity.json` and an HTML page, `sensitivity.html`; see `run_analysis`.
+
+    Raises:
+        UserError: `Sensitivity.mode` does not apply to this checkpoint, the validation part cannot
+            fill one sequence, or there is an unfinished analysis of something else.
+    """
+    checkpoint = load_checkpoint(model)
+
+    def open_model(tokens: TokenDataset, journal: Journal) -> TorchModel:
+        return TorchModel(recipe, checkpoint, tokens, journal)
+
+    return run_analysis(recipe, model, data, output, checkpoint, open_model)
+
+
+class TorchModel:
+    """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
+
+    engine = "torch"
+
+    def __init__(
+        self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
+    ) -> None:
+        validation = validation_batches(recipe, data)
+        device = choose_device(recipe.Global.device)
+        batches = calibration_batches(recipe, data)
+        self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
+        self.model = without_quantization(checkpoint.model).to(device).eval()
+        self.plan = checkpoint.model.config.quantization or _calibrated(
+            recipe, self.model, self.calibration, journal
+        )
+        self.names: Sequence[str] = list(self.plan.linears)
+        possible = quantizable(self.model.config, recipe.Compress.Quantization)
+        self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
+        self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
+
+    def measure(self, quantized: frozenset[str]) -> list[float]:
+        with fake_quant.inserted(self.model, self.plan.part(quantized)):
+            return self._measure(self.model)
+
+    def estimates(self) -> dict[str, float]:
+        return estimate_costs(self.model, self.plan, self.names, self.calibration)
+
+    def weights(self) -> dict[str, Distribution]:
+        return weight_distributions(self.model, self.plan, self.names)
+
+    def inputs(self) -> dict[str, Distribution]:
+        return input_distributions(self.model, self.plan, self.names, self.calibration)
+
+    def n_params(self, name: str) -> int:
+        if name == HEAD:
+            return self.model.wte.weight.numel()
+        return sum(parameter.numel() for parameter in self.model.get_submodule(name).parameters())
+
+
+def without_quantization(model: GPT) -> GPT:
+    """A float model that shares the weights."""
+    weights = model.state_dict()
+    with torch.device("meta"):
+        bare = GPT(replace(model.config, quantization=None))
+    bare.load_state_dict({name: weights[name] for name in bare.state_dict()}, assign=True)
+    return bare
+
+
+def _calibrated(
+    recipe: Recipe, model: GPT, batches: Iterable[Tensor], journal: Journal
+) -> QuantizationPlan:
+    """A plan for all linears of a float model."""
+    plan = make_plan(model.config, recipe.Compress.Quantization)
+
+    def find() -> dict[str, float]:
+        with fake_quant.inserted(model, plan):
+            return fake_quant.calibrate(model, batches)
+
+    return plan.with_scales(journal.recall("scales", find, dict))

@@ -1,0 +1,165 @@
+"""Render an analysis of sensitivity as a page, or as a section of a run's report."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from lathe.pages.html import Picture, picture, render
+from lathe.pages.style import Theme, draw
+
+MAX_LINEARS = 24
+UNITS = {
+    "loss": "nats per token",
+    "kl": "nats per token",
+    "accuracy": "share of next tokens",
+}
+FRACTIONS = ((1.0, ""), (1e3, "thousandths of "), (1e6, "millionths of "))
+Linears = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """The actual cost of INT8 in the model that was quantized by the analysis's choice.
+
+    Attributes:
+        name, parent: names of the model and of the float model it was made from.
+        before, after: perplexity of parent and model on the held-out text.
+    """
+
+    name: str
+    parent: str
+    before: float
+    after: float
+
+    @property
+    def cost(self) -> float:
+        """Loss added, nats a token."""
+        return math.log(self.after / self.before)
+
+
+@dataclass(frozen=True)
+class Section:
+    """The template's view of `sensitivity.json`."""
+
+    analysis: Mapping[str, Any]
+    unit: str
+    baseline: str
+    ranking: Picture
+    weights: Picture
+    inputs: Picture
+    achieved: Achieved | None = None
+
+
+def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Section:
+    linears, unit = analysis["linears"], UNITS[analysis["metric"]]
+    worst = ", ".join(f"{linear['name']} {linear['score']:.2g}" for linear in linears[:3])
+    title = "Cost of INT8 in one linear"
+    boxes = {
+        part: picture(
+            f"{part.capitalize()}: quartiles and range",
+            f"Box plots of the {part} of the linears, the most sensitive first",
+            partial(box_plots, linears, part),
+        )
+        for part in ("weights", "inputs")
+    }
+    return Section(
+        analysis=analysis,
+        unit=unit,
+        baseline=("INT8 " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
+        ranking=picture(
+            title, f"{title}, worst first: {worst}",
+            partial(ranking_chart, linears, analysis["skip"], unit),
+        ),
+        **boxes,
+        achieved=achieved,
+    )  # fmt: skip
+
+
+def sensitivity_page(analysis: Mapping[str, Any]) -> str:
+    """The HTML page of a `sensitivity.json`."""
+    return render(
+        "compress/sensitivity/page.html.j2", "Sensitivity to INT8", sensitivity=section(analysis)
+    )
+
+
+def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme) -> str:
+    """Bar chart of the cost of INT8 in each linear; those left in float are highlighted.
+
+    Args:
+        linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their
+            95 % intervals.
+        skip: names of those left in float.
+    """
+    shown = linears[:MAX_LINEARS]
+    chosen = np.array([linear["name"] in skip for linear in shown])
+    scores = np.array([linear["score"] for linear in shown], dtype=float)
+    factor, fraction = next(
+        (f for f in FRACTIONS if f[0] * np.abs(scores).max() >= 1), FRACTIONS[-1]
+    )
+    errors = np.array([linear["stderr"] or 0.0 for linear in shown])
+    rows = np.arange(len(shown))
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for mask, color, hatch, label in (
+            (chosen, theme.accent, "////", "left in float"),
+            (~chosen, theme.series[0], "", "INT8"),
+        ):
+            if mask.any():
+                axes.barh(
+                    rows[mask], factor * scores[mask], 0.68, color=color, hatch=hatch, label=label,
+                    edgecolor=theme.grid, linewidth=0,
+                )  # fmt: skip
+        if errors.any():
+            axes.errorbar(
+                factor * scores, rows, xerr=1.96 * factor * errors,
+                fmt="none", ecolor=theme.ink, elinewidth=0.9,
+            )  # fmt: skip
+        axes.axvline(0, color=theme.muted, linewidth=0.8)
+        _label_rows(axes, shown, theme)
+        axes.set_xlabel(f"cost ({fraction}{unit})")
+        axes.ticklabel_format(axis="x", style="plain")
+        axes.locator_params(axis="x", nbins=6)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+
+    return draw(0.9 + 0.24 * len(shown), theme, paint)
+
+
+def box_plots(linears: Linears, part: str, theme: Theme) -> str:
+    """A box from the first to the third quartile, whiskers to the extremes, in 127ths of the
+    largest magnitude: values that share a few of the levels of INT8 are poorly told apart.
+
+    Args:
+        linears: with the statistics of `part`; the first 24 are drawn.
+        part: `weights` or `inputs`.
+    """
+    shown = [linear[part] for linear in linears[:MAX_LINEARS]]
+    names = {"whislo": "min", "q1": "q1", "med": "median", "q3": "q3", "whishi": "max"}
+    boxes = [
+        {key: 127 * d[name] / (d["absmax"] or 1.0) for key, name in names.items()} for d in shown
+    ]
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        line = {"color": theme.muted, "linewidth": 1.0}
+        axes.bxp(
+            boxes, positions=range(len(boxes)), widths=0.56, orientation="horizontal",
+            showfliers=False, patch_artist=True, manage_ticks=False,
+            boxprops={"facecolor": theme.series[0], "edgecolor": theme.series[0]},
+            medianprops={"color": theme.ink, "linewidth": 1.4}, whiskerprops=line, capprops=line,
+        )  # fmt: skip
+        axes.set_xticks([-127, -64, 0, 64, 127])
+        _label_rows(axes, linears[:MAX_LINEARS], theme)
+        axes.set_xlabel("levels of INT8, 127 for the largest magnitude")
+
+    return draw(0.9 + 0.24 * len(shown), theme, paint)
+
+
+def _label_rows(axes: Axes, linears: Linears, theme: Theme) -> None:
+    axes.set_yticks(range(len(linears)), [str(linear["name"]) for linear in linears])
+    axes.tick_params(axis="y", labelcolor=theme.ink)
+    axes.set_ylim(len(linears) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)

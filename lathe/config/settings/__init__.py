@@ -1,0 +1,102 @@
+"""The typed settings of every stage, in the groups and key names of PaddleFleetX.
+
+`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving`, `Gate` and `Production` are Lathe's own
+groups. A key's description is the text below it, which `lathe recipe --explain KEY` prints and
+`docs/reference/settings.md` is generated from.
+"""
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.compression import (
+    CompressSettings,
+    DistillSettings,
+    PruneSettings,
+    QuantizationSettings,
+    SensitivitySettings,
+)
+from lathe.config.settings.data import DataPart, Dataset, DataSettings, PrepareSettings
+from lathe.config.settings.machines import DistributedSettings, LaunchSettings, Sharding
+from lathe.config.settings.quality import GateSettings, OfflineEvalSettings
+from lathe.config.settings.serving import (
+    ExportSettings,
+    GenerationSettings,
+    ProductionSettings,
+    ServingSettings,
+)
+from lathe.config.settings.training import (
+    EngineSettings,
+    GlobalSettings,
+    GradClip,
+    LearningRate,
+    MixPrecision,
+    ModelSettings,
+    OptimizerSettings,
+    SaveLoad,
+)
+
+__all__ = [
+    "CompressSettings",
+    "DataPart",
+    "DataSettings",
+    "Dataset",
+    "DistillSettings",
+    "DistributedSettings",
+    "EngineSettings",
+    "ExportSettings",
+    "GateSettings",
+    "GenerationSettings",
+    "GlobalSettings",
+    "GradClip",
+    "LaunchSettings",
+    "LearningRate",
+    "MixPrecision",
+    "ModelSettings",
+    "OfflineEvalSettings",
+    "OptimizerSettings",
+    "PrepareSettings",
+    "ProductionSettings",
+    "PruneSettings",
+    "QuantizationSettings",
+    "Recipe",
+    "SaveLoad",
+    "SensitivitySettings",
+    "ServingSettings",
+    "Settings",
+    "Sharding",
+]
+
+
+class Recipe(Settings):
+    """All settings of a run; a stage reads the groups it needs."""
+
+    Global: GlobalSettings = GlobalSettings()
+    """Device, seed and batch size."""
+    Engine: EngineSettings = EngineSettings()
+    """The training loop."""
+    Prepare: PrepareSettings = PrepareSettings()
+    """From a corpus to tokens."""
+    Data: DataSettings = DataSettings()
+    """Training and validation data."""
+    Model: ModelSettings = ModelSettings()
+    """Architecture and activations."""
+    Distributed: DistributedSettings = DistributedSettings()
+    """Division among processes."""
+    Launch: LaunchSettings = LaunchSettings()
+    """Machines to train on."""
+    Optimizer: OptimizerSettings = OptimizerSettings()
+    """AdamW and its learning rate."""
+    Compress: CompressSettings = CompressSettings()
+    """Pruning, distillation and quantization."""
+    Sensitivity: SensitivitySettings = SensitivitySettings()
+    """Sensitivity of layers to INT8."""
+    Generation: GenerationSettings = GenerationSettings()
+    """Generation of text."""
+    Offline_Eval: OfflineEvalSettings = OfflineEvalSettings()
+    """Measurement of a model's quality."""
+    Export: ExportSettings = ExportSettings()
+    """ONNX graph and its proof."""
+    Serving: ServingSettings = ServingSettings()
+    """The Triton server."""
+    Gate: GateSettings = GateSettings()
+    """Margins of the quality gate."""
+    Production: ProductionSettings = ProductionSettings()
+    """Releases and their acceptance."""

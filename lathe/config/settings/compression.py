@@ -1,0 +1,138 @@
+"""How a model is made smaller: pruning, distillation, quantization, and what INT8 may cost."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.types import BlockName, Factor, NonNegative, Positive, Probability
+
+
+class PruneSettings(Settings):
+    """What `lathe prune` removes: whole layers first, then attention heads and FFN channels.
+
+    PaddleFleetX's `enable`, `criterion` and `ratio`; the other keys are Lathe's own.
+    """
+
+    enable: bool | None = None
+    """Whether this recipe may prune; False makes `lathe prune` refuse, and null means True."""
+    criterion: Literal["l1_norm", "l2_norm", "fpgm", "activation", "taylor"] = "l1_norm"
+    """How the importance of heads and channels is scored: by the mean absolute value of their
+    weights, by their root mean square, by the distance to the others of the layer, by their
+    activations, or by the estimated change of the loss without them."""
+    ratio: Probability = 0.125
+    """Share of the attention heads and FFN channels to remove; with `scope` global, of their
+    parameters."""
+    scope: Literal["uniform", "global"] = "uniform"
+    """Where to remove them: the same share of every layer, or wherever it matters least in the
+    whole model."""
+    layers: NonNegative = 0
+    """Whole layers to remove first, one after the other, each time the one that costs the least
+    loss."""
+    rounds: Positive = 1
+    """Rounds of pruning and finetuning in which the ratio is reached; `Engine.max_steps` is
+    divided among them."""
+    channel_multiple: Positive = 1
+    """FFN widths are rounded up to a multiple of this many channels."""
+    calibration_batches: Positive = 16
+    """Training micro-batches to calibrate on, for the criteria `activation` and `taylor` and for
+    `layers`."""
+
+
+class DistillSettings(Settings):
+    """Knowledge distillation while a pruned or quantized model is trained. Lathe's own group."""
+
+    teacher: str | None = None
+    """Folder of the teacher, a checkpoint or HF GPT-2 model, or `parent` for the model that the
+    stage starts from; null trains without distillation."""
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the KL divergence from the teacher in the loss; the rest is cross-entropy."""
+    temperature: Factor = 1.0
+    """Temperature of both distributions in the KL divergence."""
+    hidden: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Weight in the loss of the cosine distance between the last hidden states."""
+
+
+class QuantizationSettings(Settings):
+    """What `lathe quantize` makes INT8, and how. PaddleFleetX's group; `quantize_embedding` is
+    Lathe's own."""
+
+    enable: bool | None = None
+    """Whether this recipe may quantize; False makes `lathe quantize` refuse, and null means
+    True."""
+    weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
+    """Scales of a weight: one for all of it, or one for each output channel."""
+    activation_quantize_type: Literal["moving_average_abs_max", "none"] = "moving_average_abs_max"
+    """Scale of an activation: from a moving average of its largest absolute value. `none` leaves
+    activations in float and quantizes the weights alone: the file shrinks as much, and nothing is
+    computed in integers."""
+    activation_preprocess_type: Literal["PACT"] | None = None
+    """PACT clips activations at a bound that is learned; null does not clip."""
+    moving_rate: Probability = 0.9
+    """Weight of the past in the moving average of an activation's largest absolute value."""
+    weight_bits: Literal[8] = 8
+    """Bits of a quantized weight; it states a fact, there are no others."""
+    activation_bits: Literal[8] = 8
+    """Bits of a quantized activation; likewise."""
+    freeze_embedding: bool = False
+    """Whether to leave the token and position embeddings untrained."""
+    quantize_embedding: bool = False
+    """Whether to quantize the token embedding, which is also the output layer."""
+    skip_tensor_map: dict[BlockName, list[Literal["qkv", "out", "linear1", "linear2"]]] = Field(
+        default={}
+    )
+    """Linear layers to leave in float, by block: `{block_0: [qkv, linear2]}`."""
+
+    @model_validator(mode="after")
+    def _pact_clips_what_is_quantized(self) -> "QuantizationSettings":
+        if self.activation_preprocess_type and self.activation_quantize_type == "none":
+            raise ValueError(
+                "activation_preprocess_type PACT clips activations that activation_quantize_type "
+                "none leaves in float: leave it empty"
+            )
+        return self
+
+
+class CompressSettings(Settings):
+    """Pruning, distillation and quantization. PaddleFleetX's group; `engine` and `Distill` are
+    Lathe's own.
+
+    The model to compress is an argument of the stage; `pretrained` is ignored.
+    """
+
+    engine: Literal["torch", "paddle"] = "torch"
+    """Engine that prunes, quantizes, analyzes, evaluates and exports: PyTorch, or PaddlePaddle
+    with PaddleSlim, in an environment of its own."""
+    Prune: PruneSettings = PruneSettings()
+    """Removal of layers, heads and FFN channels."""
+    Distill: DistillSettings = DistillSettings()
+    """Teacher for the finetuning."""
+    Quantization: QuantizationSettings = QuantizationSettings()
+    """Quantization-aware training to INT8."""
+
+
+class SensitivitySettings(Settings):
+    """How `lathe analyze` measures what INT8 costs in each linear layer, and how much of it is
+    acceptable. The group is Lathe's own."""
+
+    mode: Literal["ptq", "qat", "fisher"] = "ptq"
+    """Way to measure: `ptq` quantizes one linear layer at a time, `qat` takes one at a time of a
+    quantized checkpoint back to float, `fisher` estimates all at once from gradients."""
+    metric: Literal["loss", "accuracy", "kl"] = "kl"
+    """What gets worse: the loss or the KL divergence from the float model, in nats a token, or the
+    share of next tokens that are predicted right."""
+    calibration_batches: Positive = 8
+    """Training micro-batches that find the ranges of activations, in `lathe quantize` too."""
+    eval_batches: Positive = 8
+    """Validation micro-batches that the metric is measured on."""
+    budget: Annotated[float, Field(ge=0)] = 0.01
+    """Largest predicted cost of all quantized layers together, in the unit of `metric`: nats a
+    token, or a share of next tokens from 0 to 1."""
+    max_skips: NonNegative = 7
+    """Largest number of linear layers to leave in float."""
+
+    @model_validator(mode="after")
+    def _fisher_estimates_nats(self) -> "SensitivitySettings":
+        if self.mode == "fisher" and self.metric == "accuracy":
+            raise ValueError("mode fisher estimates nats a token: set metric to kl or loss")
+        return self

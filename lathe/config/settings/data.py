@@ -1,0 +1,80 @@
+"""The corpus, and the token data sets made of it."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.types import Positive, Text, split_numbers
+
+
+class Dataset(Settings):
+    """The documents and the sequences cut from them. The group and its keys are PaddleFleetX's."""
+
+    split: Annotated[
+        tuple[float, float, float], Field(strict=False), BeforeValidator(split_numbers)
+    ] = (949.0, 50.0, 1.0)
+    """Proportions of the documents for training, validation and testing, as a list or as
+    `949,50,1`; Eval's follows Train's and may not differ."""
+    max_seq_len: Positive = 1024
+    """Tokens of a sequence."""
+
+    @model_validator(mode="after")
+    def _split_is_a_proportion(self) -> "Dataset":
+        if min(self.split) < 0 or sum(self.split) <= 0:
+            raise ValueError(f"split {self.split} must be three non-negative numbers, not all zero")
+        return self
+
+
+class DataPart(Settings):
+    """Where a part of the data is described. PaddleFleetX's group."""
+
+    dataset: Dataset = Dataset()
+    """Documents and sequences of this part."""
+
+
+class DataSettings(Settings):
+    """The data for training and for validation. PaddleFleetX's group.
+
+    The folder of the data is an argument of every stage; `input_dir` is ignored.
+    """
+
+    Train: DataPart = DataPart()
+    """Data that a model is trained on."""
+    Eval: DataPart = DataPart()
+    """Data that a model is validated on during training."""
+
+    @model_validator(mode="after")
+    def _one_split(self) -> "DataSettings":
+        if "split" not in self.Eval.dataset.model_fields_set:
+            split = {"split": self.Train.dataset.split}
+            self.Eval = DataPart(dataset=self.Eval.dataset.model_copy(update=split))
+        if self.Train.dataset.split != self.Eval.dataset.split:
+            raise ValueError(
+                f"Train.dataset.split {self.Train.dataset.split} and Eval.dataset.split "
+                f"{self.Eval.dataset.split} differ: validation would see training documents"
+            )
+        return self
+
+
+class PrepareSettings(Settings):
+    """How `lathe prepare` turns a corpus into tokens. The group is Lathe's own."""
+
+    source: Text = "python"
+    """The corpus: a file or folder of text or JSONL, an http(s):// or s3:// address, hf://NAME, the
+    newest one of newest:PLACE, or `python`, the English prose that ships with Python."""
+    text_key: Text = "text"
+    """Key of a JSONL object, or column of a Hugging Face data set, that holds the text."""
+    tokenizer: Text = "train"
+    """A tokenizer.json, or a folder with one or with GPT-2's files; `train` trains one on the
+    training documents."""
+    vocab_size: Annotated[int, Field(ge=257, le=2**20)] = 4096
+    """Tokens of the vocabulary of a tokenizer that is trained; a given tokenizer keeps its own."""
+    format: Literal["megatron", "paddle"] = "megatron"
+    """Format of the token files: Megatron-LM's .bin and .idx, or PaddleFleetX's .npy and .npz."""
+    cloze_examples: Positive = 1000
+    """Largest number of passages in the cloze set made from the test documents."""
+    heldout_characters: Positive = 500_000
+    """Largest size of the held-out text, in characters; every test document has the same share."""
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Threads that tokenize; 0 uses one for each CPU core."""

@@ -1,0 +1,79 @@
+"""How training is divided among processes, and the machines that they run on."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.types import (
+    Amount,
+    KubernetesLabel,
+    KubernetesName,
+    LabelValue,
+    NonNegative,
+    Processes,
+)
+
+
+class Sharding(Settings):
+    """Data parallelism that divides the training state as well (FSDP, ZeRO). PaddleFleetX's group,
+    with its keys."""
+
+    sharding_degree: Processes = 1
+    """Data-parallel ranks among which the training state is divided."""
+    sharding_stage: Literal[1, 2, 3] = 1
+    """What is divided: the optimizer's state (1), gradients too (2), weights too (3)."""
+    sharding_offload: bool = False
+    """Whether to keep the divided state in CPU memory rather than on the GPU, which is slow; no
+    effect on a CPU."""
+
+
+class DistributedSettings(Settings):
+    """How many processes train, and in which role: the product of the four degrees.
+
+    PaddleFleetX's group; `grace_seconds` is Lathe's own.
+    """
+
+    dp_degree: Processes | Literal["auto"] = "auto"
+    """Replicas that each train on a part of the batch; `auto` uses every GPU there is,
+    or without GPUs as few replicas as possible."""
+    mp_degree: Processes = 1
+    """Tensor parallelism: ranks among which every linear layer is divided."""
+    pp_degree: Processes = 1
+    """Pipeline parallelism: ranks among which the layers are divided."""
+    sharding: Sharding = Sharding()
+    """Division of the training state among data-parallel ranks."""
+    grace_seconds: Annotated[int, Field(gt=0, le=24 * 3600)] = 30
+    """Seconds that workers get to save and end, before they are killed."""
+
+
+class LaunchSettings(Settings):
+    """The machines that training runs on. The group is Lathe's own.
+
+    Several nodes are groups of processes on this machine or, within a cluster, the pods of a
+    Kubeflow TrainJob, which all other keys are about.
+    """
+
+    nodes: Processes = 1
+    """Number of nodes; each runs the same number of processes."""
+    gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
+    """GPUs of each node; 0 asks a cluster for none, and elsewhere counts those of this machine."""
+    node_pool: LabelValue | None = None
+    """Value of the node label `lathe/node-pool` that the pods require; null takes any node."""
+    runtime: KubernetesName | None = None
+    """Name of the ClusterTrainingRuntime; null is that of the engine that trains."""
+    cpus_per_node: Annotated[int, Field(gt=0, le=2**16)] = 4
+    """CPU cores of each pod, as request and limit."""
+    memory_per_node: Amount = "32Gi"
+    """Memory of each pod, in bytes, as request and limit; it includes `shared_memory`."""
+    shared_memory: Amount = "8Gi"
+    """Size limit of /dev/shm in each pod, in bytes."""
+    queue: KubernetesLabel | None = None
+    """Kueue LocalQueue that the TrainJob waits in; null starts it at once."""
+    priority: KubernetesName | None = None
+    """Kueue WorkloadPriorityClass, which orders the jobs of a queue; it needs `queue`."""
+    deadline_hours: Annotated[float, Field(gt=0, le=10 * 365 * 24)] = 240.0
+    """Hours from the launcher's start, waiting included, after which the job is ended."""
+    restarts: NonNegative = 2
+    """Times to start again after a failure; a preemption does not count, and after a user's
+    mistake there is no restart."""

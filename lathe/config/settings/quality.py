@@ -1,0 +1,46 @@
+"""How good a model is, and how much worse another one may be."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.types import Positive
+
+
+class OfflineEvalSettings(Settings):
+    """What `lathe evaluate` measures. PaddleFleetX's group; `dtype` is Lathe's own."""
+
+    eval_path: str | None = None
+    """File to measure on: a cloze set where its name ends in .jsonl, else a text; null takes those
+    of the options or of the data folder."""
+    cloze_eval: bool = True
+    """Whether to measure the cloze accuracy as well as the perplexity."""
+    overlapping_eval: Positive = 32
+    """Tokens by which the window over a text advances; fewer give every token a longer context and
+    take longer."""
+    batch_size: Positive = 8
+    """Full-length sequences that are scored at a time; on a CPU it may be fewer."""
+    max_seq_len: Positive = 1024
+    """Longest sequence to score, in tokens; the model's own limit where that is lower."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the forward pass; the Paddle engine has float32 only."""
+
+
+class GateSettings(Settings):
+    """How much worse a candidate may be than its baseline. The group is Lathe's own."""
+
+    max_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest drop of the cloze accuracy, absolute: 0.02 allows 50 % to become 48 %."""
+    cloze_measure: Literal["accuracy", "word_perplexity"] = "accuracy"
+    """How models are compared on the cloze set: by the last words that they get right, or, for a
+    model that gets hardly any right, by the perplexity of those words."""
+    max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
+    """Largest increase of a perplexity, relative to the baseline's: 0.1 allows 10 %."""
+    max_task_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Largest drop of an accuracy on a file of `lathe evaluate --task`, absolute."""
+    confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
+    """Confidence level of the interval around each difference."""
+    on_inconclusive: Literal["pass", "fail"] = "pass"
+    """What to decide where the interval lies on both sides of the limit, so that nothing is
+    proven."""

@@ -1,0 +1,119 @@
+"""From a checkpoint to production: generation, export, the server and its releases."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.types import (
+    Factor,
+    KubernetesLabel,
+    KubernetesName,
+    Milliseconds,
+    NonNegative,
+    PlainName,
+    Port,
+    Positive,
+    Seconds,
+)
+
+
+class GenerationSettings(Settings):
+    """How text is generated, here and, as defaults of a request, by the server. The group and its
+    keys are PaddleFleetX's."""
+
+    decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = "sampling"
+    """How the next token is chosen: drawn at random, always the likeliest, or by beam search."""
+    temperature: Factor = 1.0
+    """Divisor of the logits before sampling; below 1 makes likely tokens likelier."""
+    top_k: NonNegative = 50
+    """Number of likeliest tokens to sample from; 0 sets no limit."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """Sampling keeps the fewest likeliest tokens whose probabilities add up to this; 1 keeps
+    all."""
+    repetition_penalty: Factor = 1.0
+    """Factor by which the scores of tokens seen before are lowered; 1 changes nothing."""
+    min_dec_len: NonNegative = 1
+    """Fewest new tokens, before which end-of-text is not allowed."""
+    max_dec_len: Positive = 200
+    """Most new tokens."""
+    num_return_sequences: Positive = 1
+    """Continuations of each prompt; `greedy_search` has one only, `beam_search` at most
+    `num_beams`."""
+    num_beams: Annotated[int, Field(ge=2)] = 4
+    """Beams of `beam_search`."""
+    length_penalty: Annotated[float, Field(ge=-20, le=20)] = 1.0
+    """Exponent of the length by which `beam_search` divides a log-probability; above 0 it favours
+    longer texts."""
+
+
+class ExportSettings(Settings):
+    """The ONNX graph, and how it is proven equal to its checkpoint. The group is Lathe's own."""
+
+    opset: Annotated[int, Field(ge=20, le=22)] = 21
+    """Version of ONNX's operator set."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Data type of the graph's float weights; an INT8 checkpoint needs float32."""
+    prompts: Positive = 64
+    """Held-out prompts that the graph and the checkpoint are compared on."""
+    new_tokens: Positive = 24
+    """Tokens that each prompt is continued by in that comparison, and in the server's; at most half
+    of the model's positions are used."""
+    tolerance: Annotated[float, Field(gt=0, le=1e6)] = 1e-3
+    """Largest difference between a logit of the graph and of the checkpoint, in float32."""
+
+
+class ServingSettings(Settings):
+    """The Triton server. The group is Lathe's own.
+
+    The three ports must differ; a port 0 is any free one.
+    """
+
+    model_name: PlainName = "gpt"
+    """Name of the model on the server, and of its releases in the store."""
+    http_port: Port = 8000
+    """Port of the HTTP endpoint; 0 takes a free one."""
+    grpc_port: Port = 8001
+    """Port of the gRPC endpoint; 0 takes a free one."""
+    metrics_port: Port = 8002
+    """Port of the Prometheus metrics; 0 takes a free one."""
+    max_running: Positive = 8
+    """Sequences that are generated at the same time; each beam, or sequence of
+    a request, counts as one."""
+    max_queue: Positive = 64
+    """Requests that may wait; further ones are refused at once."""
+    threads: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Threads that compute; 0 uses one for each CPU core."""
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> "ServingSettings":
+        ports = [port for port in (self.http_port, self.grpc_port, self.metrics_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ValueError(
+                f"http_port {self.http_port}, grpc_port {self.grpc_port} and metrics_port "
+                f"{self.metrics_port} must differ, unless 0"
+            )
+        return self
+
+
+class ProductionSettings(Settings):
+    """Where models go live, and the acceptance test that a release has to pass before. The group
+    is Lathe's own."""
+
+    releases: str | None = None
+    """Address of the releases in an object store, `s3://bucket/prefix`; null has none, so that
+    nothing can be published."""
+    burst_seconds: Seconds = 10.0
+    """Length of the load test, in seconds."""
+    burst_clients: Annotated[int, Field(gt=0, le=2**16)] = 8
+    """Clients of the load test, each of which asks again as soon as it has its answer."""
+    p99_first_token_ms: Milliseconds = 2000.0
+    """Largest 99th percentile, in milliseconds, of the time to the first token under load."""
+    p99_between_tokens_ms: Milliseconds = 500.0
+    """Largest 99th percentile, in milliseconds, of the time between two tokens under load."""
+    namespace: KubernetesLabel = "lathe"
+    """Kubernetes namespace of the Deployment."""
+    deployment: KubernetesName | None = "lathe-serve"
+    """Kubernetes Deployment to roll to a new release; null rolls none."""
+    rollout_seconds: Seconds = 900.0
+    """Longest time for a rollout, in seconds, after which the previous release is restored."""

@@ -1,0 +1,193 @@
+"""How a model is trained: the batch, the loop, the architecture and the optimizer."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lathe.config.settings.base import Settings
+from lathe.config.settings.types import Positive, Probability, Processes, Seed
+
+
+class GlobalSettings(Settings):
+    """The device, the seed and the batch size. The group and its keys are PaddleFleetX's.
+
+    With `global_batch_size` = `local_batch_size` x data-parallel ranks (`dp_degree` x
+    `sharding_degree`), either of the two sizes may be left empty, or both.
+    """
+
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Device to compute on; `auto` takes a GPU where there is one."""
+    seed: Seed = 1024
+    """Seed of the initial weights, the order of the samples, dropout and sampling."""
+    global_batch_size: Positive | None = None
+    """Sequences of one update, over all data-parallel ranks; null computes it from
+    `local_batch_size`."""
+    local_batch_size: Positive | None = None
+    """Sequences of one update on one data-parallel rank; null divides `global_batch_size` among
+    the ranks, or takes `accumulate_steps` micro-batches where that is null too."""
+    micro_batch_size: Positive = 1
+    """Sequences of one forward and backward pass; it has to divide the local batch. Calibration
+    and sensitivity analysis use batches of this size too."""
+
+
+class MixPrecision(Settings):
+    """The precision of the forward and backward pass; the optimizer keeps float32 weights.
+
+    The group is PaddleFleetX's, whose `enable` and `use_pure_fp16` are understood as well.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the forward and backward pass."""
+    level: Literal["O1", "O2"] = "O1"
+    """O1 casts operations where it is safe (autocast); O2, "pure", computes everything in `dtype`,
+    on copies of the float32 weights. The Paddle engine always trains at O1."""
+    scale_loss: Annotated[float, Field(gt=0, le=2.0**40)] = 32768.0
+    """Loss scale for float16, or the value where dynamic scaling starts; other types ignore it."""
+    use_dynamic_loss_scaling: bool = True
+    """Whether the float16 loss scale is halved after an overflow and doubled after 2,000 updates
+    without one."""
+
+    @property
+    def is_pure(self) -> bool:
+        return self.level == "O2" and self.dtype != "float32"
+
+
+class SaveLoad(Settings):
+    """How often the training state is saved. PaddleFleetX's group; `keep` is Lathe's own."""
+
+    save_steps: Positive = 1000
+    """Updates between two saved states; one more is saved after the last update and when the run
+    is told to stop."""
+    keep: Positive = 2
+    """Saved states to keep; older ones are deleted."""
+
+
+class EngineSettings(Settings):
+    """The training loop. PaddleFleetX's group; `compile` is Lathe's own."""
+
+    max_steps: Positive = 500000
+    """Updates to train for."""
+    accumulate_steps: Positive | None = None
+    """Micro-batches of one update; null computes `local_batch_size` / `micro_batch_size`."""
+    logging_freq: Positive = 1
+    """Updates between two lines of the log."""
+    eval_freq: Positive = 500
+    """Updates between two validations; there is always one after the last update."""
+    eval_iters: Positive = 10
+    """Validation batches of each evaluation, the same ones every time."""
+    compile: bool = False
+    """Whether to compile the Transformer blocks with `torch.compile`; the Paddle engine never
+    does."""
+    mix_precision: MixPrecision = MixPrecision()
+    """Precision of the forward and backward pass."""
+    save_load: SaveLoad = SaveLoad()
+    """Saved training states, from which a stopped run goes on."""
+
+
+class ModelSettings(Settings):
+    """The architecture of a model trained from scratch, and how its activations are handled.
+
+    A stage that starts from a checkpoint takes the shape from there, and from here dropout,
+    recomputation, `sequence_parallel` and `virtual_pp_degree`. PaddleFleetX's group;
+    `scale_residual_init` is Lathe's own.
+    """
+
+    vocab_size: Positive | None = 50304
+    """Rows of the token embedding; null pads the data's vocabulary to a multiple of 128."""
+    hidden_size: Positive = 1024
+    """Width of the residual stream; it has to be a multiple of `num_attention_heads`."""
+    num_layers: Annotated[int, Field(gt=0, le=10_000)] = 24
+    """Number of Transformer blocks."""
+    num_attention_heads: Positive = 16
+    """Attention heads of each block."""
+    ffn_hidden_size: Positive | None = None
+    """Width of the feed-forward layer; null stands for 4 x `hidden_size`."""
+    hidden_dropout_prob: Probability = 0.1
+    """Dropout probability on the embeddings and the residual branches during training."""
+    attention_probs_dropout_prob: Probability = 0.1
+    """Dropout probability on the attention weights during training."""
+    max_position_embeddings: Positive = 1024
+    """Longest sequence the model can take, in tokens."""
+    initializer_range: Annotated[float, Field(gt=0, le=100)] = 0.02
+    """Standard deviation of the normal distribution that initial weights are drawn from."""
+    scale_residual_init: bool = False
+    """Whether to divide that deviation by sqrt(2 x `num_layers`) for the projections into the
+    residual stream, as Megatron-LM and GPT-2 do."""
+    use_recompute: bool = False
+    """Whether to recompute activations in the backward pass rather than keep them, which saves
+    memory and costs time."""
+    recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
+    """What `use_recompute` recomputes: the whole block (`full`, and null), its attention
+    (`full_attn`), or only the scaled dot-product attention (`core_attn`)."""
+    sequence_parallel: bool = False
+    """Whether the ranks of tensor parallelism also divide the activations between the linear
+    layers along the sequence."""
+    virtual_pp_degree: Processes = 1
+    """Stages that each pipeline rank holds (interleaved schedule); more than 1 needs a
+    `pp_degree` above 1."""
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> "ModelSettings":
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        return self
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def recompute(self) -> Literal["full", "full_attn", "core_attn"] | None:
+        return (self.recompute_granularity or "full") if self.use_recompute else None
+
+
+class LearningRate(Settings):
+    """Linear warm-up, then half a cosine down to `min_lr`, then constant. PaddleFleetX's group."""
+
+    name: Literal["CosineAnnealingWithWarmupDecay"] = "CosineAnnealingWithWarmupDecay"
+    """Name of the only schedule there is; it states a fact and changes nothing."""
+    decay_steps: Positive = 360000
+    """Update at which the learning rate reaches `min_lr`; warm-up is included."""
+    warmup_rate: Probability = 0.01
+    """Length of the warm-up, as a share of `decay_steps`."""
+    max_lr: Annotated[float, Field(gt=0, le=1e38)] = 5.0e-5
+    """Peak learning rate after warm-up."""
+    min_lr: Annotated[float, Field(ge=0)] = 1.0e-5
+    """Learning rate after the decay; at most `max_lr`."""
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> "LearningRate":
+        if self.min_lr > self.max_lr:
+            raise ValueError(f"min_lr {self.min_lr} is above max_lr {self.max_lr}: swapped?")
+        return self
+
+
+class GradClip(Settings):
+    """Gradient clipping. PaddleFleetX's group."""
+
+    name: Literal["ClipGradByGlobalNorm"] = "ClipGradByGlobalNorm"
+    """Name of the only method there is; it states a fact and changes nothing."""
+    clip_norm: Annotated[float, Field(gt=0, le=1e38)] = 1.0
+    """Largest L2 norm of all gradients together; larger gradients are scaled down to it."""
+
+
+class OptimizerSettings(Settings):
+    """AdamW. PaddleFleetX's group, whose `adam_beta1` and so on are understood as well."""
+
+    name: Literal["FusedAdamW", "AdamW"] = "FusedAdamW"
+    """Name of the optimizer; both mean the same AdamW, so that it changes nothing."""
+    weight_decay: Annotated[float, Field(ge=0, le=1e38)] = 0.01
+    """Decoupled weight decay; there is none on biases, layer norms and PACT bounds."""
+    beta1: Probability = 0.9
+    """Decay rate of the running mean of gradients."""
+    beta2: Probability = 0.999
+    """Decay rate of the running mean of squared gradients."""
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 1.0e-8
+    """Number added to the denominator of an update, against division by zero."""
+    lr: LearningRate = LearningRate()
+    """Schedule of the learning rate."""
+    grad_clip: GradClip = GradClip()
+    """Clipping of gradients."""

@@ -1,0 +1,137 @@
+"""The YAML of a recipe: plain values, the line of every key, and none of YAML 1.1's surprises.
+
+A number is what YAML 1.2 makes of it: `1:30` is text, not 90, and `010` is ten, not eight. A text
+that was made to hurt (deep nesting, aliases that explode) ends in a `Mistake`. That quotes keys of
+mappings and nothing else, since the text may be a file that was never meant to be a recipe.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lathe.errors import printable
+
+MOST_BYTES = 2**16
+MOST_VALUES = 10_000  # every alias counted as what it stands for
+MOST_LEVELS = 32  # of nesting
+
+_TAG = "tag:yaml.org,2002:"
+_TEXT, _MERGE = f"{_TAG}str", f"{_TAG}merge"
+_PLAIN = {
+    "bool": (r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF"),
+    "int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
+    "float": (
+        r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
+        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    ),
+    "null": r"~|null|Null|NULL|",
+    "merge": r"<<",
+}
+
+
+@dataclass
+class Mistake(Exception):
+    """What is wrong with a text, and on which of its lines, counted from 1."""
+
+    reason: str
+    line: int | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    """In Python, because libyaml's bindings overflow the stack on a text of brackets."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (a class's own, as yaml has it)
+    level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.level += 1
+        if self.level > MOST_LEVELS:
+            raise Mistake("nested too deeply", self.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.level -= 1
+        return node
+
+
+for _name, _pattern in _PLAIN.items():
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), None)
+
+
+def parse(content: bytes) -> tuple[Any, dict[str, int]]:
+    """The values of a YAML text in UTF-8, and the line of every dotted key.
+
+    Raises:
+        Mistake: not YAML; larger, or nested deeper, than any recipe; a key that is given twice or
+            is not text; a tag.
+    """
+    if len(content) > MOST_BYTES:
+        raise Mistake(f"longer than {MOST_BYTES} bytes")
+    try:
+        loader = _Loader(content.decode("utf-8-sig"))
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines: dict[str, int] = {}
+        for count, (key, line) in enumerate(_check(loader, node)):
+            if count == MOST_VALUES:
+                raise Mistake(f"more than {MOST_VALUES} values")
+            lines.setdefault(key, line)
+        return _copy(loader.construct_document(node)), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = mark.line + 1 if mark else None
+        raise Mistake("a character or an indentation out of place", at) from None
+    except yaml.YAMLError:
+        raise Mistake("a character that no text has") from None
+    except RecursionError:
+        raise Mistake("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise Mistake("not in UTF-8") from None
+    except ValueError:
+        raise Mistake("a number of too many digits") from None
+
+
+def _check(
+    loader: _Loader, node: yaml.Node, path: str = "", level: int = 0
+) -> Iterator[tuple[str, int]]:
+    """Dotted key and line of all that is below a node."""
+    line = node.start_mark.line + 1
+    if level > MOST_LEVELS:
+        raise Mistake("nested too deeply", line)
+    implicit = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
+    if node.tag not in (implicit, _TEXT):
+        raise Mistake(f"a tag{_of(path)}", line)
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield path, item.start_mark.line + 1
+            yield from _check(loader, item, path, level + 1)
+    elif isinstance(node, yaml.MappingNode):
+        known = set()
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in (_TEXT, _MERGE):
+                raise Mistake(f"a key{_of(path)}: not text", line)
+            if "." in key.value:
+                raise Mistake(
+                    f"a dot in the key {printable(key.value)}: write groups in groups", line
+                )
+            if key.value in known:
+                raise Mistake(f"duplicate key {printable(key.value)}{_of(path)}", line)
+            known.add(key.value)
+            inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
+            yield inner, line
+            yield from _check(loader, value, inner, level + 1)
+
+
+def _of(path: str) -> str:
+    return f" of {printable(path)}" if path else ""
+
+
+def _copy(value: Any) -> Any:
+    """Without what aliases share: a recipe's values are changed in place."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value

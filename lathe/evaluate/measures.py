@@ -1,0 +1,226 @@
+"""The figures of a task that models are compared by, and how two models differ in one.
+
+Shapes: n units (examples, or blocks of a text) that both models were measured on.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.config.settings import GateSettings
+from lathe.errors import UserError
+from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
+
+Verdict = Literal["pass", "inconclusive", "fail"]
+LARGEST_EXPONENT = 700.0  # exp of more is no float
+
+
+@dataclass(frozen=True)
+class Units:
+    """What one model scored on a task.
+
+    Attributes:
+        path: the JSONL file.
+        figures: the task's in `metrics.json`.
+        rows: its lines, one a unit.
+    """
+
+    path: Path
+    figures: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """(n,) a number a unit.
+
+        Raises:
+            UserError: one is missing, no number, or not finite.
+        """
+        hint = "evaluate the model again"
+        try:
+            column = np.array([float(row[name]) for row in self.rows])
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{self.path}: broken", hint) from None
+        if not np.isfinite(column).all():
+            raise UserError(f"{self.path}: holds NaN or infinity", hint)
+        return column
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measure of both models.
+
+    Attributes:
+        n: examples, words or blocks of the text; `unit` says which.
+        change: accuracy: candidate less baseline; perplexity: relative to the baseline.
+        low, high: its confidence interval.
+        limit: the change that is still allowed, negative for accuracy.
+        lost, gained: examples that only the baseline, or only the candidate, has right.
+        p_value: McNemar's exact test of no difference at all.
+        method: of the interval; see `lathe.evaluate.paired`.
+    """
+
+    measure: str
+    verdict: Verdict
+    baseline: float
+    candidate: float
+    change: float
+    low: float
+    high: float
+    limit: float
+    n: int
+    method: str
+    unit: str
+    lost: int | None = None
+    gained: int | None = None
+    p_value: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(ABC):
+    """A figure of a task, with its standard error where the task has one.
+
+    Attributes:
+        key: its name among the task's figures; the error is `KEY_stderr`.
+        title: as tables and pictures call it.
+        axis: what the axis of a picture says; None: it has no picture.
+        margin: how much worse the gate lets it become; None: the gate does not look at it.
+        factor: figure times this is what the axis shows.
+        has_ratio: whether it means something how many times another model's it is.
+    """
+
+    key: str
+    title: str
+    axis: str | None = None
+    margin: Callable[[GateSettings], float | None] = lambda gate: None
+
+    higher_is_better: ClassVar[bool]
+    factor: ClassVar[float]
+    has_ratio: ClassVar[bool]
+
+    @abstractmethod
+    def show(self, value: float) -> str:
+        """A figure, or its standard error, in a table."""
+
+    @abstractmethod
+    def compare(
+        self, name: str, before: Units, after: Units, margin: float, confidence: float
+    ) -> Check:
+        """The check `name` of a candidate, `after`, against its baseline.
+
+        Raises:
+            UserError: too few units for an interval, or units without what is compared.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy(Measure):
+    """The share of examples that are right.
+
+    Attributes:
+        column: which says of every example whether it is.
+    """
+
+    column: str
+
+    higher_is_better: ClassVar[bool] = True
+    factor: ClassVar[float] = 100.0
+    has_ratio: ClassVar[bool] = False
+
+    def show(self, value: float) -> str:
+        return f"{100 * value:.1f} %"
+
+    def compare(
+        self, name: str, before: Units, after: Units, margin: float, confidence: float
+    ) -> Check:
+        theirs, ours = (units.column(self.column).astype(bool) for units in (before, after))
+        lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
+        difference = accuracy_difference(lost, gained, len(theirs), confidence)
+        return Check(
+            measure=name,
+            verdict=judge(-difference.high, -difference.low, margin),
+            baseline=float(theirs.mean()),
+            candidate=float(ours.mean()),
+            change=difference.estimate,
+            low=difference.low,
+            high=difference.high,
+            limit=-margin,
+            n=len(theirs),
+            method="Tango's score interval",
+            unit="examples",
+            lost=lost,
+            gained=gained,
+            p_value=mcnemar(lost, gained),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Measure):
+    """exp of the mean loss, over blocks of a text or over words.
+
+    Attributes:
+        loss: gives (n,) the nats of every unit.
+        tokens: gives (n,) how many tokens, or words, a unit has; the same for every model.
+        method: of the interval; see `lathe.evaluate.paired.loss_difference`.
+        unit: what the units are.
+        form: of a figure in a table.
+    """
+
+    loss: Callable[[Units], NDArray[np.float64]]
+    tokens: Callable[[Units], NDArray[np.float64]]
+    method: str
+    unit: str
+    form: str = ".2f"
+
+    higher_is_better: ClassVar[bool] = False
+    factor: ClassVar[float] = 1.0
+    has_ratio: ClassVar[bool] = True
+
+    def show(self, value: float) -> str:
+        return format(value, self.form)
+
+    def compare(
+        self, name: str, before: Units, after: Units, margin: float, confidence: float
+    ) -> Check:
+        tokens = self.tokens(before)
+        if len(tokens) < 2:
+            raise UserError(f"{before.path}: one of {self.unit}", "evaluate on more of them")
+        if (tokens != self.tokens(after)).any():
+            raise UserError(
+                f"{before.path} and {after.path} have other {self.unit}",
+                "evaluate both models on the same data with the same recipe",
+            )
+        difference = loss_difference(self.loss(before), self.loss(after), tokens, confidence)
+        change, low, high = (
+            math.expm1(min(x, LARGEST_EXPONENT))
+            for x in (difference.estimate, difference.low, difference.high)
+        )
+        return Check(
+            measure=name,
+            verdict=judge(low, high, margin),
+            baseline=self._value(before),
+            candidate=self._value(after),
+            change=change,
+            low=low,
+            high=high,
+            limit=margin,
+            n=len(tokens),
+            method=self.method,
+            unit=self.unit,
+        )
+
+    def _value(self, units: Units) -> float:
+        loss = float(self.loss(units).sum() / self.tokens(units).sum())
+        return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+def judge(best: float, worst: float, allowed: float) -> Verdict:
+    """The verdict on a loss that lies between `best` and `worst`."""
+    if worst <= allowed:
+        return "pass"
+    return "fail" if best > allowed else "inconclusive"

@@ -1,0 +1,75 @@
+"""What is measured: a checkpoint, or the ONNX folder that was exported from one."""
+
+from pathlib import Path
+
+import torch
+
+from lathe.artifacts.kinds import open_export
+from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe.data.tokenizer import load_tokenizer
+from lathe.errors import UserError
+from lathe.evaluate.measure import EvaluatedModel, require_float32
+from lathe.evaluate.scorers import TorchScorer, onnx_scorer, served_scorer
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.config import read_config
+from lathe.model.folder import WEIGHTS
+from lathe.model.generate import generate
+from lathe.runtime.session import MODEL
+from lathe.storage import sha256
+from lathe.train.workers import choose_device
+
+Endpoint = tuple[str, str]  # gRPC address and model name
+
+
+def open_model(
+    model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
+) -> EvaluatedModel:
+    """Open a folder of `lathe export` with onnxruntime, any other with torch.
+
+    Args:
+        endpoint: of a server; `model` is then the export that it is meant to serve.
+
+    Raises:
+        UserError: neither a checkpoint nor an export, no such device, or a precision that would
+            change what is measured.
+    """
+    settings = recipe.Offline_Eval
+    onnx = Path(model) / MODEL
+    if not onnx.is_file():
+        if endpoint is not None:
+            raise UserError(f"{onnx}: no such file", "give the export folder that is served")
+        device = choose_device(recipe.Global.device)
+        return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
+    folder = onnx.parent
+    open_export(folder)
+    require_float32(settings, f"{folder} is an ONNX file, with a precision of its own")
+    digest = sha256(onnx)
+    return EvaluatedModel(
+        folder=folder,
+        scorer=served_scorer(*endpoint, digest) if endpoint else onnx_scorer(folder),
+        config=read_config(folder),
+        tokenizer=load_tokenizer(folder),
+        stage="export",
+        engine="onnxruntime",
+        n_bytes=onnx.stat().st_size,
+        digest=digest,
+    )
+
+
+def _open_checkpoint(
+    checkpoint: Checkpoint, settings: OfflineEvalSettings, device: torch.device, seed: int
+) -> EvaluatedModel:
+    net = checkpoint.model
+    if net.config.quantization is not None:
+        require_float32(settings, f"{checkpoint.folder} is quantized, on a grid of float32")
+    return EvaluatedModel(
+        folder=checkpoint.folder,
+        scorer=TorchScorer(net.to(device), bfloat16=settings.dtype == "bfloat16"),
+        config=net.config,
+        tokenizer=checkpoint.tokenizer,
+        stage=checkpoint.meta.get("stage"),
+        n_bytes=(checkpoint.folder / WEIGHTS).stat().st_size,
+        digest=checkpoint.digest,
+        on_cpu=device.type == "cpu",
+        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.eos_id, seed),
+    )

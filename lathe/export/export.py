@@ -1,0 +1,182 @@
+"""The export stage: a checkpoint becomes a proven ONNX folder."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort  # type: ignore[import-untyped]
+import torch
+
+from lathe.artifacts.kinds import EXPORT
+from lathe.config.settings import ExportSettings, Recipe
+from lathe.data.tokenizer import save_tokenizer
+from lathe.errors import UserError
+from lathe.export.graph import Weight, build
+from lathe.export.prompts import held_out_prompts
+from lathe.export.proof import prove
+from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.runtime.session import METADATA, MODEL
+from lathe.storage import atomic_folder, claim_output_folder, sha256
+
+log = logging.getLogger("lathe")
+
+FLAVOURS = {"float32": "fp32", "float16": "fp16"}
+PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, some left for the nodes
+HEAD_SIZE_MULTIPLE = 8  # onnxruntime's GroupQueryAttention takes no other
+
+
+AlsoExport = Callable[[Path], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A proven export; `export.json` holds all figures of the proof.
+
+    Attributes:
+        flavour: `fp32`, `fp16` or `int8`.
+        n_bytes: size of `model.onnx`.
+        integer_kernels: matrix products that onnxruntime runs in integers.
+        max_error, mean_error: of the logits, against torch.
+        argmax_agreement: share of positions where the likeliest token is torch's.
+        ties: greedy texts that part from torch's, at two tokens it rates nearly the same.
+    """
+
+    folder: Path
+    flavour: str
+    n_bytes: int
+    integer_kernels: int
+    max_error: float
+    mean_error: float
+    argmax_agreement: float
+    ties: int
+
+
+def export(
+    recipe: Recipe, model: Path, data: Path, output: Path, also: AlsoExport | None = None
+) -> ExportResult:
+    """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and prove them.
+
+    Args:
+        model: checkpoint folder; one with a quantization plan gives the int8 flavour.
+        data: output of prepare; its held-out text is what the proof compares on.
+        output: appears when the proof held, and not before.
+        also: called with the unfinished folder once the proof holds, to write another format
+            beside the graph; what it returns is added to `export.json`.
+
+    Raises:
+        UserError: no checkpoint, too little held-out text, a head size that cannot be run, an INT8
+            checkpoint in float16, a graph too large for one file.
+        ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
+    """
+    claim_output_folder(output, EXPORT, model, data)
+    checkpoint = load_checkpoint(model)
+    settings = recipe.Export
+    config = checkpoint.model.config
+    _require_exportable(model, config, settings)
+    new_tokens = min(settings.new_tokens, config.n_positions // 2)
+    prompts = held_out_prompts(
+        checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
+    )
+    with atomic_folder(output, EXPORT) as work:
+        metadata = write(checkpoint, work, settings)
+        proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
+        metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
+        if also is not None:
+            metadata |= also(work)
+        _write_metadata(work, metadata)
+    result = ExportResult(
+        folder=output,
+        flavour=metadata["flavour"],
+        n_bytes=metadata["bytes"],
+        integer_kernels=proof.integer_kernels,
+        max_error=proof.max_error,
+        mean_error=proof.mean_error,
+        argmax_agreement=proof.argmax_agreement,
+        ties=len({tie.prompt for tie in proof.ties}),
+    )
+    log.info(
+        "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g), "
+        "argmax the same at %.1f %%; %d of %d greedy texts the same",
+        result.flavour,
+        result.n_bytes / 1e6,
+        result.integer_kernels,
+        result.max_error,
+        result.mean_error,
+        100 * result.argmax_agreement,
+        proof.prompts - result.ties,
+        proof.prompts,
+    )
+    return result
+
+
+def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
+    """Raise UserError for a head size or a type that the graph does not have."""
+    if config.head_dim % HEAD_SIZE_MULTIPLE:
+        raise UserError(
+            f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
+            "choose num_attention_heads so that hidden_size / num_attention_heads is one",
+        )
+    if config.quantization and settings.dtype == "float16":
+        raise UserError(
+            f"{model}: an INT8 checkpoint, and Export.dtype float16",
+            "export it as it is, or the checkpoint from before its quantization in float16",
+        )
+
+
+def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
+    """Write the files of an export, not proven; returns the metadata."""
+    config = checkpoint.model.config
+    graph = build(
+        config, _Weights(checkpoint.model, settings.dtype), config.quantization, settings.opset
+    )
+    if graph.n_bytes >= PROTOBUF_LIMIT:
+        raise UserError(
+            f"{checkpoint.folder}: its graph of {graph.n_bytes / 1e9:.1f} GB exceeds the 2 GB of "
+            "one ONNX file",
+            "quantize the model with Compress.Quantization.quantize_embedding=True",
+        )
+    graph.save(folder / MODEL)
+    shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
+    save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
+    metadata = {
+        "flavour": "int8" if config.quantization else FLAVOURS[settings.dtype],
+        "n_head": list(config.n_head),
+        "head_dim": config.head_dim,
+        "n_positions": config.n_positions,
+        "vocab_size": config.vocab_size,
+        "eos_id": checkpoint.eos_id,
+        "opset": settings.opset,
+        "bytes": (folder / MODEL).stat().st_size,
+        "sha256": sha256(folder / MODEL),
+        "source": checkpoint.digest,
+        "versions": {"torch": torch.__version__, "onnxruntime": ort.__version__},
+    }
+    _write_metadata(folder, metadata)
+    return metadata
+
+
+class _Weights(Mapping[str, Weight]):
+    """A model's tensors as arrays of a type, each made when it is asked for."""
+
+    def __init__(self, model: GPT, dtype: str) -> None:
+        self._tensors, self._dtype = HFTensors(model), dtype
+
+    def __getitem__(self, name: str) -> Weight:
+        weight: Weight = self._tensors[name].numpy().astype(self._dtype, copy=False)
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,172 @@
+"""Which linears of a model are quantized, and to what: training, the analysis of sensitivity,
+export and its proof read this plan and nothing else."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lathe.model.architecture import HEAD
+
+WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
+Bits = Literal[4, 8]
+ActivationFormat = Literal["int8"]
+
+ACTIVATION_LEVELS = 127
+"""Largest integer of a quantized activation; the smallest is one further from 0, -128."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Symmetric signed integers, one byte each.
+
+    Attributes:
+        quantize_type: one scale for the whole weight, or one for each output channel.
+        bits: 8; 4, which is as large in a file, only in checkpoints of an earlier version.
+    """
+
+    quantize_type: WeightQuantizeType = "channel_wise_abs_max"
+    bits: Bits = 8
+
+    @property
+    def levels(self) -> int:
+        """The largest integer: 127 of 8 bits, 7 of 4."""
+        return int(2 ** (self.bits - 1) - 1)
+
+
+INT8 = WeightFormat()
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    """How one linear is computed.
+
+    Attributes:
+        weight: format of the weight.
+        activation: format of the input, `clip(round(x / s), -128, 127) * s`; None leaves it in
+            float.
+        activation_scale: the s; 0 is not known yet.
+    """
+
+    weight: WeightFormat = INT8
+    activation: ActivationFormat | None = "int8"
+    activation_scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """What of a model is quantized: enough to rebuild the integer model from float weights.
+
+    Attributes:
+        linears: module path (`h.0.attn.c_attn`, `lm_head`) -> its format; the others are float.
+            With `lm_head` the embedding is quantized, whose weight it is: one scale a vocabulary
+            row.
+    """
+
+    linears: dict[str, LinearFormat] = field(default_factory=dict)
+
+    @classmethod
+    def w8a8(cls, scales: Mapping[str, float], weight: WeightFormat = INT8) -> "QuantizationPlan":
+        """Integer weights and activations, of these scales; the head's weight is always `INT8`."""
+        return cls(
+            {
+                name: LinearFormat(INT8 if name == HEAD else weight, "int8", scale)
+                for name, scale in scales.items()
+            }
+        )
+
+    @property
+    def quantize_embedding(self) -> bool:
+        return HEAD in self.linears
+
+    @property
+    def activation_scales(self) -> dict[str, float]:
+        """Module path -> scale of the input, of the linears whose input is quantized."""
+        return {name: x.activation_scale for name, x in self.linears.items() if x.activation}
+
+    def with_scales(self, scales: Mapping[str, float]) -> "QuantizationPlan":
+        """This plan with the scales of all quantized inputs."""
+        known = {name: scales[name] for name in self.activation_scales}
+        return QuantizationPlan(
+            self.linears
+            | {name: replace(self.linears[name], activation_scale=s) for name, s in known.items()}
+        )
+
+    def part(self, names: Iterable[str]) -> "QuantizationPlan":
+        """This plan of `names` alone."""
+        wanted = frozenset(names)
+        return QuantizationPlan({name: x for name, x in self.linears.items() if name in wanted})
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of a plan of W8A8, in which one weight format is that of all block linears;
+        `linears` lists those that they cannot say."""
+        common = next((x.weight for name, x in self.linears.items() if name != HEAD), INT8)
+        plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
+        others = {name: x for name, x in self.linears.items() if plain.get(name) != x}
+        scales = {n: s for n, s in self.activation_scales.items() if n not in others}
+        values = {
+            "weight_quantize_type": common.quantize_type,
+            "weight_bits": common.bits,
+            "activation_bits": 8,
+            "quantize_embedding": self.quantize_embedding,
+            "activation_scales": scales,
+        }
+        listed = {name: asdict(x) for name, x in others.items()}
+        return values | ({"linears": listed} if listed else {})
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+_Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _WeightJson(_Part):
+    quantize_type: WeightQuantizeType
+    bits: Bits
+
+
+class _LinearJson(_Part):
+    weight: _WeightJson
+    activation: ActivationFormat | None
+    activation_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    @model_validator(mode="after")
+    def _has_its_scale(self) -> "_LinearJson":
+        if (self.activation is None) != (self.activation_scale == 0):
+            raise ValueError("activation and activation_scale go together")
+        return self
+
+
+class PlanJson(_Part):
+    """What `QuantizationPlan.to_json` writes, whose scales are all known."""
+
+    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
+    weight_bits: Bits = 8
+    activation_bits: Literal[8] = 8
+    quantize_embedding: bool = False
+    activation_scales: dict[str, _Scale] = {}
+    linears: dict[str, _LinearJson] = {}
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "PlanJson":
+        if twice := self.activation_scales.keys() & self.linears.keys():
+            raise ValueError(f"{min(twice)} is in activation_scales and in linears")
+        if self.quantize_embedding != self.plan().quantize_embedding:
+            raise ValueError(f"quantize_embedding and a format of {HEAD} go together")
+        return self
+
+    def plan(self) -> QuantizationPlan:
+        common = WeightFormat(self.weight_quantize_type, self.weight_bits)
+        plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
+        others = {
+            name: LinearFormat(
+                WeightFormat(x.weight.quantize_type, x.weight.bits),
+                x.activation,
+                x.activation_scale,
+            )
+            for name, x in self.linears.items()
+        }
+        return QuantizationPlan({**plain, **others})

@@ -1,0 +1,61 @@
+"""Decide whether a candidate may replace the model in production."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+from lathe.artifacts.kinds import VERDICT
+from lathe.config.settings import Recipe
+from lathe.errors import UserError
+from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.gate import GateResult, gate
+from lathe.production.release import releases_of
+from lathe.storage import atomic_file, claim_output_file
+
+log = logging.getLogger("lathe")
+
+
+def challenge(
+    recipe: Recipe, candidate: Path, output: Path, data: Path | None, cloze: Path | None = None
+) -> GateResult:
+    """Evaluate the live release's ONNX as the candidate was, and compare the two with the gate.
+
+    Args:
+        recipe: groups Production, Offline_Eval and Gate.
+        candidate: evaluation folder.
+        output: JSON file to write, as `lathe.evaluate.gate` does.
+        data, cloze: what the candidate was evaluated on.
+
+    Returns:
+        A pass, with that reason, if nothing is in production.
+
+    Raises:
+        UserError: the store does not answer, or the two cannot be evaluated alike.
+        StageError: the live release's bytes in the store have changed.
+    """
+    claim_output_file(output, VERDICT, candidate, data, cloze)
+    releases = releases_of(recipe)
+    live = releases.pointer().live
+    if live is None:
+        result = GateResult(True, ("passed: nothing is in production yet",))
+        content = {"verdict": result.verdict, "passed": True, "reasons": result.reasons}
+        with atomic_file(output) as work:
+            work.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return result
+    with tempfile.TemporaryDirectory(prefix="lathe-live-") as scratch:
+        repository = releases.fetch(live.release, Path(scratch) / "repository")
+        exported = repository / recipe.Serving.model_name / "1"
+        baseline = Path(scratch) / "evaluation"
+        log.info("in production since %s: %s", live.since, releases.address(live.release))
+        try:
+            evaluate(recipe, exported, baseline, data, cloze)
+            return gate(recipe, baseline, candidate, output)
+        except UserError as error:
+            tokenizer = (
+                f"{releases.address(live.release)}{recipe.Serving.model_name}/1/tokenizer.json"
+            )
+            raise UserError(
+                f"the model in production cannot be measured beside the candidate: {error.what}",
+                f"{error.hint}; its tokenizer is {tokenizer}",
+            ) from error

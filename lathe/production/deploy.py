@@ -1,0 +1,289 @@
+"""Exported model -> Triton model repository, rehearsed on a real server.
+
+The stage passes only if the live server generates what the evaluated checkpoint generates: greedy
+tokens for held-out prompts are compared with the checkpoint's in torch, over gRPC and HTTP,
+streamed and whole, one by one and concurrently.
+"""
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lathe.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
+from lathe.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
+from lathe.config.settings import Recipe, ServingSettings
+from lathe.data.tokens import read_data_metadata
+from lathe.errors import StageError, UserError
+from lathe.inputs import read_text
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.config import read_config
+from lathe.production.agreement import Divergence, clear_choices, find_divergence, greedy_tokens
+from lathe.production.rehearsal import Answer, ask, ask_http, ask_together, greedy
+from lathe.progress import track
+from lathe.serve import state as serve_state
+from lathe.serve.client import Client
+from lathe.serve.environment import find_environment
+from lathe.serve.load import OPENINGS
+from lathe.serve.repository import remove_bytecode, require_whole, write_repository
+from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
+from lathe.serve.state import STATE_FILES, ServerState
+from lathe.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
+from lathe.storage.ownership import Source, in_the_way, scratch_prefix
+
+log = logging.getLogger("lathe")
+
+REPORT = "deploy.json"
+REPOSITORY = "repository"
+SERVER = "server"
+N_PROMPTS = 8
+N_CLIENTS = 4
+PROMPT_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class DeployResult:
+    """Figures of a rehearsal; `deploy.json` has them as well, with every prompt's answer."""
+
+    folder: Path
+    repository: Path
+    prompts: int
+    identical: int  # prompts whose greedy tokens all equal the checkpoint's
+    near_ties: int  # prompts that diverge only at a tie
+    start_seconds: float
+    first_token_ms: float  # median
+    tokens_per_second: float  # of one client
+    tokens_per_second_together: float  # of N_CLIENTS clients
+
+
+def deploy(
+    recipe: Recipe,
+    exported: Path,
+    model: Path,
+    output: Path,
+    data: Path | None = None,
+    keep_running: bool = False,
+) -> DeployResult:
+    """Write `output/repository`, serve it, and compare its answers with the checkpoint's.
+
+    Args:
+        recipe: groups Serving, Generation (defaults of requests) and Export (new_tokens).
+        exported: folder of the export stage.
+        model: the checkpoint it was exported from.
+        data: token data set whose held-out text gives the prompts; default a few fixed ones.
+        keep_running: serve on the recipe's ports, replacing the server of the default state
+            folder, and leave it running. Otherwise the server uses free ports and ends with the
+            stage.
+
+    Raises:
+        UserError: a port is in use, or a folder is not what it should be.
+        StageError: the server does not start, or its answers differ from the checkpoint's.
+    """
+    _claim(output, exported, model, data)
+    checkpoint = load_checkpoint(model)
+    tolerance = _proven_tolerance(exported, model, checkpoint)
+    n_positions = checkpoint.model.config.n_positions
+    new_tokens = min(recipe.Export.new_tokens, n_positions // 2)
+    room = n_positions - new_tokens
+    prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
+    find_environment()
+    if keep_running and serve_state.find() is None:
+        free_ports(recipe.Serving)
+    with locked(output):
+        repository = output / REPOSITORY
+        write_repository(exported, repository, recipe.Serving, recipe.Generation)
+        return _rehearsed(recipe, checkpoint, prompts, new_tokens, tolerance, output, keep_running)
+
+
+def _rehearsed(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    prompts: Sequence[str],
+    new_tokens: int,
+    tolerance: float,
+    output: Path,
+    keep_running: bool,
+) -> DeployResult:
+    repository = output / REPOSITORY
+    started = time.perf_counter()
+    with _start(repository, recipe.Serving, output, keep_running) as server:
+        start_seconds = time.perf_counter() - started
+        answers, together, together_seconds = _rehearse(server.state, prompts, new_tokens)
+        expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]
+        divergences = [
+            find_divergence(checkpoint, prompt, mine, answer.tokens)
+            for prompt, mine, answer in zip(prompts, expected, answers, strict=True)
+        ]
+        result = DeployResult(
+            folder=output,
+            repository=repository,
+            prompts=len(prompts),
+            identical=divergences.count(None),
+            near_ties=len(prompts) - divergences.count(None),
+            start_seconds=start_seconds,
+            first_token_ms=1e3 * statistics.median(a.first_token_seconds for a in answers),
+            tokens_per_second=_n_tokens(answers) / sum(a.seconds for a in answers),
+            tokens_per_second_together=_n_tokens(together) / together_seconds,
+        )
+        _check(prompts, divergences, tolerance)
+        samples = [
+            {
+                "prompt": prompt,
+                "text": answer.text,
+                "tokens": answer.tokens,
+                "clear": clear_choices(checkpoint, prompt, answer.tokens, tolerance),
+                "divergence": divergence and asdict(divergence),
+            }
+            for prompt, answer, divergence in zip(prompts, answers, divergences, strict=True)
+        ]
+        _write_report(result, recipe.Serving, new_tokens, samples)
+        if keep_running:
+            server.detach()
+            log.info('try it: lathe client "%s"; stop it: make stop', prompts[0])
+    if not keep_running:
+        remove_bytecode(repository)
+    return result
+
+
+def serve(deployed: Path) -> ServerState:
+    """Start the server of a deployed folder again, on its own ports, and leave it running.
+
+    Args:
+        deployed: output of `deploy`.
+
+    Raises:
+        UserError: no such folder, a server runs already, or a port is in use.
+    """
+    if not (deployed / REPORT).is_file():
+        raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
+    report = read_json(deployed / REPORT, "deploy the model again")
+    where = f"{deployed / REPORT}: serving"
+    serving = checked(report.get("serving"), ServingSettings, where, "deploy the model again")
+    require_whole(deployed / REPOSITORY)
+    return start(deployed / REPOSITORY, serving).detach()
+
+
+def _claim(output: Path, *inputs: Source) -> None:
+    """See `claim_output_folder`; the folder of a rehearsal has no metadata file of its own."""
+    require_apart(output, *inputs)
+    claim_output_folder(output / REPOSITORY, REPOSITORY_KIND)
+    claim_output_file(output / REPORT, DEPLOYMENT)
+    own = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
+    scratch = scratch_prefix(output / REPOSITORY, inside=False)
+    for folder, names in own.items():
+        if folder.is_dir():
+            others = sorted({path.name for path in folder.iterdir()} - names)
+            others = [name for name in others if not name.startswith(scratch)]
+            if others:
+                raise in_the_way(folder, others, "an earlier deployment of Lathe's")
+
+
+def _start(
+    repository: Path, serving: ServingSettings, output: Path, keep_running: bool
+) -> TritonServer:
+    if not keep_running:
+        return start(repository, serving.model_copy(update=ANY_PORTS), output / SERVER)
+    if serve_state.stop():
+        log.info("stopped the server that was running")
+    return start(repository, serving)
+
+
+def _rehearse(
+    state: ServerState, prompts: Sequence[str], new_tokens: int
+) -> tuple[list[Answer], list[Answer], float]:
+    """The answers one by one, and those of concurrent requests with their duration; all ways of
+    asking must give the same tokens."""
+    parameters = greedy(new_tokens)
+    with Client(state.grpc, state.model_name) as client:
+        ask(client, prompts[0], **parameters)  # the first request includes onnxruntime's startup
+        answers = [ask(client, prompt, **parameters) for prompt in track(prompts, "ask the server")]
+        started = time.perf_counter()
+        together = ask_together(client, prompts, N_CLIENTS, **parameters)
+        seconds = time.perf_counter() - started
+        ways = {
+            f"{N_CLIENTS} clients at once": [answer.tokens for answer in together],
+            "gRPC, not streamed": [client.generate(p, **parameters).tokens for p in prompts],
+            "HTTP generate": [ask_http(state, p, False, **parameters) for p in prompts],
+            "HTTP generate_stream": [ask_http(state, p, True, **parameters) for p in prompts],
+        }
+    for way, tokens in ways.items():
+        for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
+            if got != answer.tokens:
+                raise StageError(
+                    f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}"
+                )
+    return answers, together, seconds
+
+
+def _check(
+    prompts: Sequence[str], divergences: Sequence[Divergence | None], tolerance: float
+) -> None:
+    for prompt, divergence in zip(prompts, divergences, strict=True):
+        if divergence is not None and not divergence.gap <= tolerance:
+            raise StageError(
+                f"the server is not the checkpoint: after {prompt!r} and {divergence.position} "
+                f"equal tokens it says {divergence.served}, the checkpoint {divergence.expected}, "
+                f"whose logit is {divergence.gap:.4g} higher (tolerance {tolerance:g})"
+            )
+
+
+def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint) -> float:
+    """The tolerance within which the export was proven to give the checkpoint's logits."""
+    metadata = open_export(exported)
+    if metadata.proof is None:
+        raise UserError(
+            f"{exported / EXPORT.metadata_file}: the export was never proven",
+            "export the model again",
+        )
+    if metadata.source != checkpoint.digest or read_config(exported) != checkpoint.model.config:
+        raise UserError(
+            f"{exported} was exported from another checkpoint than {model}",
+            "export the model again, or give the checkpoint it came from",
+        )
+    return max(metadata.proof.max_error, metadata.proof.tolerance)
+
+
+def _prompts(data: Path | None) -> list[str]:
+    """Beginnings of held-out lines, evenly spread, cut at a word boundary."""
+    if data is None:
+        return list(OPENINGS)
+    read_data_metadata(data)
+    path, hint = data / "heldout.txt", "give the output folder of `lathe prepare`"
+    if not path.exists():
+        raise UserError(f"{path}: no such file", hint)
+    lines = [line.strip() for line in read_text(path, hint).splitlines()]
+    lines = [line for line in lines if len(line) >= PROMPT_CHARACTERS // 2]
+    chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]
+    cut = [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]
+    return cut or list(OPENINGS)
+
+
+def _fit(checkpoint: Checkpoint, prompt: str, n_tokens: int) -> str:
+    """The prompt, truncated so that `n_tokens` more fit into the context."""
+    offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
+    return prompt if len(offsets) <= n_tokens else prompt[: offsets[n_tokens][0]]
+
+
+def _n_tokens(answers: Sequence[Answer]) -> int:
+    return sum(len(answer.tokens) for answer in answers)
+
+
+def _write_report(
+    result: DeployResult,
+    serving: ServingSettings,
+    max_tokens: int,
+    samples: Sequence[Mapping[str, Any]],
+) -> None:
+    figures = {k: v for k, v in asdict(result).items() if not isinstance(v, Path)}
+    report = {
+        **figures,
+        "serving": serving.model_dump(),
+        "max_tokens": max_tokens,
+        "samples": samples,
+    }
+    with atomic_file(result.folder / REPORT) as work:
+        work.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

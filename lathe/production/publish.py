@@ -1,0 +1,149 @@
+"""Put a rehearsed repository into production, and roll back to an earlier one.
+
+A release is published, tested from the bytes in the store, rolled out, and only then pointed to.
+If the process is interrupted in between, the pointer still names a release that works, and running
+it again resumes.
+"""
+
+import json
+import logging
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.table import Table
+
+from lathe.cluster.deployment import Deployment, has_cluster
+from lathe.cluster.rollout import roll
+from lathe.config.settings import ProductionSettings, Recipe
+from lathe.errors import UserError
+from lathe.production.acceptance import Acceptance, accept
+from lathe.production.golden import golden_of
+from lathe.production.release import SHORT, Releases, releases_of
+from lathe.serve.repository import require_whole
+
+log = logging.getLogger("lathe")
+
+REPOSITORY = "repository"
+
+
+@dataclass(frozen=True)
+class Production:
+    """What is live after a deployment or a rollback.
+
+    Attributes:
+        address: the release's, in the object store.
+        before: name of the release that was live; None before the first.
+        rolled: whether a Deployment was rolled; False if there is none.
+        acceptance: None for a rollback.
+    """
+
+    release: str
+    address: str
+    before: str | None
+    rolled: bool
+    acceptance: Acceptance | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = None) -> Production:
+    """Publish what `lathe deploy` rehearsed, test the published bytes, and make them live.
+
+    Args:
+        recipe: groups Production and Serving (the model's name).
+        deployed: output of `lathe deploy`.
+        evaluation: evaluation folder of the checkpoint, whose figures are kept with the release.
+
+    Raises:
+        UserError: the store, the cluster or a folder is not usable.
+        StageError: the release fails its tests or does not become ready; the previous one stays
+            live.
+    """
+    releases, deployment = releases_of(recipe), _deployment(recipe.Production)
+    golden = golden_of(deployed, evaluation)
+    require_whole(deployed / REPOSITORY)
+    release = releases.publish(deployed / REPOSITORY, golden)
+    acceptance = accept(releases, release, recipe)
+    before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
+    return Production(
+        release, releases.address(release), before, deployment is not None, acceptance
+    )
+
+
+def roll_back(recipe: Recipe, to: str | None = None) -> Production:
+    """Make the previous release live again, or any other in the store.
+
+    Args:
+        to: its digest or a prefix of it.
+
+    Raises:
+        UserError: there is no such release.
+        StageError: it does not become ready; the live one stays live.
+    """
+    releases, deployment = releases_of(recipe), _deployment(recipe.Production)
+    if to is None:
+        previous = releases.pointer().previous
+        if not previous:
+            raise UserError(
+                f"{releases.root}: no release was live before the current one",
+                "name one that `lathe release list` lists with --to",
+            )
+        to = previous[0].release
+    release = releases.find(to)
+    before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
+    return Production(release, releases.address(release), before, deployment is not None)
+
+
+def releases_table(recipe: Recipe) -> Table:
+    """All releases for a terminal, the newest first."""
+    releases = releases_of(recipe)
+    pointer = releases.pointer()
+    table = Table("release", "published", "live", "perplexity", "cloze accuracy", "parameters")
+    for name in releases.published():
+        golden = releases.golden(name)
+        times = [p.since for p in (pointer.live, *pointer.previous) if p and p.release == name]
+        is_live = pointer.live is not None and pointer.live.release == name
+        figures = golden.figures
+        table.add_row(
+            name[:SHORT],
+            _minute(golden.published),
+            ("now, since " if is_live else "from ") + _minute(times[0]) if times else "",
+            f"{figures['perplexity']:.2f}" if "perplexity" in figures else "",
+            f"{figures['cloze_accuracy']:.2%}" if "cloze_accuracy" in figures else "",
+            f"{figures['parameters']:,.0f}" if "parameters" in figures else "",
+        )
+    return table
+
+
+def _deployment(settings: ProductionSettings) -> Deployment | None:
+    if settings.deployment is not None and has_cluster():
+        return Deployment(settings.namespace, settings.deployment)
+    log.warning("there is no Deployment to roll: only the pointer will be updated")
+    return None
+
+
+def _make_live(
+    releases: Releases, release: str, deployment: Deployment | None, seconds: float
+) -> str | None:
+    """Roll the Deployment, then update the pointer; returns the previously live release."""
+    address = releases.address(release)
+    with deployment.locked() if deployment else nullcontext():
+        pointer = releases.pointer()
+        before = pointer.live.release if pointer.live else None
+        if deployment is not None:
+            running = deployment.release()
+            back_to = releases.address(before) if before else running
+            if running != back_to:
+                log.warning("%s runs %s, not %s", deployment.name, running, back_to)
+            roll(deployment, address, back_to, seconds)
+            deployment.keep_lock()
+        releases.point(pointer.moved_to(release, datetime.now(UTC)), seen=pointer)
+    log.info("live: %s", address)
+    return before
+
+
+def _minute(time: datetime) -> str:
+    return time.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")

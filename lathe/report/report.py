@@ -1,0 +1,42 @@
+"""The report stage: latency side by side, the gate's verdict, the page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lathe.artifacts.kinds import PAGE, open_export
+from lathe.config.settings import Recipe
+from lathe.evaluate.gate import gate
+from lathe.evaluate.latency import measure
+from lathe.model.folder import read_marker, resolve
+from lathe.report.page import report
+from lathe.report.summary import Candidate, Row
+from lathe.storage import claim_output_file
+
+
+def report_run(
+    recipe: Recipe,
+    candidates: Sequence[Candidate],
+    output: Path,
+    sensitivity: Path | None = None,
+    deployed: Path | None = None,
+) -> list[Row]:
+    """Write the page of a run to the file `output` and return the rows of its table.
+
+    The last candidate is judged against the first by `recipe.Gate`, as far as both are evaluated;
+    the latency of those that are exported is measured in turn, so that they share the machine's
+    moods.
+
+    Raises:
+        UserError: a folder without what its stage writes.
+    """
+    folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
+    claim_output_file(output, PAGE, *folders, sensitivity, deployed)
+    for candidate in candidates:
+        read_marker(resolve(candidate.model))
+        if candidate.exported:
+            open_export(candidate.exported)
+    exported = {c.name: c.exported for c in candidates if c.exported}
+    latency = measure(exported) if exported else None
+    first, last = candidates[0].evaluation, candidates[-1].evaluation
+    verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
+    return report(output, candidates, sensitivity, deployed, latency, verdict)

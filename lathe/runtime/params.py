@@ -1,0 +1,138 @@
+"""Generation parameters of a request: names, ranges and defaults.
+
+The names are those common to language model servers; PaddleFleetX's `min_dec_len` and
+`max_dec_len` are accepted as aliases of `min_tokens` and `max_tokens`.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from lathe.errors import UserError
+
+ALIASES = {"max_dec_len": "max_tokens", "min_dec_len": "min_tokens"}
+STRATEGIES = ("sampling", "greedy_search", "beam_search")
+MAX_INT = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Params:
+    """One request's generation parameters. `max_tokens` None means the server's default, cut to
+    the room left in the context; a number that exceeds that room is refused. A request ends with
+    what it has generated `timeout_seconds` after its arrival."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 1
+    decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = "sampling"
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 0.75
+    repetition_penalty: float = 1.0
+    num_return_sequences: int = 1
+    num_beams: int = 4
+    length_penalty: float = 1.0
+    seed: int | None = None
+    timeout_seconds: float | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    stream: bool = False
+
+    @property
+    def branches(self) -> int:
+        """Slots of the running batch that the request needs."""
+        is_beams = self.decode_strategy == "beam_search"
+        return self.num_beams if is_beams else self.num_return_sequences
+
+
+@dataclass(frozen=True)
+class Field:
+    """Type and range of one parameter."""
+
+    kind: type
+    allowed: Callable[[Any], bool]
+    limit: str
+
+
+FIELDS = {
+    "max_tokens": Field(int, lambda v: 1 <= v <= MAX_INT, "at least 1"),
+    "min_tokens": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
+    "decode_strategy": Field(str, lambda v: v in STRATEGIES, ", ".join(STRATEGIES)),
+    "temperature": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    "top_k": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0 (0: no limit)"),
+    "top_p": Field(float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "repetition_penalty": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    "num_return_sequences": Field(int, lambda v: 1 <= v <= MAX_INT, "at least 1"),
+    "num_beams": Field(int, lambda v: 2 <= v <= MAX_INT, "at least 2"),
+    "length_penalty": Field(float, math.isfinite, "finite"),
+    "stop": Field(str, bool, "a string, or a JSON list of strings, none empty"),
+    "logprobs": Field(bool, lambda v: True, "true or false"),
+    "seed": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
+    "timeout_seconds": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    "stream": Field(bool, lambda v: True, "true or false"),
+}
+
+
+def parse(given: Mapping[str, Any], defaults: Params) -> Params:
+    """Check a request's parameters and fill the rest from `defaults`.
+
+    Raises:
+        UserError: an unknown name, a wrong type or a value out of range; names value and limit.
+    """
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        field_name = ALIASES.get(name, name)
+        if field_name not in FIELDS:
+            near = get_close_matches(name, [*FIELDS, *ALIASES], n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FIELDS)}"
+            raise UserError(f"unknown parameter {name}", hint)
+        if field_name in values:
+            raise UserError(f"{field_name} is given twice, once as {name}", "give one of them")
+        values[field_name] = _checked(name, value, FIELDS[field_name])
+    if "stop" in values:
+        values["stop"] = _stop_strings(values["stop"])
+    params = replace(defaults, **values)
+    sequences, strategy = params.num_return_sequences, params.decode_strategy
+    if strategy == "greedy_search" and sequences > 1:
+        raise UserError(
+            f"num_return_sequences {sequences}: greedy_search finds one",
+            "give num_return_sequences 1, or another decode_strategy",
+        )
+    if strategy == "beam_search" and sequences > params.num_beams:
+        raise UserError(
+            f"num_return_sequences {sequences} is above num_beams {params.num_beams}",
+            f"raise num_beams to {sequences}, or ask for fewer sequences",
+        )
+    if params.logprobs and strategy == "beam_search":
+        raise UserError("logprobs with beam_search", "leave one of them out")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise UserError(
+            f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}",
+            f"lower min_tokens to {params.max_tokens} or less",
+        )
+    return params
+
+
+def _stop_strings(value: str) -> tuple[str, ...]:
+    if not value.startswith("["):
+        return (value,)
+    try:
+        strings = json.loads(value)
+    except json.JSONDecodeError:
+        return (value,)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise UserError(f"stop {value}: not a list of strings", FIELDS["stop"].limit)
+    return tuple(strings)
+
+
+def _checked(name: str, value: Any, field: Field) -> Any:
+    if field.kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not field.kind:
+        raise UserError(f"{name} {value!r} is not of type {field.kind.__name__}", field.limit)
+    if not field.allowed(value):
+        shown = f"{value:g}" if field.kind is float else f"{value}"
+        raise UserError(f"{name} {shown} is out of range", f"give {name} {field.limit}")
+    return value

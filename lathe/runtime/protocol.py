@@ -1,0 +1,57 @@
+"""What server and client share: tensor and model names, and the contents of a response."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+
+FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
+# Inputs of the scoring model: either all of the first, or all of the second.
+TOKENS = ("tokens", "index", "targets")
+TEXTS = ("text_input", "continuation")
+TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, is it the argmax
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Part or all of a continuation; `finish_reason` is empty until the last chunk.
+
+    Finish reasons: `stop`, the model generated EOS (which is in neither `text` nor `tokens`) or a
+    stop string (which `text` omits); `length`, `max_tokens` or the end of the context was reached;
+    `timeout`, `timeout_seconds` have passed; `cancelled`, the client is gone.
+
+    Attributes:
+        sequence: index among the `num_return_sequences`, from 0.
+        log_probabilities: the model's own, one per token, if requested.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    sequence: int = 0
+    log_probabilities: list[float] = field(default_factory=list)
+
+
+def score_name(model_name: str) -> str:
+    """Name of the Triton model that scores with `model_name`'s weights."""
+    return f"{model_name}-score"
+
+
+def model_settings(args: Mapping[str, str]) -> dict[str, Any]:
+    """The `parameters` of config.pbtxt, each JSON, from the arguments of Triton's `initialize`."""
+    given = json.loads(args["model_config"])["parameters"]
+    return {name: json.loads(value["string_value"]) for name, value in given.items()}
+
+
+def decode(value: bytes, name: str) -> str:
+    """Decode a text input; raises UserError if it is not UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        what = f"{name} is not UTF-8: byte {value[error.start]:#04x} at offset {error.start}"
+        raise UserError(what, "send UTF-8 text") from None

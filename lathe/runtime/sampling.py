@@ -1,0 +1,95 @@
+"""Choose the next token from one row of logits, in numpy.
+
+The definitions are those of transformers' logits processors, in their order: repetition penalty,
+minimum length, then for sampling: temperature, top-k, top-p (on what remains), one draw.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.runtime.params import Params
+
+Logits = NDArray[np.float32]
+GROUP = 16
+LIKELY = 1024
+
+
+def next_token(
+    logits: Logits,
+    seen: NDArray[np.bool_],
+    n_generated: int,
+    params: Params,
+    eos_id: int | None,
+    rng: np.random.Generator,
+) -> int:
+    """Choose the next id.
+
+    Args:
+        logits: (vocab,) float32 of the last position; not modified.
+        seen: (vocab,) true for every id in the prompt or generated so far.
+        n_generated: number of ids generated so far; EOS is excluded below `params.min_tokens`.
+    """
+    if params.repetition_penalty != 1.0:
+        logits = penalize(logits, seen, params.repetition_penalty)
+    if eos_id is not None and n_generated < params.min_tokens:
+        logits = logits.copy()
+        logits[eos_id] = -np.inf
+    if params.decode_strategy == "greedy_search":
+        return int(logits.argmax())
+    ids, probabilities = distribution(logits, params.temperature, params.top_k, params.top_p)
+    steps = probabilities.cumsum()
+    return int(ids[np.searchsorted(steps, rng.random() * steps[-1], side="right")])
+
+
+def log_softmax(logits: Logits) -> Logits:
+    """(..., V) log-probabilities."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    total = np.exp(shifted).sum(-1, dtype=np.float64, keepdims=True)
+    out: Logits = shifted - np.log(total).astype(np.float32)
+    return out
+
+
+def penalize(logits: Logits, seen: NDArray[np.bool_], penalty: float) -> Logits:
+    """Divide positive logits of seen ids by `penalty`, multiply negative ones (Keskar et al.,
+    CTRL, 2019)."""
+    factor = np.float32(penalty)
+    return np.where(seen, np.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def distribution(
+    logits: Logits, temperature: float, top_k: int, top_p: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The ids that survive top-k (0: all) and top-p, and their probabilities, which sum to one.
+
+    Ties at the k-th place all survive. Top-p keeps the smallest set of most probable ids whose
+    probability reaches `top_p`, at least one (Holtzman et al., 2020).
+    """
+    ids = _top(logits, top_k) if 0 < top_k < logits.size else np.arange(logits.size)
+    with np.errstate(over="ignore"):
+        scores = (logits[ids] - logits[ids].max()).astype(np.float64) / temperature
+    weights = np.exp(scores)
+    probabilities = weights / weights.sum()
+    if top_p < 1.0:
+        if len(ids) > LIKELY:
+            likely = _top(probabilities, LIKELY)
+            if probabilities[likely].sum() > top_p + 1e-9:  # the rest need not be sorted
+                ids, probabilities = ids[likely], probabilities[likely]
+        order = np.argsort(-probabilities, kind="stable")
+        before = np.cumsum(probabilities[order]) - probabilities[order]
+        keep = order[before < top_p]
+        ids, probabilities = ids[keep], probabilities[keep] / probabilities[keep].sum()
+    return ids, probabilities
+
+
+def _top(values: NDArray[np.floating[Any]], k: int) -> NDArray[np.int64]:
+    """Indices of values not below the k-th largest, in order. The k-th largest of the maxima of
+    small groups bounds it from below, which leaves few values to partition."""
+    groups = values[: len(values) // GROUP * GROUP].reshape(GROUP, -1)
+    ids = np.arange(len(values))
+    if groups.shape[1] >= k:
+        ids = np.flatnonzero(values >= np.partition(groups.max(0), -k)[-k])
+    values = values[ids]
+    top: NDArray[np.int64] = ids[values >= np.partition(values, -k)[-k]]
+    return top

@@ -1,0 +1,169 @@
+"""One request of the running batch: its branches and how their next tokens are chosen."""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+from lathe.runtime.params import Params
+from lathe.runtime.protocol import Chunk, FinishReason
+from lathe.runtime.sampling import log_softmax, next_token
+from lathe.runtime.text import TextStream, TokenBytes
+
+log = logging.getLogger("lathe")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Vocabulary size, the EOS id, and the bytes of every id."""
+
+    size: int
+    eos_id: int
+    token_bytes: TokenBytes
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """The receiving end of a request.
+
+    Attributes:
+        deliver: called with every chunk, the last one with a finish reason, or with an error.
+        cancelled: whether the client is gone; asked before every step.
+    """
+
+    deliver: Callable[[Chunk | Exception], None]
+    cancelled: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt's ids, and how to continue them, by at most `max_tokens`."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    params: Params
+    vocabulary: Vocabulary
+    receiver: Receiver
+
+
+@dataclass(frozen=True)
+class Step:
+    """A group's next step: for each branch its token and its parent (an index into the branches of
+    the step before). No branches means that the group has finished."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+class SequenceGroup(ABC):
+    """A prompt and the branches that continue it, at most `width` at a time.
+
+    Attributes:
+        begun: whether its first tokens have been chosen.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.prompt = np.array(request.prompt, np.int64)
+        self.width = request.params.branches
+        self.arrived = time.monotonic()
+        self.begun = False
+        self._params, self._receiver = request.params, request.receiver
+
+    @abstractmethod
+    def choose(self, logits: NDArray[np.float32]) -> Step:
+        """Choose from logits (branches, V) after the last tokens; at first (1, V), of the
+        prompt."""
+
+    @abstractmethod
+    def expire(self) -> None:
+        """Deliver what has been generated, as final; each sequence has at least one token."""
+
+    def is_wanted(self) -> bool:
+        """Whether to continue; ends the group if its client is gone or its time is up."""
+        if self._receiver.cancelled():
+            self.cancel()
+            return False
+        timeout = self._params.timeout_seconds
+        if timeout is None or time.monotonic() - self.arrived < timeout:
+            return True
+        if self.begun:
+            self.expire()
+        else:
+            self.deliver(
+                UserError(
+                    f"no token within timeout_seconds {timeout:g}",
+                    "try again in a moment, or raise timeout_seconds",
+                )
+            )
+        return False
+
+    def cancel(self) -> None:
+        self.deliver(Chunk("", [], "cancelled"))
+
+    def deliver(self, answer: Chunk | Exception) -> None:
+        """Deliver; a failing receiver must fail neither this request nor its neighbours."""
+        try:
+            self._receiver.deliver(answer)
+        except Exception:
+            log.exception("an answer could not be delivered")
+
+
+class Samples(SequenceGroup):
+    """Greedy search and sampling: `params.num_return_sequences` independent branches."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        seed = np.random.SeedSequence(request.params.seed)
+        generators = [np.random.default_rng(s) for s in [seed, *seed.spawn(self.width - 1)]]
+        self._branches = [_Branch(i, request, rng) for i, rng in enumerate(generators)]
+
+    def choose(self, logits: NDArray[np.float32]) -> Step:
+        parents = range(len(self._branches)) if self.begun else [0] * self.width
+        self.begun = True
+        step, alive = Step([], []), []
+        for branch, parent in zip(self._branches, parents, strict=True):
+            chunk = branch.choose(logits[parent])
+            self.deliver(chunk)
+            if not chunk.finish_reason:
+                alive.append(branch)
+                step.tokens.append(chunk.tokens[-1])
+                step.parents.append(parent)
+        self._branches = alive
+        return step
+
+    def expire(self) -> None:
+        for branch in self._branches:
+            self.deliver(branch.expired())
+
+
+class _Branch:
+    def __init__(self, index: int, request: Request, rng: np.random.Generator) -> None:
+        vocabulary, params = request.vocabulary, request.params
+        self._index, self._max_tokens, self._params = index, request.max_tokens, params
+        self._eos_id, self._rng = vocabulary.eos_id, rng
+        self._text = TextStream(vocabulary.token_bytes, params.stop)
+        self._seen = np.zeros(vocabulary.size, bool)
+        self._seen[list(request.prompt)] = True
+        self._count = 0
+
+    def expired(self) -> Chunk:
+        return Chunk(self._text.rest(), [], "timeout", self._index)
+
+    def choose(self, logits: NDArray[np.float32]) -> Chunk:
+        token = next_token(logits, self._seen, self._count, self._params, self._eos_id, self._rng)
+        if token == self._eos_id:
+            return Chunk(self._text.rest(), [], "stop", self._index)
+        chances = [float(log_softmax(logits)[token])] if self._params.logprobs else []
+        self._count, self._seen[token] = self._count + 1, True
+        text = self._text.add(token)
+        reason: FinishReason = ""
+        if self._text.stopped:
+            reason = "stop"
+        elif self._count == self._max_tokens:
+            text, reason = text + self._text.rest(), "length"
+        return Chunk(text, [token], reason, self._index, chances)

@@ -1,0 +1,80 @@
+"""Incremental detokenization of byte-level BPE that never emits half a character."""
+
+import codecs
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Tokenizer
+
+from lathe.errors import UserError
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
+
+
+BYTE_OF_LETTER = _byte_of_letter()
+
+
+class TokenBytes:
+    """The bytes of every id; empty for special tokens and ids that the tokenizer lacks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._bytes: dict[int, bytes] = {}
+        for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                self._bytes[i] = b"" if added[i].special else token.encode()
+            elif BYTE_OF_LETTER.keys() >= set(token):
+                self._bytes[i] = bytes(BYTE_OF_LETTER[letter] for letter in token)
+            else:
+                raise UserError(
+                    f"tokenizer.json: token {token!r} is not byte-level BPE",
+                    "serve a model with GPT-2's kind of tokenizer",
+                )
+        self.longest = max(map(len, self._bytes.values()))
+
+    def __getitem__(self, token: int) -> bytes:
+        return self._bytes.get(token, b"")
+
+
+class TextStream:
+    """Turns a stream of ids into text; a character is emitted with the last of its bytes.
+
+    Bytes that cannot be UTF-8 become U+FFFD, as in `Tokenizer.decode`; a character that is
+    incomplete when generation ends is dropped.
+
+    Args:
+        stop: strings that end the text. They are not emitted, and text that may be the beginning of
+            one is held back.
+
+    Attributes:
+        stopped: whether a stop string was found.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
+        self._token_bytes, self._stop = token_bytes, stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        text = self._held + self._decoder.decode(self._token_bytes[token])
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        ends = range(max((len(stop) for stop in self._stop), default=1) - 1, 0, -1)
+        held = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """Text that was held back, to be called at the end."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_become_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)

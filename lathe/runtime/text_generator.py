@@ -1,0 +1,102 @@
+"""Text generation with an exported model: tokenizer, limits and the running batch, no server.
+
+Needs only numpy, onnxruntime and tokenizers.
+"""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.runtime.batcher import Batcher, Watcher
+from lathe.runtime.beams import Beams
+from lathe.runtime.params import Params
+from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
+from lathe.runtime.session import OnnxModel
+from lathe.runtime.text import TokenBytes
+
+
+class TextGenerator:
+    """One loaded model that serves many requests at once.
+
+    Args:
+        folder: an export.
+        threads: onnxruntime's threads within a step; 0 means one per core.
+        max_running, max_queue, watcher: see `Batcher`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        default_max_tokens: int,
+        threads: int = 0,
+        max_running: int = 8,
+        max_queue: int = 64,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.default_max_tokens = default_max_tokens
+        self.model = OnnxModel(folder, threads)
+        self.n_positions = self.model.n_positions
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.token_bytes = TokenBytes(self.tokenizer)
+        self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
+        self._batcher = Batcher(self.model, max_running, max_queue, watcher)
+
+    def submit(self, prompt: str, params: Params, receiver: Receiver) -> bool:
+        """Queue a request; chunks reach the receiver on another thread.
+
+        Returns:
+            False if the queue is full.
+
+        Raises:
+            UserError: the prompt is empty or too long, `max_tokens` exceeds the room in the
+                context, or more branches are requested than may run at a time.
+        """
+        ids = self._encode(prompt)
+        max_tokens = self._max_tokens(len(ids), params.max_tokens)
+        kind = Beams if params.decode_strategy == "beam_search" else Samples
+        if params.branches > self._batcher.max_running:
+            name = "num_beams" if kind is Beams else "num_return_sequences"
+            raise UserError(
+                f"{name} {params.branches} is above what may run at a time, "
+                f"{self._batcher.max_running}",
+                f"lower {name}, or raise Serving.max_running",
+            )
+        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver))
+        return self._batcher.submit(group)
+
+    def close(self) -> None:
+        """Cancel all requests."""
+        self._batcher.close()
+
+    def _encode(self, prompt: str) -> list[int]:
+        if not prompt:
+            raise UserError("text_input is empty", "give at least one character")
+        # A token has at most `longest` bytes, so a text that cannot fit need not be tokenized.
+        n_bytes = len(prompt.encode())
+        if n_bytes > self.n_positions * self.token_bytes.longest:
+            raise UserError(
+                f"text_input of {n_bytes:,} bytes cannot fit the model's {self.n_positions} "
+                "positions",
+                "shorten it",
+            )
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if len(ids) >= self.n_positions:
+            raise UserError(
+                f"text_input of {len(ids)} tokens leaves no room in the model's "
+                f"{self.n_positions} positions",
+                f"shorten it to {self.n_positions - 1} tokens or less",
+            )
+        return ids
+
+    def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
+        room = self.n_positions - n_prompt
+        if asked is None:
+            return min(self.default_max_tokens, room)
+        if asked > room:
+            raise UserError(
+                f"text_input of {n_prompt} tokens and max_tokens {asked} exceed the model's "
+                f"{self.n_positions} positions",
+                f"lower max_tokens to {room} or less, or shorten text_input",
+            )
+        return asked

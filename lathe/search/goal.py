@@ -1,0 +1,59 @@
+"""The target and budget of a search, and their form on the command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lathe.errors import UserError
+
+Target = Literal["latency", "prefill", "bytes", "parameters"]
+Budget = Literal["accuracy", "perplexity"]
+
+MOST_INCREASE = 1e6  # of a perplexity, relative
+
+
+@dataclass(frozen=True)
+class Goal:
+    """At most `at_most` of the dense float32 model's `target`, for at most `budget`.
+
+    Attributes:
+        target: `latency` is of a decoded token, `prefill` of a prompt, `bytes` of the ONNX file.
+        budget: accuracy in points of cloze accuracy that may be lost, or perplexity's relative
+            increase.
+    """
+
+    target: Target
+    at_most: float
+    budget: Budget
+    allowed: float
+
+
+def parse_goal(target: str, budget: str) -> Goal:
+    """`latency=0.4` and `accuracy=-0.5` (points) or `perplexity=0.05` (relative).
+
+    Raises:
+        UserError: another word, not a number, or one that is no share and no loss.
+    """
+    of, share = _assignment("--target", target, get_args(Target))
+    kind, allowed = _assignment("--budget", budget, get_args(Budget))
+    if not 0 < share < 1:
+        raise UserError(f"--target {target}: not a share", f"give one below 1, e.g. {of}=0.4")
+    loss = -allowed / 100 if kind == "accuracy" else allowed
+    if not 0 <= loss <= (1 if kind == "accuracy" else MOST_INCREASE):
+        raise UserError(
+            f"--budget {budget}: {'asks for a gain' if loss < 0 else 'not a loss to bear'}",
+            "write accuracy=-0.5 for half a point lost, perplexity=0.05 for 5 % more",
+        )
+    return Goal(of, share, kind, loss)  # type: ignore[arg-type]
+
+
+def _assignment(option: str, text: str, names: Sequence[str]) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        if name in names:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise UserError(
+        f"{option} {text}: not understood", f"write one of {', '.join(names)}, as {names[0]}=0.4"
+    )

@@ -1,0 +1,53 @@
+"""The result of a search: the best trial, `compress.json` and `compress.html`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lathe.errors import StageError
+from lathe.evaluate.results import read_metrics
+from lathe.search.goal import Goal
+from lathe.search.page import pareto_page
+from lathe.search.trial import SearchResult, Trial
+from lathe.storage import atomic_file
+
+RESULT = "compress.json"
+PAGE = "compress.html"
+
+
+def conclude(
+    goal: Goal, dense_evaluation: Path, trials: Sequence[Trial], output: Path
+) -> SearchResult:
+    """Choose the best of the trials; write `compress.json` and `compress.html` into `output`."""
+    good = [trial for trial in trials if trial.meets(goal) and trial.verdict != "fail"]
+    best = min(good, key=lambda trial: trial.ratio, default=None)
+    before = read_metrics(dense_evaluation)
+    dense = {
+        "accuracy": (before["cloze"] or {}).get("accuracy"),
+        "perplexity": (before["text"] or {}).get("perplexity"),
+    }
+    result = SearchResult(goal, dense, tuple(trials), best)
+    output.mkdir(parents=True, exist_ok=True)
+    with atomic_file(output / RESULT) as work:
+        work.write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    with atomic_file(output / PAGE) as work:
+        work.write_text(pareto_page(result), encoding="utf-8")
+    return result
+
+
+def require_met(result: SearchResult) -> Trial:
+    """Return the best trial.
+
+    Raises:
+        StageError: no trial met the goal.
+    """
+    if result.best is not None:
+        return result.best
+    goal = result.goal
+    nearest = min(result.trials, key=lambda trial: float(getattr(trial, goal.target)))
+    raise StageError(
+        f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
+        f"{goal.target} {getattr(nearest, goal.target):.3f}, budget: {nearest.verdict}. "
+        "Allow more, finetune longer (Engine.max_steps), or try more often (--trials)"
+    )

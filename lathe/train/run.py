@@ -1,0 +1,155 @@
+"""The steps that all training stages share: claim the folder, train, write the checkpoint."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.distributed import ProcessGroup
+
+from lathe.config.settings import Recipe
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.folder import MARKER, checkpoint_digest
+from lathe.model.gpt import GPT
+from lathe.train.batch import resolve_batch
+from lathe.train.batches import open_data
+from lathe.train.capacity import require_batches
+from lathe.train.distill import Teacher
+from lathe.train.loop import Progress
+from lathe.train.parallel import Stage, Weights, build_stages
+from lathe.train.result import (
+    TrainResult,
+    begin,
+    claimed,
+    read_result,
+    remove_states,
+    run_identity,
+)
+from lathe.train.state import load_tensors
+from lathe.train.trainer import Trainer
+from lathe.train.workers import Workers, join_workers
+
+log = logging.getLogger("lathe")
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A model to train, its hooks, and the metadata of its checkpoint.
+
+    Attributes:
+        model: whole, on the CPU; on the meta device where `weights` gives the values.
+        weights: see `lathe.train.parallel.Weights`; None: the model's own.
+        after_step: called with a part of the model, as this process trains it, and the group of
+            processes that hold the same part, after every update.
+        before_save: final change to the whole trained model, e.g. writing scales into its plan.
+    """
+
+    stage: str
+    model: GPT
+    tokenizer: Tokenizer
+    parent: str | None = None
+    weights: Weights | None = None
+    after_step: Callable[[GPT, ProcessGroup], None] | None = None
+    before_save: Callable[[GPT], None] | None = None
+
+
+def run_training(
+    recipe: Recipe,
+    data: Path,
+    output: Path,
+    inputs: dict[str, str],
+    make: Callable[[], TrainingJob],
+    teacher: Path | None = None,
+    sources: Sequence[Path] = (),
+) -> TrainResult:
+    """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
+
+    Args:
+        inputs: digests of what the run depends on beside the recipe and the data.
+        make: builds model and hooks; not called when `output` is finished.
+        teacher: the checkpoint that `Compress.Distill` distils from.
+        sources: other folders that `make` reads.
+
+    Raises:
+        UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
+        Preempted: SIGTERM was received; the same call resumes.
+    """
+    if teacher is not None:
+        inputs = {**inputs, "teacher": checkpoint_digest(teacher)}
+    with join_workers(recipe) as workers:
+        identity = run_identity(recipe, inputs, data, workers.data_size)
+        require_batches(recipe, resolve_batch(recipe, workers.data_size).total)
+        held = claimed(output, identity, data, *sources, teacher)
+        with held if workers.is_first else nullcontext():
+            workers.barrier()
+            if workers.agree((output / MARKER).is_file):
+                log.info("%s is finished: nothing to do", output)
+                return workers.agree(lambda: read_result(output))
+            work = make()
+            config = work.model.config
+            tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+            # Not kept in a variable: the whole weights are freed when the stages have their parts.
+            stages = build_stages(
+                work.model, work.weights or _own_weights(work.model), recipe, workers
+            )
+
+            def observe(stage: Stage) -> None:
+                if work.after_step is not None:
+                    work.after_step(stage.gpt, workers.replicas)
+
+            guide = _load_teacher(recipe, teacher, config, workers) if teacher else None
+            if workers.is_first:
+                begin(output, identity)
+            trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
+            at = trainer.run()
+            if workers.is_first:
+                _write_checkpoint(recipe, output, work, at, trainer.states.folder.newest())
+            return workers.agree(lambda: read_result(output))
+
+
+def _own_weights(model: GPT) -> Weights:
+    tensors = model.state_dict()
+    return lambda name, shape: tensors[name]
+
+
+def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Workers) -> Teacher:
+    if workers.mesh["mp"].size() > 1 or workers.mesh["pp"].size() > 1:
+        raise UserError(
+            "distillation cannot be divided by Distributed.mp_degree or pp_degree",
+            "use dp_degree or sharding, or leave Compress.Distill.teacher empty",
+        )
+    precision = recipe.Engine.mix_precision
+    dtype = getattr(torch, precision.dtype) if precision.is_pure else torch.float32
+    model = load_checkpoint(folder).model.to(workers.device, dtype)
+    teacher = Teacher(model, recipe.Compress.Distill)
+    teacher.check(student)
+    return teacher
+
+
+def _write_checkpoint(
+    recipe: Recipe, output: Path, work: TrainingJob, at: Progress, state: Path
+) -> None:
+    """The whole model, gathered from the last saved state, which is then deleted."""
+    model = work.model.to_empty(device="cpu")
+    load_tensors(
+        state,
+        {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+    )
+    if work.before_save is not None:
+        work.before_save(model)
+    figures: dict[str, Any] = {
+        "step": at.step,
+        "loss": at.loss,
+        "first_eval_loss": at.first_eval_loss,
+        "eval_loss": at.eval_loss,
+        "tokens_per_second": at.tokens / at.seconds,
+        "n_params": model.config.n_params(),
+    }
+    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, work.parent, figures)
+    remove_states(output)

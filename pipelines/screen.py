@@ -1,0 +1,29 @@
+"""Where a run's lines are shown: on a terminal a line of progress takes the last one's place."""
+
+import re
+import shutil
+import sys
+
+PROGRESS = re.compile(r" \d+/\d+, .*left$")  # as `lathe.progress.Bar.tell` writes it
+
+
+class Screen:
+    """Standard output; elsewhere than on a terminal every line stays."""
+
+    def __init__(self) -> None:
+        self._replaces, self._is_open = sys.stdout.isatty(), False
+
+    def show(self, line: str) -> None:
+        """Print a line, or several."""
+        if self._is_open:
+            print("\r\x1b[K", end="")
+        self._is_open = self._replaces and PROGRESS.search(line) is not None
+        if self._is_open:
+            line = line[: shutil.get_terminal_size().columns - 1]
+        print(line, end="" if self._is_open else "\n", flush=True)
+
+    def close(self) -> None:
+        """Leave the last line of progress where it is."""
+        if self._is_open:
+            print(flush=True)
+        self._is_open = False

@@ -1,0 +1,78 @@
+"""The repository's documents, and the commands, code and names in them."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / "components").glob("*/README.md"),
+        ROOT / "benchmarks" / "README.md",
+    ]
+)
+TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PAGES}
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """The fenced code of these languages."""
+    return [code for _, language, code in FENCE.findall(text) if language in languages]
+
+
+def prose(text: str) -> str:
+    """The text without its fenced code."""
+    return FENCE.sub("", text)
+
+
+def inline(text: str) -> list[str]:
+    """What stands between backquotes outside of fenced code."""
+    return re.findall(r"`([^`\n]+)`", prose(text))
+
+
+def lines(block: str) -> list[str]:
+    """The commands of a shell block, without remarks, continued lines joined."""
+    return [
+        line.strip()
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
+
+
+def commands(program: str) -> list[tuple[str, list[str]]]:
+    """(page, words after the program's name) of every call in shell blocks and in backquotes, once
+    though several pages have it.
+
+    In backquotes a call has an argument, which tells it from the mere name of the program. The
+    changelog is left out, since it names what is gone.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    for page, text in TEXTS.items():
+        if page == "CHANGELOG.md":
+            continue
+        shell = [line for block in blocks(text, "sh") for line in lines(block)]
+        quoted = [code for code in inline(text) if re.match(rf"{re.escape(program)} \S", code)]
+        for line in shell + quoted:
+            for words in _calls(line, program):
+                found.setdefault(tuple(words), page)
+    return [(page, list(words)) for words, page in found.items()]
+
+
+def _calls(line: str, program: str) -> Iterator[list[str]]:
+    """The calls of a program in a line, of which there may be several behind `&&`, `|` and `(`."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;()<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if not re.fullmatch(r"[&|;()<>]+", word):
+            words.append(word)
+            continue
+        while words and re.fullmatch(r"\w+=.*", words[0]):  # variables of this call's environment
+            words.pop(0)
+        if words and words[0].removeprefix(".venv/bin/") == program:
+            yield words[1:]
+        words = words if word.startswith("<") else []

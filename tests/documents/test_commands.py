@@ -1,0 +1,139 @@
+"""Every command in the documents is one that the command line, make or Python knows."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from functools import cache
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lathe.cli import app
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from tests.documents.pages import ROOT, TEXTS, blocks, commands, inline
+
+QUICK = {"recipe", "plan"}
+"""Verbs that read a recipe and print: the tests run them as the documents have them."""
+
+Call = tuple[str, list[str]]
+LATHE, MAKE, PYTHON = commands("lathe"), commands("make"), commands("python")
+VERBS = set(re.findall(r"^## lathe (.+)$", TEXTS["docs/reference/cli.md"], re.M))
+
+
+def named(calls: list[Call]) -> Any:
+    ids = [f"{page}: {' '.join(words)}" for page, words in calls]
+    return pytest.mark.parametrize(("page", "words"), calls, ids=ids)
+
+
+def parse(words: list[str]) -> tuple[Any, dict[str, Any]]:
+    """The verb that the words name, and its options by name, not yet converted.
+
+    Raises:
+        an exception of the command line's parser: an unknown verb or option.
+    """
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command, words = command.commands[words[0]], words[1:]
+    values, rest, _ = command.make_parser(typer.Context(command)).parse_args(words)
+    assert not rest, f"{rest} are not understood"
+    return command, values
+
+
+@named([call for call in LATHE if call[1][0] != "--help"])
+def test_lathe_knows_the_command(
+    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, values = parse(words)
+    is_name = " ".join(words) in VERBS  # of a verb that the text speaks of, without its options
+    missing = {p.name for p in command.params if p.required and not values.get(p.name)}
+    assert is_name or not missing
+    monkeypatch.chdir(ROOT)
+    default = next((p.default for p in command.params if p.name == "recipe"), "base")
+    overrides = [o for o in values.get("override") or [] if not o.startswith("Group.")]
+    load_recipe(values.get("recipe") or default, overrides)
+
+
+@named([call for call in LATHE if call[1][0] in QUICK and len(call[1]) > 1])
+def test_a_quick_command_succeeds(
+    page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if any(word.isupper() for word in words):  # NAME, KEY: for the reader to fill in
+        pytest.skip("a form, not a command")
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+
+
+@cache
+def make_variables() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text()
+    used = re.findall(r"\$\((?:value )?([A-Z_]+)\)|\$\(call option,--[\w-]+,([A-Z_]+)\)", makefile)
+    used += re.findall(r"\$\(or \$\(([A-Z_]+)\)()", makefile)
+    return {name for pair in used for name in pair if name}
+
+
+@cache
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M))
+
+
+@named(MAKE)
+def test_make_knows_the_target_and_its_variables(page: str, words: list[str]) -> None:
+    own, _, overrides = " ".join(words).partition(" -- ")
+    targets = [word for word in own.split() if re.fullmatch(r"[a-z][a-z-]*", word)]
+    assert targets and targets[0] in make_targets()
+    variables = {name for name in re.findall(r"(?:^| )([A-Z_]+)=", own)}
+    assert variables <= make_variables()
+    keys = re.findall(r"-o (\S+)", overrides)
+    load_recipe("tiny", [key for key in keys if "..." not in key])
+
+
+@named(MAKE)
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_make_would_run_it(page: str, words: list[str]) -> None:
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+    is_name = len(words) == 1  # of a target that the text speaks of, without its variables
+    assert done.returncode == 0 or (is_name and " needs " in done.stderr), done.stderr
+    assert done.stdout.strip() or is_name
+
+
+@named(PYTHON)
+def test_python_finds_the_module_or_file(page: str, words: list[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words[1]
+    elif not words[0].startswith("-"):
+        source = (ROOT / words[0]).read_text()
+        options = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        assert not {o for o in options if o not in source and o[2:].replace("-", "_") not in source}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_shell_and_python_blocks_parse(page: str) -> None:
+    if shell := "\n".join(blocks(TEXTS[page], "sh")):
+        done = subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    for block in blocks(TEXTS[page], "python"):
+        compile(block, page, "exec", flags=2**13)  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        for module, names in re.findall(r"^from (\S+) import ([\w, ]+)$", block, re.M):
+            found = importlib.import_module(module)
+            assert all(hasattr(found, name.strip()) for name in names.split(",")), (module, names)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_settings_exist(page: str) -> None:
+    groups = "|".join(Recipe.model_fields)
+    for code in inline(TEXTS[page]):
+        if not (match := re.fullmatch(rf"((?:{groups})(?:\.[A-Za-z]\w*)+)(?:[:=].*)?", code)):
+            continue
+        model: Any = Recipe
+        for key in match[1].split("."):
+            assert key in model.model_fields, f"{code}: no {key}"
+            model = model.model_fields[key].annotation
+
+
+def test_the_documents_have_commands_to_check() -> None:
+    assert len(LATHE) >= 40 and len(MAKE) >= 30 and len(PYTHON) >= 5

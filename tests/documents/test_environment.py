@@ -1,0 +1,18 @@
+"""docs/reference/environment.md has every variable of Lathe's own that a user may set."""
+
+import re
+
+from tests.documents.pages import ROOT, TEXTS
+
+INTERNAL = {"LATHE_PADDLE_LOGS", "LATHE_PADDLE_MARK", "LATHE_SOAK_SECONDS", "LATHE_TIED"}
+"""Between Lathe's own processes, or of the tests."""
+
+
+def test_every_variable_is_there() -> None:
+    used = set()
+    for folder in ("lathe", "components", "pipelines"):
+        for path in (ROOT / folder).rglob("*.py"):
+            used |= set(re.findall(r"\"(LATHE_[A-Z_]*[A-Z])\"", path.read_text(encoding="utf-8")))
+    used |= {f"LATHE_{name}_IMAGE" for name in ("TRAIN", "SERVE", "PADDLE")}
+    named = set(re.findall(r"`(LATHE_\w+)`", TEXTS["docs/reference/environment.md"]))
+    assert named == used - INTERNAL

@@ -1,0 +1,77 @@
+"""Links lead somewhere: files and headings of this repository are there, addresses are whole."""
+
+import re
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.documents.pages import ROOT, TEXTS, inline, prose
+
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(
+    r"((?:lathe|components|pipelines|tests|docs|images|examples)/[\w./-]+\.py)::(.+)"
+)
+FOLDERS = "lathe|components|pipelines|recipes|tests|docs|manifests|examples|benchmarks"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    found: dict[str, int] = {}
+    result = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(text), re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+        count = found.get(slug, 0)
+        found[slug] = count + 1
+        result.add(f"{slug}-{count}" if count else slug)
+    return result
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in LINK.findall(prose(TEXTS[page])):
+        if "://" in link:
+            address = urlsplit(link)
+            assert address.scheme == "https" and "." in address.netloc, link
+            continue
+        name, _, anchor = link.partition("#")
+        target = ((ROOT / page).parent / name).resolve() if name else ROOT / page
+        assert target.is_relative_to(ROOT) and target.exists(), f"{link}: no such file"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_page_of_docs_is_linked(page: str) -> None:
+    if not page.startswith("docs/") or page == "docs/README.md":
+        return
+    target = ROOT / page
+    linking = [
+        other
+        for other, text in TEXTS.items()
+        if other != page
+        and any(
+            ((ROOT / other).parent / link.partition("#")[0]).resolve() == target
+            for link in LINK.findall(text)
+            if "://" not in link
+        )
+    ]
+    assert "docs/README.md" in linking
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_and_functions_that_are_named_exist(page: str) -> None:
+    for code in inline(TEXTS[page]):
+        if match := NAMED.fullmatch(code):
+            source = (ROOT / match[1]).read_text(encoding="utf-8")
+            for name in match[2].split("."):
+                pattern = rf"^ *(?:async )?(?:def|class) {name}\b|^ *{name}(?:: [^=\n]+)? = "
+                assert re.search(pattern, source, re.M), code
+        elif re.fullmatch(rf"(?:{FOLDERS})/[\w./-]+", code):
+            path = ROOT / code
+            assert path.exists() or code in GENERATED or code.startswith(LABELS), code
+
+
+GENERATED = {"images/refs.json", "examples/run"}
+LABELS = ("lathe/node-pool", "lathe/stage", "lathe/client", "lathe/release")
+"""Kubernetes labels, which look like paths."""

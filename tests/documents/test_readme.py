@@ -1,0 +1,34 @@
+"""The README is short, and what it says of commands and folders is so."""
+
+import re
+
+from lathe.report.summary import COLUMNS
+from tests.documents.pages import ROOT, TEXTS, blocks, lines
+
+README = TEXTS["README.md"]
+MOST_WORDS = 1200
+
+
+def test_it_is_short() -> None:
+    assert len(README.split()) < MOST_WORDS
+
+
+def test_it_begins_with_two_commands() -> None:
+    first = [line.split("#")[0].strip() for line in lines(blocks(README, "sh")[0])]
+    assert first == ["make run", "make test"]
+
+
+def test_make_test_runs_in_ci_as_the_readme_says() -> None:
+    assert "make test" in README and "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_the_folders_are_there() -> None:
+    folders = re.findall(r"^\| `([a-z/]+)/` \|", README, re.MULTILINE)
+    assert len(folders) >= 7
+    assert not [folder for folder in folders if not (ROOT / folder).is_dir()]
+
+
+def test_the_table_of_the_first_run_has_rows_that_a_run_prints() -> None:
+    table = README[README.index("| | dense | pruned | INT8 |") :].split("\n\n")[0]
+    titles = re.findall(r"^\| ([A-Z][^|]+?) \|", table, re.MULTILINE)
+    assert len(titles) >= 6 and set(titles) <= {column.title for column in COLUMNS}

@@ -1,0 +1,21 @@
+"""Every promise of docs/safety.md is held by a test that is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMED = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", (ROOT / "docs/safety.md").read_text())
+
+
+@pytest.mark.parametrize(("file", "test"), NAMED)
+def test_a_promise_has_its_test(file: str, test: str) -> None:
+    text = (ROOT / file).read_text()
+    assert re.search(rf"^def {test}\(", text, re.M) if test else "\ndef test_" in text
+
+
+def test_every_promise_names_one() -> None:
+    rows = [line for line in (ROOT / "docs/safety.md").read_text().splitlines() if "|" in line]
+    promises = [row for row in rows if not re.match(r"\| ?(Promise|-)|\|-", row)]
+    assert promises and all("`tests/" in row for row in promises)

@@ -1,0 +1,78 @@
+"""The plan as JSON: what older checkpoints hold, and what they cannot say."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
+from tests.conftest import small_config
+
+SCALES = {"h.0.attn.c_attn": 0.1, "h.1.mlp.c_proj": 0.2, "lm_head": 0.3}
+W8A8 = {
+    "weight_quantize_type": "abs_max",
+    "weight_bits": 8,
+    "activation_bits": 8,
+    "quantize_embedding": True,
+    "activation_scales": SCALES,
+}
+WEIGHT_ALONE = asdict(LinearFormat(activation=None))
+
+
+def read(plan: dict[str, Any]) -> QuantizationPlan:
+    values = small_config().to_json()
+    values["lathe"]["quantization"] = plan
+    found = GPTConfig.from_json(json.loads(json.dumps(values))).quantization
+    assert found is not None
+    return found
+
+
+def test_integer_weights_and_activations_keep_their_keys() -> None:
+    plan = read(W8A8)
+    assert plan.activation_scales == SCALES
+    assert plan.linears["h.0.attn.c_attn"].weight == WeightFormat("abs_max")
+    assert plan.linears["lm_head"].weight == INT8
+    assert json.dumps(plan.to_json()) == json.dumps(W8A8)
+
+
+def test_four_bits_of_an_older_checkpoint_are_read() -> None:
+    plan = read(W8A8 | {"weight_bits": 4})
+    assert plan.linears["h.1.mlp.c_proj"].weight.levels == 7
+    assert plan.linears["lm_head"].weight.levels == 127
+    assert read(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("weight", [INT8, WeightFormat("abs_max")])
+def test_weights_alone(weight: WeightFormat) -> None:
+    alone = LinearFormat(weight, activation=None)
+    plan = QuantizationPlan({"h.0.attn.c_attn": alone, "h.1.mlp.c_proj": alone})
+    assert plan.activation_scales == {} and not plan.quantize_embedding
+    assert read(plan.to_json()) == plan
+
+
+def test_a_format_of_its_own_for_every_linear() -> None:
+    plan = QuantizationPlan.w8a8(SCALES)
+    alone = replace(plan.linears["lm_head"], activation=None, activation_scale=0.0)
+    mixed = QuantizationPlan(plan.linears | {"lm_head": alone, "h.0.mlp.c_fc": alone})
+    assert mixed.quantize_embedding
+    assert read(mixed.to_json()) == mixed
+    assert mixed.part(["h.0.mlp.c_fc"]).linears == {"h.0.mlp.c_fc": alone}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"quantize_embedding": False}, "quantize_embedding"),
+        ({"activation_scales": {"h.0.attn.c_attn": 0.1}}, "quantize_embedding"),
+        ({"linears": {"h.0.mlp.c_fc": {}}}, "weight"),
+        ({"linears": {"h.7.mlp.c_fc": WEIGHT_ALONE}}, "h.7.mlp.c_fc, which is no linear"),
+        ({"linears": {"lm_head": WEIGHT_ALONE}}, "lm_head is in activation_scales and in linears"),
+        ({"linears": {"h.0.mlp.c_fc": asdict(LinearFormat())}}, "go together"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read(W8A8 | change)

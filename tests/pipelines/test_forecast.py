@@ -1,0 +1,56 @@
+"""What the default run says of the time that is left."""
+
+import re
+
+import pytest
+
+from pipelines.compile import PIPELINES
+from pipelines.forecast import SECONDS, Forecast
+from pipelines.log import StageLog
+
+
+def stages_of_full() -> set[str]:
+    """Those of a run that passes the gate and has no production to go to."""
+    spec = PIPELINES["full"].pipeline_spec
+    (passed,) = (c.dag.tasks for c in spec.components.values() if "deploy" in c.dag.tasks)
+    return {name for name in (*spec.root.dag.tasks, *passed) if not name.startswith("condition")}
+
+
+def test_the_forecast_knows_every_stage_of_the_default_run():
+    assert set(SECONDS) == stages_of_full()
+
+
+def minutes_left(said: str) -> float:
+    value, unit = re.search(r"about (\d+) (s|min) left", said).groups()
+    return float(value) / (60 if unit == "s" else 1)
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1, 5])
+def test_what_is_left_follows_the_pace_of_this_machine(slowness):
+    forecast, left = Forecast(), sum(SECONDS.values())
+    for number, (stage, seconds) in enumerate(SECONDS.items(), start=1):
+        said = forecast.end(stage, slowness * seconds)
+        left -= seconds
+        assert said.startswith(f"{number} of {len(SECONDS)} stages")
+        if stage == "prune":
+            assert minutes_left(said) == pytest.approx(slowness * left / 60, rel=0.25, abs=0.5)
+    assert said == f"{number} of {number} stages"
+
+
+def test_a_reused_stage_says_nothing_of_the_pace():
+    forecast = Forecast()
+    said = [forecast.end(stage, None) for stage in ("resolve", "prepare", "pretrain")]
+    left = sum(SECONDS.values()) - sum(SECONDS[s] for s in ("resolve", "prepare", "pretrain"))
+    assert minutes_left(said[-1]) == pytest.approx(left / 60, abs=0.5)
+
+
+def test_the_log_of_a_default_run_says_what_is_left_after_each_stage():
+    lines = (
+        "10:00:00.000 - INFO - Executing task 'resolve'",
+        "10:00:01.000 - INFO - Task 'resolve' finished with status SUCCESS",
+    )
+    shown = [text for line in lines for text in StageLog(Forecast()).feed(line)]
+    assert shown == ["resolve"]  # another log's stage
+    log = StageLog(Forecast())
+    shown = [text for line in lines for text in log.feed(line)]
+    assert re.fullmatch(r"    done in 0\.0 s; 1 of 15 stages, about \d min left", shown[1])

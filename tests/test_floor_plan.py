@@ -1,0 +1,131 @@
+"""Which package of `lathe` may import which, and the third-party libraries of each environment."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+LATHE = Path(__file__).resolve().parents[1] / "lathe"
+
+LAYERS = (
+    {"errors"},
+    {"console", "progress", "inputs"},
+    {"config", "storage", "runtime", "pages"},
+    {"artifacts"},
+    {"data", "serve"},
+    {"model"},
+    {"train", "export"},
+    {"launch", "evaluate"},
+    {"compress", "cluster"},
+    {"backends", "report", "production"},
+    {"search"},
+    {"cli"},
+    {"paddle", "__main__"},
+)
+"""A package imports from the layers above its line, never from its own or from those below."""
+
+LIBRARIES = {
+    "torch": {"model", "train", "export", "evaluate", "compress", "launch", "cli", "production"},
+    "paddle": {"paddle"},
+    "paddleslim": {"paddle"},
+    "paddle2onnx": {"paddle"},
+    "kubernetes": {"cluster"},
+    "kubeflow_trainer_api": {"cluster"},
+    "onnxruntime": {"runtime", "export", "paddle"},
+    "onnx": {"export", "paddle"},
+    "minio": {"storage"},
+    "tenacity": {"storage", "cluster"},
+    "urllib3": {"storage", "cluster"},
+    "matplotlib": {"pages", "compress", "report", "search", "serve"},
+    "jinja2": {"pages"},
+    "omegaconf": {"config"},
+    "tritonclient": {"serve", "production"},
+    "grpc": {"serve", "production"},
+    "typer": {"cli", "cluster", "paddle"},
+}
+"""Libraries that belong to some packages; whoever else imports one is in the wrong place."""
+
+SERVER = {"numpy", "onnxruntime", "tokenizers", "triton_python_backend_utils"}
+"""What is installed where a Triton backend runs."""
+
+CLI = [f"cli/{path.name}" for path in (LATHE / "cli").glob("*.py")]
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a file."""
+    parts = path.relative_to(LATHE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path): path for path in sorted(LATHE.rglob("*.py"))}
+
+
+def imported(path: Path, at_import: bool = False) -> Iterator[str]:
+    """Modules that a file imports; with `at_import`, only those that its own import brings."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    nodes = body if at_import else [inner for node in body for inner in ast.walk(node)]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ([name for name in inside if name in NAMES] or [node.module])
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def reached(files: list[str]) -> dict[str, set[str]]:
+    """Modules of `lathe` that the import of `files` brings, and the libraries that each needs."""
+    found, seen = {name_of(LATHE / file) for file in files}, dict[str, set[str]]()
+    while waiting := found - seen.keys():
+        name = waiting.pop()
+        others = set(imported(NAMES[name], at_import=True))
+        found |= {other for other in others if other.startswith("lathe.")}
+        seen[name] = {other.split(".")[0] for other in others} - {"lathe"}
+    return seen
+
+
+def test_every_package_has_its_place() -> None:
+    assert {package(name) for name in NAMES if name != "lathe"} == set().union(*LAYERS)
+
+
+def test_imports_follow_the_floor_plan() -> None:
+    rank = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    wrong = [
+        f"{own} imports {name}"
+        for own, path in NAMES.items()
+        for name in imported(path)
+        if name.startswith("lathe.")
+        and package(name) != package(own)
+        and rank[package(name)] >= rank[package(own)]
+    ]
+    assert not wrong
+
+
+def test_a_library_is_imported_where_it_belongs() -> None:
+    wrong = [
+        f"{own} imports {name}"
+        for own, path in NAMES.items()
+        for name in imported(path)
+        if package(own) not in LIBRARIES.get(name.split(".")[0], {package(own)})
+    ]
+    assert not wrong
+
+
+def test_the_server_needs_only_what_its_environment_has() -> None:
+    modules = reached(["serve/backend.py", "serve/score_backend.py"])
+    assert "lathe.runtime.session" in modules
+    assert set().union(*modules.values()) <= SERVER | sys.stdlib_module_names
+
+
+def test_the_environment_of_paddle_needs_no_torch() -> None:
+    modules = reached([f"paddle/{path.name}" for path in (LATHE / "paddle").glob("*.py")])
+    assert "lathe.compress.plan" in modules
+    assert "torch" not in set().union(*modules.values())
+
+
+def test_the_command_line_starts_without_what_is_slow_to_import() -> None:
+    needed = set().union(*reached(["cli/__init__.py", *CLI]).values())
+    assert needed <= {"rich", "typer"} | sys.stdlib_module_names

@@ -1,0 +1,97 @@
+"""`pip install .` gives a command line that works, with all the files that it reads."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_dependencies import ROOT, pins
+
+PARTS = ("lathe", "components", "pipelines")
+TEXT = "The cat sat on the mat, and the dog sat by the door.\n\n" * 2000
+SMALL = [
+    *("-o", "Prepare.vocab_size=300", "-o", "Data.Train.dataset.max_seq_len=16"),
+    *("-o", "Model.num_layers=1", "-o", "Model.hidden_size=32"),
+    *("-o", "Model.num_attention_heads=2", "-o", "Engine.max_steps=2"),
+]
+UNREACHABLE = ("No matching distribution found", "Could not fetch URL", "Connection refused")
+"""What pip says where an index lacks a package or does not answer."""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of the checkout: a build leaves files in the folder that it is run in."""
+    folder = tmp_path / "source"
+    for part in PARTS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that knows nothing of this checkout and this environment."""
+    outside = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LATHE_"))}
+    return subprocess.run(
+        command, cwd=cwd, env=outside | {"COLUMNS": "100"}, capture_output=True, text=True
+    )
+
+
+def test_the_wheel_holds_every_file_of_the_package(source: Path, tmp_path: Path) -> None:
+    files = {
+        path.relative_to(source).as_posix()
+        for part in PARTS
+        for path in (source / part).rglob("*")
+        if path.is_file() and (part == "lathe" or path.suffix == ".py")
+    }
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
+    built = run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == files
+
+
+def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
+    start = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['kubernetes'] = None; "
+        "from lathe.cli import main; sys.argv[1:] = ['release', 'list']; main()"
+    )
+    done = run(sys.executable, "-c", start, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "kubernetes is not installed" in done.stderr
+    assert "pip install 'lathe[cluster]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_pip_install_gives_a_command_line_that_trains(source: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    assert run(sys.executable, "-m", "venv", venv, cwd=tmp_path).returncode == 0
+    # The versions of the lock file; its torch is the one without CUDA.
+    locked = pins(ROOT / "images/train/requirements.lock")
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))
+    pip = (venv / "bin" / "python", "-m", "pip")
+    made = run(*pip, "install", "--quiet", "--constraint", constraints, source, cwd=tmp_path)
+    if made.returncode and (said := [s for s in UNREACHABLE if s in made.stderr]):
+        pytest.skip(f"packages out of reach: {said[0]}: {made.stderr.strip()[-500:]}")
+    assert made.returncode == 0, made.stderr
+    assert (checked := run(*pip, "check", cwd=tmp_path)).returncode == 0, checked.stdout
+
+    def lathe(*arguments: str) -> str:
+        done = run(venv / "bin" / "lathe", *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "prepare" in lathe("--help")
+    assert "tiny" in lathe("recipe").splitlines()
+    assert "max_steps: " in lathe("recipe", "tiny")
+    (tmp_path / "corpus.txt").write_text(TEXT)
+    assert "tokens: " in lathe("prepare", "--source", "corpus.txt", *SMALL)
+    assert "steps: 2\n" in lathe("pretrain", *SMALL)
