@@ -40,7 +40,7 @@ class Finished:
     def again(self) -> str:
         """What the same command prints."""
         run = start(self.folder, *self.arguments)
-        out, err = run.communicate(timeout=200)
+        out, err = run.communicate(timeout=600)
         assert run.returncode == 0, out + err
         assert "Traceback" not in out + err
         return out
@@ -52,7 +52,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     recipe, corpus = write_recipe(folder), write_corpus(folder)
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(folder, *arguments)
-    out, err = run.communicate(timeout=200)
+    out, err = run.communicate(timeout=600)
     assert run.returncode == 0, out + err
     return Finished(folder, arguments, out)
 
