@@ -136,4 +136,7 @@ def test_eight_models_with_a_task_have_a_row_and_a_colour_each(
     assert page.tags.count("img") == 5 + 8
     drawn = base64.b64decode(page.sources[0].split(",")[1]).decode()
     assert len(set(LIGHT.series)) == len(set(DARK.series)) == 8
-    assert all(any(c.lower() in drawn for c in pair) for pair in zip(LIGHT.series, DARK.series))
+    assert all(
+        any(c.lower() in drawn for c in pair)
+        for pair in zip(LIGHT.series, DARK.series, strict=True)
+    )
