@@ -202,7 +202,7 @@ def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
         own = task.name if task in SLOTS else path.stem
         if own in found or (task not in SLOTS and own in TASKS):
             raise UserError(f"{path}: a second result named {own}", "rename the file")
-        if not re.match(TASK_NAME, own):
+        if not re.fullmatch(TASK_NAME, own):
             raise UserError(
                 f"{path}: {own!r} cannot name a result",
                 "rename the file: letters, digits, _, - and . alone",

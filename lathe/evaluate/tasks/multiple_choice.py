@@ -67,7 +67,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
         Accuracy(
             key="acc_norm",
             title="acc_norm",
-            axis="% of questions right, by likelihood a character",
+            axis="% of questions right",
             column="correct_norm",
             margin=lambda gate: gate.max_task_accuracy_drop,
         ),
