@@ -112,9 +112,12 @@ ENDINGS = (UserError, StageError, OSError)
 """What ends a command with a message and no traceback."""
 
 
-def explain(error: UserError | StageError | OSError) -> UserError | StageError:
-    """What to tell the user about an error that ends a command: its kind, message and status."""
-    return explain_os_error(error) if isinstance(error, OSError) else error
+def explain(
+    error: UserError | StageError | OSError, path: str | Path | None = None
+) -> UserError | StageError:
+    """What to tell the user about an error that ends a command: its kind, message and status; see
+    `explain_os_error`."""
+    return explain_os_error(error, path) if isinstance(error, OSError) else error
 
 
 def _here() -> str | None:

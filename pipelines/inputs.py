@@ -47,7 +47,7 @@ class Problems:
         except StageError as error:
             self.unchecked.append(f"{what}: not checked: {error}")
         except OSError as error:
-            self.problems.append(explain(error))
+            self.problems.append(explain(error, what))
         return None
 
     def finish(self) -> None:

@@ -4,17 +4,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+<<<<<<< HEAD
 from typer.main import get_current_context  # type: ignore[attr-defined]
+=======
+>>>>>>> stores
 
 from lathe.artifacts.remote import input_path, is_first_node, output_path
 from lathe.errors import UserError
 
 if TYPE_CHECKING:
+    from lathe.artifacts.mirror import Mirror
     from lathe.config.settings import Recipe
 
 RUN = Path("run")
-MIRRORS = "lathe.mirrors"
-"""Among the data of a command: the mirrors of its outputs that are addresses."""
+
+# Of the outputs that are addresses. Typer gives a parser the text of its option and no context, so
+# that of this process's one command is here.
+_mirrors: list["Mirror"] = []
 
 RecipeName = Annotated[
     str, typer.Option("--recipe", "-r", help="A YAML file, or the name of a recipe that ships.")
@@ -45,14 +51,15 @@ def output_option(help: str) -> Any:
 def _output_path(text: str) -> Path:
     path, mirror = output_path(text)
     if mirror:
-        get_current_context().meta.setdefault(MIRRORS, []).append(mirror)
+        _mirrors.append(mirror)
     return path
 
 
 def upload_outputs(*_: object, **__: object) -> None:
     """Send what a command that has succeeded wrote to its addresses; of several nodes, the first
     does."""
-    for mirror in get_current_context().meta.get(MIRRORS, []):
+    while _mirrors:
+        mirror = _mirrors.pop()
         if is_first_node():
             mirror.finish()
 

@@ -14,8 +14,10 @@ and returns the store and the key."""
 
 
 def scheme_of(uri: str) -> str:
-    """What is before the first colon; `urlsplit` raises where something after it is wrong."""
-    return uri.partition(":")[0].lower()
+    """What is before the first colon, empty without one; `urlsplit` raises where something after
+    it is wrong."""
+    scheme, colon, _ = uri.partition(":")
+    return scheme.lower() if colon else ""
 
 
 def is_store(uri: str) -> bool:

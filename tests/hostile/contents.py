@@ -60,7 +60,15 @@ SOURCES = (
         "http://a b/c",
     ],
     *["http://127.0.0.1:99999/x", "s3://", "s3:///x", "s3://bucket", "s3://Bad_Bucket!/x"],
-    *["ftp://host/x", "file:///etc/shadow", "hf://", "hf://nope", "hf://a:b:c:d", "hf://../x"],
+    *[
+        "ftp://host/x",
+        "file:///nowhere",
+        "file://host/x",
+        "hf://",
+        "hf://nope",
+        "hf://a:b:c:d",
+        "hf://../x",
+    ],
     *[
         "newest:",
         "newest:nowhere",

@@ -101,8 +101,8 @@ class ProductionSettings(Settings):
     is Lathe's own."""
 
     releases: str | None = None
-    """Address of the releases in an object store, `s3://bucket/prefix`; null has none, so that
-    nothing can be published."""
+    """Address of the releases in an object store, `s3://bucket/prefix` or `file:///folder`; null
+    has none, so that nothing can be published."""
     burst_seconds: Seconds = 10.0
     """Length of the load test, in seconds."""
     burst_clients: Annotated[int, Field(gt=0, le=2**16)] = 8
