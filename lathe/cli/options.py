@@ -4,10 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-<<<<<<< HEAD
-from typer.main import get_current_context  # type: ignore[attr-defined]
-=======
->>>>>>> stores
 
 from lathe.artifacts.remote import input_path, is_first_node, output_path
 from lathe.errors import UserError
