@@ -47,16 +47,16 @@ def choose(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.search.goal import parse_goal
-    from lathe.search.judge import choose, gather
-    from lathe.search.result import PAGE, require_met
+    from lathe.search import goal, judge, result
 
     with stage(recipe, overrides) as settings:
-        goal, folder = parse_goal(target, budget), Path(trials.path)
-        candidates = gather(ratios, local(*models), local(*evaluations), local(*exports))
-        found = choose(settings, goal, local(dense_evaluation, dense_export), candidates, folder)
-        shutil.copyfile(folder / PAGE, page.path)
-        index = found.trials.index(require_met(found))
+        aim, folder = goal.parse_goal(target, budget), Path(trials.path)
+        candidates = judge.gather(ratios, local(*models), local(*evaluations), local(*exports))
+        found = judge.choose(
+            settings, aim, local(dense_evaluation, dense_export), candidates, folder
+        )
+        shutil.copyfile(folder / result.PAGE, page.path)
+        index = found.trials.index(result.require_met(found))
         for source, copy in ((models[index], chosen), (exports[index], exported)):
             shutil.copytree(*local(source), copy.path)
             copy.metadata.update(source.metadata)
