@@ -50,12 +50,10 @@ def choose(
     from lathe.search import goal, judge, result
 
     with stage(recipe, overrides) as settings:
-        aim, folder = goal.parse_goal(target, budget), Path(trials.path)
+        aim, out = goal.parse_goal(target, budget), Path(trials.path)
         candidates = judge.gather(ratios, local(*models), local(*evaluations), local(*exports))
-        found = judge.choose(
-            settings, aim, local(dense_evaluation, dense_export), candidates, folder
-        )
-        shutil.copyfile(folder / result.PAGE, page.path)
+        found = judge.choose(settings, aim, local(dense_evaluation, dense_export), candidates, out)
+        shutil.copyfile(out / result.PAGE, page.path)
         index = found.trials.index(result.require_met(found))
         for source, copy in ((models[index], chosen), (exports[index], exported)):
             shutil.copytree(*local(source), copy.path)
