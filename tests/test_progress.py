@@ -34,4 +34,4 @@ def test_a_bar_tells_its_position_now_and_then(
         bar._started -= 10
         bar._logged -= 10
         bar.advance(50, "9 a second")
-    assert caplog.messages == [line]
+    assert set(caplog.messages) == {line}

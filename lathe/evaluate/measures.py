@@ -168,21 +168,21 @@ class Perplexity(Measure):
         tokens: gives (n,) how many tokens, or words, a unit has; the same for every model.
         method: of the interval; see `lathe.evaluate.paired.loss_difference`.
         unit: what the units are.
-        form: of a figure in a table.
+        whole_above: figures from here on are shown without digits after the point.
     """
 
     loss: Callable[[Units], NDArray[np.float64]]
     tokens: Callable[[Units], NDArray[np.float64]]
     method: str
     unit: str
-    form: str = ".2f"
+    whole_above: float = math.inf
 
     higher_is_better: ClassVar[bool] = False
     factor: ClassVar[float] = 1.0
     has_ratio: ClassVar[bool] = True
 
     def show(self, value: float) -> str:
-        return format(value, self.form)
+        return f"{value:.0f}" if value >= self.whole_above else f"{value:.2f}"
 
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float

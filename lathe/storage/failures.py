@@ -141,8 +141,8 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
 def shown(uri: str) -> str:
     """The address without what may be a secret in it: a password, a signature."""
     if is_store(uri):
-        return printable(re.sub(r"//[^/]*@", "//", uri))
-    return printable(re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0])
+        return printable(re.sub(r"//[^/]*@", "//", uri), 280)
+    return printable(re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0], 280)
 
 
 def _explain(uri: str, error: Exception) -> UserError:

@@ -38,7 +38,7 @@ class GateSettings(Settings):
     max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
     """Largest increase of a perplexity, relative to the baseline's: 0.1 allows 10 %."""
     max_task_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Largest drop of an accuracy on a file of `lathe evaluate --task`, absolute."""
+    """Largest drop of an accuracy on a file given with `--task`, absolute."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence level of the interval around each difference."""
     on_inconclusive: Literal["pass", "fail"] = "pass"

@@ -44,7 +44,7 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
             tokens=lambda units: np.ones(len(units.rows)),
             method="paired Student's t",
             unit="words",
-            form=".4g",
+            whole_above=100.0,
             margin=lambda gate: (
                 gate.max_perplexity_increase if gate.cloze_measure == "word_perplexity" else None
             ),
