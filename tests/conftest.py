@@ -15,6 +15,9 @@ from tests.support import small_run
 from tests.support.s3 import s3, s3_server, store  # noqa: F401
 from tests.support.small_release import deployed, no_cluster, other_deployed  # noqa: F401
 
+# A process that a test starts need not compile Lathe's modules again: that is a sixth of its start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # What the golden files name, whatever was pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
 

@@ -8,9 +8,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-from scipy.optimize import brentq  # type: ignore[import-untyped]
-from scipy.stats import binomtest, norm, t  # type: ignore[import-untyped]
 
 from lathe.evaluate.score import ratio_stderr
 
@@ -34,7 +33,7 @@ def mcnemar(lost: int, gained: int) -> float:
         gained: the other way round.
     """
     discordant = lost + gained
-    return float(binomtest(gained, discordant).pvalue) if discordant else 1.0
+    return float(scipy.stats.binomtest(gained, discordant).pvalue) if discordant else 1.0
 
 
 def accuracy_difference(lost: int, gained: int, n: int, confidence: float) -> Interval:
@@ -52,7 +51,7 @@ def accuracy_difference(lost: int, gained: int, n: int, confidence: float) -> In
 def _tango_low(lost: int, gained: int, n: int, confidence: float) -> float:
     if lost == n:
         return -1.0
-    z = float(norm.ppf((1 + confidence) / 2))
+    z = float(scipy.stats.norm.ppf((1 + confidence) / 2))
 
     def excess(difference: float) -> float:
         """How far the observed difference is above what the test allows, times n."""
@@ -64,7 +63,7 @@ def _tango_low(lost: int, gained: int, n: int, confidence: float) -> float:
         return gained - lost - n * difference - z * math.sqrt(max(variance, 0.0))
 
     # The estimate itself is a root too where no variance is left; the bracket ends before it.
-    return float(brentq(excess, -1.0, (gained - lost) / n - 1e-12, xtol=1e-10))
+    return float(scipy.optimize.brentq(excess, -1.0, (gained - lost) / n - 1e-12, xtol=1e-10))
 
 
 def loss_difference(
@@ -84,5 +83,7 @@ def loss_difference(
     """
     difference = second - first
     estimate = float(difference.sum() / tokens.sum())
-    reach = float(t.ppf((1 + confidence) / 2, len(tokens) - 1)) * ratio_stderr(difference, tokens)
+    reach = float(scipy.stats.t.ppf((1 + confidence) / 2, len(tokens) - 1)) * ratio_stderr(
+        difference, tokens
+    )
     return Interval(estimate, estimate - reach, estimate + reach)

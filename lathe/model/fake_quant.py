@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT, Embedding
@@ -102,7 +101,10 @@ class Observer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake-quantize x; in training, track its range."""
-        if isinstance(x, DTensor):  # tensor parallelism: every process its part, same scale
+        if hasattr(x, "to_local"):  # a DTensor of tensor parallelism: every process its part
+            from torch.distributed.tensor import DTensor
+
+            assert isinstance(x, DTensor)
             y = self._quantize(x.to_local())
             return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
         return self._quantize(x)

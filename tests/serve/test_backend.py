@@ -210,7 +210,7 @@ def test_a_full_queue_is_refused_clearly(narrow: TritonServer) -> None:
         first = next(running)
         waiting = pool.submit(client.generate, "b", max_tokens=3, min_tokens=3)
         time.sleep(0.05)
-        with pytest.raises(UserError, match="busy: 1 requests wait"):
+        with pytest.raises(UserError, match="busy: 1 requests are already waiting"):
             client.generate("c")
         reply = post(narrow, "generate", {"text_input": "d"})
         assert "busy" in reply.json()["error"]

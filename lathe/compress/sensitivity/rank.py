@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import numpy as np
-from scipy.stats import spearmanr  # type: ignore[import-untyped]
+import scipy  # type: ignore[import-untyped]
 
 from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.journal import Journal
@@ -223,7 +223,7 @@ def _spearman(linears: Sequence[LinearScore]) -> float | None:
     scores, estimates = [x.score for x in linears], [x.estimate for x in linears]
     if len(set(scores)) < 2 or len(set(estimates)) < 2:
         return None
-    return float(spearmanr(scores, estimates).statistic)
+    return float(scipy.stats.spearmanr(scores, estimates).statistic)
 
 
 def _settings_that_matter(recipe: Recipe) -> str:
