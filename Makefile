@@ -95,11 +95,15 @@ TWO    := -n 2 --dist loadfile --no-loadscope-reorder
 tests   = $(PYTEST) -m $(1) $(if $(TESTS),$(TESTS),$(TWO) tests)
 
 .PHONY: test
-test: dev-env serve-env paddle-env ## Run the tests but the slow ones (TESTS=path for some of them)
-	$(call tests,"not slow and not soak and not containers")
+test: dev-env serve-env paddle-env ## Run the quick tests, some 8 minutes (TESTS=path for some of them)
+	$(call tests,"not slow and not long and not soak and not containers")
+
+.PHONY: test-slow
+test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 minutes
+	$(call tests,"slow and not long")
 
 .PHONY: test-all
-test-all: dev-env serve-env paddle-env ## Run all tests but the soak
+test-all: dev-env serve-env paddle-env ## Run all tests but the soak and the containers': an hour
 	$(call tests,"not soak and not containers")
 
 .PHONY: test-containers

@@ -69,7 +69,7 @@ def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
     assert "pip install 'lathe[cluster]'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pip_install_gives_a_command_line_that_trains(source: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", venv, cwd=tmp_path).returncode == 0

@@ -75,6 +75,7 @@ def test_ratios_close_in_on_the_target(
         assert best == 0 or cost(best - 2 / 64) > target or cost(best) >= 0.97 * target
 
 
+@pytest.mark.slow
 def test_search_tries_meets_and_goes_on(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:

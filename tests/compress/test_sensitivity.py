@@ -296,6 +296,7 @@ def kill_after(process: subprocess.Popen[bytes], journal: Path, lines: int) -> N
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_analysis_goes_on_to_the_same_bits(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:

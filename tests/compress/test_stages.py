@@ -60,6 +60,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     assert sum(losses) / len(losses) == pytest.approx(result.eval_loss, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_killed_qat_goes_on_to_the_same_ranges(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_killed_qat_goes_on_to_the_same_ranges(
     assert (killed / "config.json").read_text() == (whole / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_two_workers_watch_the_same_ranges_as_one(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_layouts_quantize_alike(
     layout: str, small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_layouts_quantize_alike(
     assert found.activation_scales == pytest.approx(expected.activation_scales, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_pact_is_refused_with_tensor_parallelism(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def local_data_sets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("local_data_sets")
+@pytest.mark.slow
 def test_hugging_face_data_set(tmp_path: Path) -> None:
     import datasets
 

@@ -52,6 +52,7 @@ def test_the_recipe_says_only_what_differs_from_its_base() -> None:
             assert getattr(recipe, group) != getattr(base, group), values
 
 
+@pytest.mark.slow
 def test_the_recipe_prepares_and_finetunes_a_model(tmp_path: Path, small_dense: Path) -> None:
     (tmp_path / "text.txt").write_text("A line of a text of one's own.\n\n" * 2000)
     cut = ("Engine.max_steps=2", "Engine.eval_iters=1", "Prepare.cloze_examples=1")
@@ -76,7 +77,7 @@ def test_the_notebook_is_clean_and_its_imports_exist() -> None:
     exec("\n".join(imports), {})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text("\n".join(CODE))
     printed = run("cells.py", cwd=tmp_path, seconds=900)
@@ -92,7 +93,7 @@ def test_the_custom_pipeline_compiles(tmp_path: Path) -> None:
     assert len([name for name in tasks if name.startswith("evaluate")]) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_custom_pipeline_runs(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(
         "".join(f"Number {i} comes after number {i - 1}.\n\n" for i in range(6000))
@@ -116,7 +117,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, deployed: Path) -> Iterato
         del os.environ["LATHE_SERVE_STATE"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_clients_get_answers(tmp_path: Path, address: str) -> None:
     common = ("--url", address, "--max-tokens", "5")
     printed = run(str(EXAMPLES / "client.py"), "Once", *common, cwd=tmp_path)

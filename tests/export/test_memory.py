@@ -28,6 +28,7 @@ SHAPE = GPTConfig(8192, 64, 768, 64, (12,) * 8, (3072,) * 8)
 
 
 @pytest.mark.parametrize("flavour", ["float32", "int8"])
+@pytest.mark.slow
 def test_less_than_twice_the_model(tmp_path: Path, byte_tokenizer: Tokenizer, flavour: str) -> None:
     folder = save(make_model(SHAPE, int8=flavour == "int8"), byte_tokenizer, tmp_path / "model")
     size = (folder / "model.safetensors").stat().st_size

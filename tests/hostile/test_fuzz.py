@@ -135,23 +135,26 @@ def check(started: list[Worker], drawn: Drawn) -> None:
 
 @budget(SHORT)
 @given(drawn=metadata_files)
+@pytest.mark.slow
 def test_metadata_files(started: list[Worker], drawn: Drawn) -> None:
     check(started, drawn)
 
 
 @budget(2 * SHORT)
 @given(drawn=recipes)
+@pytest.mark.slow
 def test_recipes(started: list[Worker], drawn: Drawn) -> None:
     check(started, drawn)
 
 
 @budget(SHORT)
 @given(drawn=arguments())
+@pytest.mark.slow
 def test_arguments(started: list[Worker], drawn: Drawn) -> None:
     check(started, drawn)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @budget(FULL)
 @given(drawn=st.one_of(metadata_files, recipes, arguments()))
 def test_all_at_length(started: list[Worker], drawn: Drawn) -> None:

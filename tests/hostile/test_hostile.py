@@ -23,11 +23,12 @@ ALL = by_verb(CASES)
 
 
 @pytest.mark.parametrize("verb", SHORT)
+@pytest.mark.slow
 def test_a_sample_of_hostile_commands(verb: str, started: list[Worker]) -> None:
     check(SHORT[verb], started)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ALL)
 def test_all_hostile_commands(verb: str, started: list[Worker]) -> None:
     check([case for case in ALL[verb] if case.id not in {c.id for c in SHORT[verb]}], started)

@@ -10,7 +10,7 @@ import pytest
 from tests.images.conftest import NAMES
 from tests.support.podman import BASE, podman, run
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 5e9}
 """Bytes."""

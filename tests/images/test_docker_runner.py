@@ -16,7 +16,7 @@ from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from tests.pipelines.conftest import RECIPE
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 SCRIPT = """
 import json, sys

@@ -7,7 +7,7 @@ import pytest
 from tests.images.test_contents import inspect
 from tests.support.podman import run
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 MULTIPLY = """
 import os

@@ -14,7 +14,7 @@ import pytest
 from images.build import REFERENCES, ROOT
 from tests.support.podman import podman
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 SETTINGS = """
 version: 0.1

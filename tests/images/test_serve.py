@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.podman import mount, podman, run, running
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 
 def test_it_answers_is_healthy_and_ends_when_told(images: dict[str, str], repository: Path) -> None:

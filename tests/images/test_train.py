@@ -10,7 +10,7 @@ from lathe.model.checkpoint import Checkpoint
 from tests.pipelines.conftest import RECIPE
 from tests.support.podman import mount, run
 
-pytestmark = [pytest.mark.containers, pytest.mark.slow]
+pytestmark = pytest.mark.containers
 
 
 def test_python_and_the_command(images: dict[str, str]) -> None:

@@ -45,6 +45,7 @@ def wait_for(condition, seconds: float = 20.0) -> bool:
     [(TWO, ["0 0", "0 1"]), (TWO_NODES, ["0 0", "0 1", "1 0", "1 1"])],
     ids=["one node", "two nodes"],
 )
+@pytest.mark.slow
 def test_processes_form_one_group(tmp_path, shape, places):
     worker = script(
         tmp_path,
@@ -68,6 +69,7 @@ def test_processes_form_one_group(tmp_path, shape, places):
 
 
 @pytest.mark.parametrize("shape", [TWO, TWO_NODES], ids=["one node", "two nodes"])
+@pytest.mark.slow
 def test_failure_names_the_rank_and_stops_the_others(tmp_path, shape):
     worker = script(
         tmp_path,
@@ -89,6 +91,7 @@ def test_failure_names_the_rank_and_stops_the_others(tmp_path, shape):
 
 
 @pytest.mark.parametrize("shape", [TWO, TWO_NODES], ids=["one node", "two nodes"])
+@pytest.mark.slow
 def test_killed_rank_fails_the_launch(tmp_path, shape):
     worker = script(
         tmp_path,

@@ -91,7 +91,7 @@ def test_a_step_without_paddle_starts_no_nodes(
     assert "ENGINE=paddle" in said.value.hint and not trainer.created
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_one_of_which_is_preempted(
     step: FakeKubernetes,
     s3: str,

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.mark.parametrize("same_pod", [True, False])
+@pytest.mark.slow
 def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: bool) -> None:
     go_on = []
 
@@ -45,6 +46,7 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
     assert len(trainer.created) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> None:
     def slow_to_end(pod: Pod) -> None:
         if pod.attempt == 2:

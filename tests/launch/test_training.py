@@ -23,7 +23,7 @@ SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_nodes_one_of_which_is_preempted(
     in_pod: FakeKubernetes, s3: str, small_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

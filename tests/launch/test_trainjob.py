@@ -179,6 +179,7 @@ def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCapture
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
 
 
+@pytest.mark.slow
 def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
     paths: list[str] = []
 

@@ -57,6 +57,7 @@ def test_operators_kinds(objects: list[Object]) -> None:
 
 
 @pytest.mark.shared
+@pytest.mark.slow
 def test_the_pipelines_as_objects(tmp_path: Path) -> None:
     pipeline_objects.write(tmp_path / "pipelines.yaml", "1a2b3c4")
     written = list(

@@ -68,6 +68,7 @@ def test_logits_and_files_are_the_same(
 
 
 @pytest.mark.parametrize("criterion", ["l1_norm", "l2_norm"])
+@pytest.mark.slow
 def test_paddleslim_prunes_the_same_heads_and_channels(
     criterion: str, in_paddle: Callable, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

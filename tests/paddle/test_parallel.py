@@ -86,12 +86,14 @@ def two_processes(python: Path, tmp_path: Path, code: str) -> subprocess.Complet
     return run_paddle(python, *launcher, script)
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_lacks_a_cpu_kernel(paddle_python: Path, tmp_path: Path) -> None:
     done = two_processes(paddle_python, tmp_path, PREAMBLE + DIVIDED)
     assert done.returncode != 0
     assert "Do not support c_identity for cpu kernel now" in done.stdout
 
 
+@pytest.mark.slow
 def test_with_that_kernel_divided_linears_compute_what_whole_ones_do(
     paddle_python: Path, tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ print("trained divided")
 """
 
 
+@pytest.mark.slow
 def test_a_divided_model_learns_what_a_whole_one_does(
     paddle_python: Path, small_data: Path, small_dense: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +134,7 @@ RECIPES = ("prune-345m", "prune-6.7b-sharding16", "qat-345m", "qat-345m-mp8", "q
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_recipes_are_accepted_and_only_the_device_is_refused(
     name: str, paddle_python: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path)
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (2, 2)], ids=["two", "four, sharded"])
+@pytest.mark.slow
 def test_many_processes_learn_what_one_does(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path, degrees: tuple[int, int]
 ) -> None:
@@ -104,6 +105,7 @@ def test_many_processes_learn_what_one_does(
 
 
 @pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+@pytest.mark.slow
 def test_recomputation_changes_nothing(
     small_data: Path, int8: Path, pruned: Path, tmp_path: Path, granularity: str
 ) -> None:
@@ -116,6 +118,7 @@ def test_recomputation_changes_nothing(
     assert plans[1].activation_scales == pytest.approx(plans[0].activation_scales, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +129,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     assert all(np.array_equal(again[name], once[name]) for name in once)
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_for_two_that_were_killed(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +208,7 @@ def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["ptq", "fisher"])
+@pytest.mark.slow
 def test_the_linear_with_outliers_ranks_first(
     pruned: Path, small_data: Path, tmp_path: Path, mode: str
 ) -> None:
@@ -237,6 +242,7 @@ def test_the_linear_with_outliers_ranks_first(
 
 
 @pytest.mark.parametrize("which", ["pruned", "int8"])
+@pytest.mark.slow
 def test_export(which: str, request: pytest.FixtureRequest, small_data: Path) -> None:
     model: Path = request.getfixturevalue(which)
     output = model.with_name(f"{which}-onnx")
@@ -257,6 +263,7 @@ def test_export(which: str, request: pytest.FixtureRequest, small_data: Path) ->
         assert sum(t.data_type == onnx.TensorProto.INT8 for t in weights) == quantized
 
 
+@pytest.mark.slow
 def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned: Path) -> None:
     output = pruned.with_name("refused")
     for name, model, overrides, message in (
@@ -271,6 +278,7 @@ def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned
     assert not (output / "lathe.json").exists()
 
 
+@pytest.mark.slow
 def test_it_refuses_an_analysis_of_another_model(
     pruned: Path, small_data: Path, tmp_path: Path
 ) -> None:

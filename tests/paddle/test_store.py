@@ -56,6 +56,7 @@ def weights(store: str, tmp_path: Path) -> dict[str, np.ndarray]:
     return load_file(fetch(f"{store}/run/", tmp_path / "found") / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None:
     process = machine(store, tmp_path / "first")
     wait_for_steps(store, process)
@@ -68,6 +69,7 @@ def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None
     assert not exists(f"{store}/run.state/")
 
 
+@pytest.mark.long
 def test_nodes_with_disks_of_their_own(store: str, whole: Path, tmp_path: Path) -> None:
     """Two nodes, as a TrainJob's pods, over which moments are divided; both are lost once."""
 

@@ -11,7 +11,7 @@ from lathe.serve.environment import find_environment
 from lathe.train.pretrain import pretrain
 from tests.pipelines.test_run import start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_the_least_pruned_model_that_is_small_enough_is_deployed(tmp_path, recipe, corpus):

@@ -9,7 +9,7 @@ from lathe.errors import UserError
 from lathe.serve.environment import find_environment
 from tests.pipelines.test_run import start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 # Training at this rate breaks the model, and the gate allows no loss.
 RUINOUS = (

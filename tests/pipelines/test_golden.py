@@ -78,6 +78,7 @@ def test_full_compresses_the_pruned_model(compiled):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.slow
 def test_a_handful_of_parameters(name):
     assert len(built(name).component_spec.inputs) <= 10
 

@@ -30,7 +30,7 @@ def test_on_a_cluster_the_place_of_the_newest_is_an_address() -> None:
     assert ["newest:corpora/" in str(e) for e in bad.problems] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_goes_live_and_a_worse_one_does_not(
     tmp_path: Path, recipe: Path, small_data: Path, small_dense: Path, s3: str, no_cluster: None
 ) -> None:

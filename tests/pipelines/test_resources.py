@@ -28,6 +28,12 @@ TIMEOUT_HOURS = {
 }  # fmt: skip
 
 
+# The pipeline `full` has a task of nearly every component.
+NAMES = [
+    name if name == "full" else pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS
+]
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """(spec, platform) of every pipeline in every pool, as they were written."""
@@ -58,7 +64,7 @@ def gpus_of(stage: str, pool: Pool) -> int:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_gpus_and_where_they_are(compiled, name, pool):
     for stage, _, container, settings in executors(*compiled(name, pool)):
         gpus, machines = gpus_of(stage, POOLS[pool]), POOLS[pool]
@@ -81,7 +87,7 @@ def test_gpus_and_where_they_are(compiled, name, pool):
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_every_task_has(compiled, name, pool):
     spec, platform = compiled(name, pool)
     stages = set()
@@ -157,7 +163,7 @@ def test_a_run_without_arguments_of_a_paddle_version_is_paddles(compiled, name, 
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
     spec, platform = compiled(name, pool)
     message = json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec())

@@ -75,6 +75,7 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(finished):
     assert model in out
 
 
+@pytest.mark.slow
 def test_a_model_that_the_user_deleted_is_trained_again(finished):
     (weights,) = finished.folder.glob("run/one/*/pretrain/model/model.safetensors")
     weights.unlink()
@@ -100,6 +101,7 @@ TWO_BY_TWO = ("-o", "Launch.nodes=2", "-o", "Distributed.dp_degree=4")
 TWO_BY_TWO += ("-o", "Global.local_batch_size=1", "-o", "Global.micro_batch_size=1")
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
     run = start(tmp_path, *arguments, "--name", "nodes", *TWO_BY_TWO)
@@ -113,6 +115,7 @@ def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpu
     assert "evaluate-dense\n" in out
 
 
+@pytest.mark.slow
 def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
@@ -129,7 +132,8 @@ def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, co
     assert not processes(tmp_path, "lathe") and not processes(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pretrain", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["pretrain", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3, monkeypatch, name):
     monkeypatch.setenv("LATHE_STORE", f"{s3}/runs")
     upload(corpus, f"{s3}/corpus")
@@ -166,6 +170,7 @@ def test_a_wrong_recipe_key_is_found_before_any_stage(tmp_path, recipe):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     forever = ("-o", "Engine.max_steps=10000000")
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", corpus, *forever)
@@ -180,6 +185,7 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
     assert not processes(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
@@ -203,6 +209,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
 @pytest.mark.parametrize(
     "begun", ["pipelines.local", "executor_main", "lathe.launch.node", "-m lathe pretrain"]
 )
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_a_process_starts_leaves_none(tmp_path, recipe, corpus, begun):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
@@ -213,6 +220,7 @@ def test_a_run_that_is_killed_while_a_process_starts_leaves_none(tmp_path, recip
     assert ended_within(5, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
     run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")

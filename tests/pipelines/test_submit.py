@@ -113,6 +113,7 @@ def images(kfp) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_engine_is_told_or_written_in_a_recipe(kfp):
     by_option = ("--engine", "paddle")
     by_override = ("-o", "Compress.engine=paddle")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_the_default_run_learns_and_compresses(tmp_path: Path) -> None:

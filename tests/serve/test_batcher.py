@@ -292,7 +292,9 @@ def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyP
     greedy = Caller(generator, "a", Params(**{**GREEDY.__dict__, "max_tokens": 5}))
     assert cold.wait() == greedy.wait()
     assert neighbour.wait() == expected
-    with pytest.raises(UserError, match="above what may run at a time"):  # and nothing made for them
+    with pytest.raises(
+        UserError, match="above what may run at a time"
+    ):  # and nothing made for them
         Caller(generator, "many", Params(num_return_sequences=2**62))
     with pytest.raises(UserError, match="num_beams 4 is above what may run at a time, 3"):
         Caller(generator, "x", Params(decode_strategy="beam_search"))

@@ -44,6 +44,7 @@ def live(releases: Releases) -> str | None:
     return pointer.live and pointer.live.release
 
 
+@pytest.mark.slow
 def test_deploy_again_another_and_back(
     recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path, s3: str
 ) -> None:
@@ -85,6 +86,7 @@ def test_the_name_is_what_the_shell_says(deployed: Path) -> None:
     assert name_of(deployed / "repository") == f"sha256-{said.split()[0]}"
 
 
+@pytest.mark.slow
 def test_bytes_that_have_changed_in_the_store_are_refused(
     recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path
 ) -> None:
@@ -145,6 +147,7 @@ production.publish_release(
 """
 
 
+@pytest.mark.slow
 def test_killed_after_the_upload_and_run_again(
     recipe: Recipe, releases: Releases, deployed: Path
 ) -> None:

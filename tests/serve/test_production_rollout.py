@@ -108,6 +108,7 @@ def live(releases: Releases) -> str | None:
     return pointer.live and pointer.live.release
 
 
+@pytest.mark.slow
 def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
     recipe: Recipe,
     releases: Releases,
@@ -155,6 +156,7 @@ publish_release(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_rollout_and_run_again(
     recipe: Recipe,
     releases: Releases,
@@ -172,6 +174,7 @@ def test_killed_in_the_rollout_and_run_again(
     assert deployments.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_mix(
     recipe: Recipe,
     releases: Releases,

@@ -44,6 +44,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("as_folder", [True, False])
+@pytest.mark.slow
 def test_a_cut_upload_goes_on(
     s3: str, big: Path, proxy: Proxy, tmp_path: Path, as_folder: bool
 ) -> None:
@@ -190,6 +191,7 @@ def together(*calls: object) -> list[Exception | None]:
 
 
 @pytest.mark.parametrize("same", [True, False])
+@pytest.mark.slow
 def test_two_uploads_at_once(store: str, big: Path, tmp_path: Path, same: bool) -> None:
     """To one object: it is one of the two, whole. To one prefix: one of the two is told."""
     other = tmp_path / "other" / "big"

@@ -74,6 +74,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 def test_a_killed_upload_goes_on(store: str, source: Path, tmp_path: Path, sent: list[int]) -> None:
     store += "/runs"
     killed("put", source, f"{store}/p")
@@ -89,6 +90,7 @@ def test_a_killed_upload_goes_on(store: str, source: Path, tmp_path: Path, sent:
     assert sent == []
 
 
+@pytest.mark.slow
 def test_a_killed_upload_of_other_bytes(store: str, source: Path, tmp_path: Path) -> None:
     killed("put", source / "big", f"{store}/f")
     assert not exists(f"{store}/f")
@@ -136,6 +138,7 @@ def test_a_pointer_is_moved_on_a_condition(store: str) -> None:
     assert read_text(uri) == "2"
 
 
+@pytest.mark.slow
 def test_an_object_that_changes_while_it_is_fetched(
     store: str, source: Path, tmp_path: Path
 ) -> None:

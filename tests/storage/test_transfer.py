@@ -97,6 +97,7 @@ def test_a_prefix_is_replaced(store: str, folder: Path, tmp_path: Path) -> None:
     assert f"{store}/p/a.txt" not in list_uris(f"{store}/p/")
 
 
+@pytest.mark.slow
 def test_a_thousand_small_files(store: str, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     for i in range(1000):

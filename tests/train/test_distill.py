@@ -88,6 +88,7 @@ DISTILL = (
 )
 
 
+@pytest.mark.slow
 def test_pruned_model_learns_from_the_dense_one(small_data: Path, tmp_path: Path) -> None:
     """With alpha 1 the training loss is the divergence alone; validation is still the text."""
     long = ("Engine.max_steps=80", "Optimizer.lr.max_lr=1e-2")

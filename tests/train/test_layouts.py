@@ -77,10 +77,12 @@ def assert_same(run: Path, alone: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
+@pytest.mark.slow
 def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone: Path) -> None:
     assert_same(runs / layout, alone)
 
 
+@pytest.mark.slow
 def test_shipped_recipes_train_in_their_layouts(small_data: Path, tmp_path: Path) -> None:
     """Fewer processes a dimension, smaller widths; precision, recompute and dropout are theirs."""
     width = ("Model.vocab_size=384", "Global.micro_batch_size=1")
@@ -106,7 +108,7 @@ def test_shipped_recipes_train_in_their_layouts(small_data: Path, tmp_path: Path
             assert len(losses) == 12 and losses[-1] < losses[0] - 0.1, output.name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eight_processes(small_data: Path, tmp_path: Path, alone: Path) -> None:
     for name, overrides in EIGHT.items():
         run_layouts(small_data, {tmp_path / name: ("tiny", *BASE, *overrides)}, 8)

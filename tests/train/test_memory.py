@@ -140,7 +140,12 @@ def peaks(data: Path, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("cases", [ONE, TWO, PIPELINE], ids=lambda cases: next(iter(cases)))
+@pytest.mark.parametrize(
+    "cases",
+    [ONE, pytest.param(TWO, marks=pytest.mark.long), PIPELINE],
+    ids=lambda cases: next(iter(cases)),
+)
+@pytest.mark.slow
 def test_estimate_is_what_torch_allocates(
     small_data: Path, tmp_path: Path, cases: dict[str, tuple[str, ...]]
 ) -> None:

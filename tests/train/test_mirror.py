@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from lathe.launch.node import Node
@@ -72,6 +73,7 @@ def train_whole(s3: str, data: Path, output: Path, *overrides: str) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> None:
     dropout = "Model.hidden_dropout_prob=0.1"
     whole = train_whole(s3, small_data, tmp_path / "whole", dropout)
@@ -86,6 +88,7 @@ def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> No
     assert "is finished: nothing to do" in ended(start(s3, tmp_path / "third", dropout))
 
 
+@pytest.mark.long
 def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path) -> None:
     """Two nodes of two processes, as a TrainJob's pods: one is lost, then both start anew."""
     layout = ("Distributed.dp_degree=2", "Distributed.sharding.sharding_degree=2")
@@ -109,6 +112,7 @@ def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path
     assert not exists(f"{s3}/run.state/")
 
 
+@pytest.mark.slow
 def test_nodes_that_share_no_disk_need_an_address(small_data: Path, tmp_path: Path) -> None:
     port = free_port()
     nodes = [Node(Shape(2, 1), rank, "127.0.0.1", port) for rank in (0, 1)]

@@ -53,6 +53,7 @@ def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path, w
     assert_same_bits(killed, whole)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_loses_nothing(small_data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run("pretrain", small_data, whole, overrides=TWO, workers=2)
@@ -65,7 +66,7 @@ def test_a_killed_rank_loses_nothing(small_data: Path, tmp_path: Path) -> None:
     assert_same_bits(killed, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["Distributed.dp_degree=2", "Distributed.pp_degree=2"])
 def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path: Path) -> None:
     """One rank or all of them, in a step, in a save or between."""
@@ -106,6 +107,7 @@ def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path:
     assert_same_bits(killed, whole)
 
 
+@pytest.mark.slow
 def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
     rare = (*DROPOUT, "Engine.save_load.save_steps=1000", "Engine.max_steps=60")
     whole, ended = tmp_path / "whole", tmp_path / "ended"
@@ -122,6 +124,7 @@ def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_
     assert_same_bits(ended, whole)
 
 
+@pytest.mark.slow
 def test_preempted_workers_end_with_its_status(small_data: Path, tmp_path: Path) -> None:
     """As a user runs it: the command line starts its workers."""
     output = tmp_path / "run"
@@ -141,6 +144,7 @@ def test_preempted_workers_end_with_its_status(small_data: Path, tmp_path: Path)
     assert saved_steps(output / "state")
 
 
+@pytest.mark.slow
 def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> None:
     """Each goes on from the other's state: 1 -> 2 -> 1 -> 2 processes, in four layouts."""
     base = (*SMALL, "Global.global_batch_size=8", "Global.local_batch_size=")
@@ -161,6 +165,7 @@ def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> Non
         np.testing.assert_allclose(records(moved, key), records(whole, key), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path, whole: Path) -> None:
     broken = tmp_path / "broken"
     kill_after_saves(start("pretrain", small_data, broken, overrides=DROPOUT), broken, 2)

@@ -87,6 +87,7 @@ def test_half_precision_follows_float32(
     )
 
 
+@pytest.mark.slow
 def test_recompute_and_compile_leave_the_losses(
     small_data: Path, tmp_path: Path, small_dense: Path
 ) -> None:
