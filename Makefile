@@ -89,22 +89,22 @@ stop: env ## Stop the server
 client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
-# Two files at a time, in the order that tests/conftest.py gives them.
+# Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
+# three at a time, since many wait for a server or a clock; slow ones start processes of their own.
 PYTEST := $(BIN)/python -m pytest
-TWO    := -n 2 --dist loadfile --no-loadscope-reorder
-tests   = $(PYTEST) -m $(1) $(if $(TESTS),$(TESTS),$(TWO) tests)
+tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the quick tests, some 8 minutes (TESTS=path for some of them)
-	$(call tests,"not slow and not long and not soak and not containers")
+	$(call tests,3,"not slow and not long and not soak and not containers")
 
 .PHONY: test-slow
 test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 minutes
-	$(call tests,"slow and not long")
+	$(call tests,2,"slow and not long")
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak and the containers': an hour
-	$(call tests,"not soak and not containers")
+	$(call tests,2,"not soak and not containers")
 
 .PHONY: test-containers
 test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)

@@ -17,6 +17,7 @@ SKIPPED = {
 }
 MIN_CHARACTERS = 200
 PROSE = re.compile(r"[\w\"'`(](?!\d*[.)]\s)")
+HOLDS_DEFINITIONS = ast.stmt | ast.excepthandler | ast.match_case  # not expressions
 WRAPPED = 50  # a shorter line ends where its author ended it
 
 
@@ -75,4 +76,5 @@ def _docstrings(path: Path) -> Iterator[str]:
             node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         ) and (text := ast.get_docstring(node)):
             yield text
-        pending.extend(reversed(list(ast.iter_child_nodes(node))))
+        children = reversed(list(ast.iter_child_nodes(node)))
+        pending.extend(child for child in children if isinstance(child, HOLDS_DEFINITIONS))

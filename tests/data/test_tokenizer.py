@@ -63,17 +63,17 @@ def test_trained_decodes_what_it_encodes(trained: Tokenizer, text: str) -> None:
     assert trained.decode(ids, skip_special_tokens=False) == text
 
 
-def test_training_is_deterministic_whatever_the_threads() -> None:
+def test_training_is_deterministic_whatever_the_threads(prose: list[str]) -> None:
     code = (
-        "from lathe.data.embedded import python_documents\n"
+        "import json, sys\n"
         "from lathe.data.tokenizer import train_tokenizer\n"
-        "texts = list(python_documents())[:60]\n"
-        "print(train_tokenizer(texts, 1200).to_str())"
+        "print(train_tokenizer(json.load(sys.stdin), 1200).to_str())"
     )
     one, two = (
         subprocess.run(
             [sys.executable, "-c", code],
             env=os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+            input=json.dumps(prose[:60]).encode(),
             capture_output=True,
             check=True,
         ).stdout
