@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -51,10 +52,19 @@ def end_cleanly_on_sigterm() -> None:
 def show(**figures: Any) -> None:
     """Print a table on a terminal, `name: value` lines elsewhere; under torchrun in one process.
 
-    Figures that are None are omitted.
+    Figures that are None are omitted. If nobody reads them any more (`lathe export ... | head -1`),
+    the command goes on without: what it has made is still to be uploaded.
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    try:
+        _show(figures)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show(figures: Mapping[str, Any]) -> None:
     lines = {name.replace("_", " "): _figure(v) for name, v in figures.items() if v is not None}
     if not sys.stdout.isatty():
         for name, value in lines.items():

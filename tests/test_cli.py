@@ -157,3 +157,19 @@ def test_interrupt_is_status_130(prepared: Path) -> None:
         rest = run.stderr.read()
     assert run.returncode == 130
     assert "Traceback" not in rest
+
+
+def test_a_reader_that_leaves_does_not_cost_the_output(small_data: Path, tmp_path: Path) -> None:
+    """`lathe prepare ... --output s3://... | head -0`: the upload comes after the table."""
+    store = f"file://{tmp_path}/store/tokens"
+    source = ("--source", str(small_data / "heldout.txt"))
+    tokenizer = ("--tokenizer", str(small_data / "tokenizer.json"), *SMALL)
+    read, write = os.pipe()
+    os.close(read)
+    command = [*LATHE, "prepare", *source, *tokenizer, "--output", store]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "store/tokens/tokens.bin").is_file()

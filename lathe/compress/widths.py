@@ -206,7 +206,7 @@ def _spans(units: Tensor, length: int) -> Tensor:
 
 
 def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:
-    for name in (f"{linear}.weight", f"{linear}.bias"):
+    for name in {f"{linear}.weight", f"{linear}.bias"} & state.keys():
         state[name] = state[name][index]
 
 
