@@ -1,4 +1,4 @@
-"""The exceptions that end a stage with a message and no traceback, each with an exit status."""
+"""Exceptions that end a command with a message and no traceback, each with its exit status."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user gave is wrong: names the thing, the value found and the hint.
+    """A mistake in what the user gave; the message names the thing, its value and a hint.
 
     The command line prints it and exits with status 2.
     """
@@ -23,17 +23,17 @@ class UserError(Exception):
 
 
 class StageError(RuntimeError):
-    """The input was fine and the work still failed: the message says what and where to look.
+    """Work that failed on valid input; the message says what failed and where to look.
 
-    The command line prints it and exits with status 1; anything else that is raised is a defect
-    of Lathe and keeps its traceback.
+    The command line prints it and exits with status 1. Any other exception is a bug in Lathe and
+    keeps its traceback.
     """
 
     kind, status = "error", 1
 
 
 class Preempted(StageError):
-    """The run was asked to end (SIGTERM) and has saved its state: the same command resumes it.
+    """The run was asked to stop (SIGTERM) and has saved its state; the same command resumes it.
 
     Status 75 is sysexits.h's EX_TEMPFAIL: try again later.
     """
@@ -42,32 +42,33 @@ class Preempted(StageError):
 
 
 NO_SPACE = "free some space, or use a larger disk, and run it again"
-NO_RIGHT = "get the right to read or write it (ls -l, chmod), or give another path"
+NO_RIGHT = "get permission to read or write it (ls -l, chmod), or give another path"
 
-# What the user can do about an errno: the exit status tells a wrong path from a failing machine.
+# Hints by errno. A wrong path ends with the status of a UserError, a failing machine with that of
+# a StageError.
 USER_HINTS = {
     errno.EACCES: NO_RIGHT,
     errno.EPERM: NO_RIGHT,
     errno.EROFS: "the file system is read-only: give a path on another one",
     errno.ENAMETOOLONG: "give a shorter name or path",
-    errno.ENOTDIR: "a file stands where a folder is needed: move it away, or give another path",
+    errno.ENOTDIR: "there is a file where a folder is needed: move it away, or give another path",
     errno.EEXIST: "move away what is there, or give another path",
-    errno.EISDIR: "it is a folder, a file is needed: give the file",
+    errno.EISDIR: "it is a folder, but a file is needed: give the file",
     errno.ENOTEMPTY: "the folder is not empty: give another path",
-    errno.ELOOP: "its symbolic links lead in a circle: mend them, or give another path",
+    errno.ELOOP: "its symbolic links form a loop: fix them, or give another path",
     errno.ENOENT: "check the path",
-    errno.EINVAL: "give another path: this one cannot be used in this way",
-    errno.EBUSY: "it is in use, as a mount point perhaps: give another path",
-    errno.EXDEV: "the two lie on different file systems: give paths on one",
-    errno.ENXIO: "it is no regular file: give another path",
-    errno.ENODEV: "it is no regular file: give another path",
+    errno.EINVAL: "give another path: this one cannot be used for this",
+    errno.EBUSY: "it is in use, perhaps as a mount point: give another path",
+    errno.EXDEV: "the two paths are on different file systems: give paths on the same one",
+    errno.ENXIO: "it is not a regular file: give another path",
+    errno.ENODEV: "it is not a regular file: give another path",
 }
 MACHINE_HINTS = {
     errno.ENOSPC: NO_SPACE,
     errno.EDQUOT: NO_SPACE,
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or use another disk",
     errno.EIO: "the disk may be failing: see dmesg, and copy the data to another one",
-    errno.ESTALE: "the network file system lost it: mount it again, and run it again",
+    errno.ESTALE: "its network file handle is stale: remount the file system, and run it again",
     errno.EMFILE: "raise the limit on open files (ulimit -n), and run it again",
     errno.ENFILE: "the system has too many open files: close some programs, and run it again",
     errno.ENOMEM: "free some memory, and run it again",
@@ -76,14 +77,14 @@ MACHINE_HINTS = {
 
 
 def explain_os_error(error: OSError, path: str | Path | None = None) -> UserError | StageError:
-    """What to tell the user about an error of the operating system.
+    """Turn an operating-system error into the exception that the user sees.
 
     Args:
-        path: what was being read or written, for an error that does not name a file itself.
+        path: what was being read or written, used if the error does not name a file itself.
 
     Returns:
-        UserError where the path is to blame, StageError where the machine is: a full or failing
-        disk, a limit. Both name the file and a hint that fits.
+        UserError if the path is the cause, StageError if the machine is: a full or failing disk,
+        a limit. Both name the file and give a matching hint.
     """
     if error.errno == errno.ENOENT and error.filename is None and not _here():
         return UserError("the working directory has been deleted", "change to another one with cd")
@@ -101,7 +102,7 @@ CLUSTER_PACKAGES = ("kubeflow_trainer_api", "kubernetes")
 
 
 def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
-    """What to install, where it is a package of the extra `cluster`; None for any other."""
+    """The UserError for a missing package of the extra `cluster`; None for any other package."""
     package = (error.name or "").partition(".")[0]
     if package not in CLUSTER_PACKAGES:
         return None
@@ -109,14 +110,14 @@ def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
 
 
 ENDINGS = (UserError, StageError, OSError)
-"""What ends a command with a message and no traceback."""
+"""The exceptions that end a command with a message and no traceback."""
 
 
 def explain(
     error: UserError | StageError | OSError, path: str | Path | None = None
 ) -> UserError | StageError:
-    """What to tell the user about an error that ends a command: its kind, message and status; see
-    `explain_os_error`."""
+    """The exception to show for one that ends a command: it has a kind, a message and a status.
+    See `explain_os_error`."""
     return explain_os_error(error, path) if isinstance(error, OSError) else error
 
 
@@ -129,8 +130,8 @@ def _here() -> str | None:
 
 @contextmanager
 def os_errors(path: Path) -> Iterator[None]:
-    """Raise OSError about `path` where an error does not say which file it is about: a write that
-    fails, or a library written in Rust that wraps the error in its own exception (`tokenizers` in
+    """Raise an OSError that names `path` if the original error does not name its file: a failed
+    write, or a library written in Rust that wraps the error in its own exception (`tokenizers` in
     Exception, `safetensors` in SafetensorError)."""
     try:
         yield
@@ -147,8 +148,8 @@ def os_errors(path: Path) -> Iterator[None]:
 
 
 def printable(name: object, most: int = 300) -> str:
-    """A name or a value for a message, on one line, whatever bytes it is made of: at most so many
-    characters, the beginning and the end of what is longer."""
+    """A name or value, whatever its bytes, as one printable line of at most `most` characters; of a
+    longer one, the beginning and the end."""
     text = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
     text = text if len(text) <= 2 * most else text[:most] + text[-most:]
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,6 +1,7 @@
 """Read users' files: only regular ones, with a one-line error for anything wrong with them.
 
-A pipe, a socket or a device could block forever or never end, so it is refused without opening it.
+A pipe, a socket or a device could block forever or never end, so it is refused without being
+opened.
 """
 
 import io
@@ -51,7 +52,7 @@ def open_file(path: Path, hint: str = "give a file") -> Iterator[BinaryIO]:
     """Open a regular file for reading bytes.
 
     Raises:
-        UserError: it is not a regular file, or may not be read.
+        UserError: it is not a regular file, or is not readable.
         StageError: the disk fails.
     """
     require_file(path, hint)
@@ -63,7 +64,7 @@ def open_file(path: Path, hint: str = "give a file") -> Iterator[BinaryIO]:
 
 
 def read_text(path: Path, hint: str = "give a text file", characters: int | None = None) -> str:
-    r"""A text file in UTF-8, without a byte-order mark, its lines ended by `\n`.
+    r"""The text of a UTF-8 file, without a byte-order mark and with `\n` as line end.
 
     Args:
         characters: read only this many from the beginning.
@@ -103,10 +104,10 @@ def _cut_bytes(data: bytes) -> int:
 
 
 def lines(file: io.BufferedIOBase | BinaryIO, path: Path) -> Iterator[str]:
-    """Yield decoded lines, without line ends and byte-order mark, one in memory at a time.
+    """Yield decoded lines, without line ends or byte-order mark, one in memory at a time.
 
     Raises:
-        UserError: a line is not text or longer than 256 MiB; names the line.
+        UserError: a line is not text, or is longer than 256 MiB; names the line.
     """
     number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
@@ -121,7 +122,7 @@ def decode(data: bytes, where: str) -> str:
     """Decode UTF-8 bytes.
 
     Raises:
-        UserError: not UTF-8, or text with a NUL.
+        UserError: not UTF-8, or contains a NUL byte.
     """
     kind, hint = next((MAGIC[m] for m in MAGIC if data.startswith(m)), (None, ""))
     try:
@@ -135,7 +136,7 @@ def decode(data: bytes, where: str) -> str:
         ) from None
     if "\0" in text:
         raise UserError(
-            f"{where}: not text{f' but {kind}' if kind else ''}: it holds a NUL byte",
+            f"{where}: not text{f' but {kind}' if kind else ''}: it contains a NUL byte",
             hint or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
         )
     return text
@@ -145,7 +146,7 @@ def parse_json(text: str | bytes, where: str, hint: str, allow_nan: bool = True)
     """Parse a JSON text.
 
     Args:
-        allow_nan: NaN and the infinities, which JSON has not and Python writes, are numbers.
+        allow_nan: accept NaN and the infinities, which JSON lacks but Python writes.
 
     Raises:
         UserError: invalid, not UTF-8, nested too deeply, or with a number of thousands of digits.
@@ -153,7 +154,7 @@ def parse_json(text: str | bytes, where: str, hint: str, allow_nan: bool = True)
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse)
     except RecursionError:
-        raise UserError(f"{where}: not JSON that can be read: nested too deeply", hint) from None
+        raise UserError(f"{where}: not JSON: nested too deeply", hint) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", hint) from None
     except ValueError as error:
@@ -161,13 +162,13 @@ def parse_json(text: str | bytes, where: str, hint: str, allow_nan: bool = True)
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number in JSON")
 
 
 def first_mistake(error: Any) -> str:
-    """What a pydantic ValidationError says first, as `where: reason (found value)`.
+    """The first mistake in a pydantic ValidationError, as `where: reason (found value)`.
 
-    This module itself does not import pydantic, which some of its users do without.
+    This module does not import pydantic, because some environments that use it lack pydantic.
     """
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))

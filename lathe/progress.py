@@ -25,7 +25,7 @@ LOG_EVERY_SECONDS = 10.0
 
 
 class Bar:
-    """Counts towards a total; `advance` may carry a short status text such as a rate."""
+    """Counts towards a total; `advance` takes an optional short status text, such as a rate."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Bar:
         self._started = self._logged = time.monotonic()
 
     def advance(self, n: int = 1, status: str = "") -> None:
-        """Count n more; off a terminal, log the position now and then."""
+        """Add n to the count; without a terminal, log the position every LOG_EVERY_SECONDS."""
         self.done += n
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, advance=n, status=status)
@@ -52,7 +52,7 @@ class Bar:
             self.tell(status)
 
     def tell(self, status: str = "") -> None:
-        """Log the position, `step 40/900, loss 6.788, 2 min left`; a terminal's bar shows it."""
+        """Log the position: `step 40/900, loss 6.788, 2 min left`. On a terminal, do nothing."""
         if self._progress is not None:
             return
         self._logged = time.monotonic()
@@ -66,7 +66,7 @@ class Bar:
 
 
 def duration(seconds: float) -> str:
-    """To two digits, as a reader says it: `45 s`, `3 min`, `2.5 h`."""
+    """Seconds as text with about two digits: `45 s`, `3 min`, `2.5 h`."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = seconds / 60
@@ -75,12 +75,12 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def bar(what: str, total: int | None = None, logs: bool = True, first: int = 0) -> Iterator[Bar]:
-    """`with bar("tokenize", total=n) as b: b.advance(k, "1,200 documents/s")`.
+    """A progress bar: `with bar("tokenize", total=n) as b: b.advance(k, "1,200 documents/s")`.
 
     Args:
-        logs: off a terminal, log the position now and then; False where the caller says when, by
+        logs: without a terminal, log the position at intervals; False if the caller logs it with
             `Bar.tell`.
-        first: what an earlier attempt has done of the total.
+        first: how much of the total an earlier attempt has done.
     """
     if not sys.stderr.isatty():
         yield Bar(what, total, None, logs, first)

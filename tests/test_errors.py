@@ -24,9 +24,9 @@ def raised_by(call: Callable[[], object]) -> OSError:
     ("call", "says", "hint"),
     [
         (lambda p: (p / "none").read_bytes(), "none: No such file or directory", "check the path"),
-        (lambda p: (p / "file" / "x").read_bytes(), "file/x: Not a directory", "a file stands"),
+        (lambda p: (p / "file" / "x").read_bytes(), "file/x: Not a directory", "there is a file"),
         (lambda p: (p / ("x" * 300)).read_bytes(), "xx: File name too long", "a shorter name"),
-        (lambda p: (p / "loop").read_bytes(), "loop: Too many levels", "in a circle"),
+        (lambda p: (p / "loop").read_bytes(), "loop: Too many levels", "form a loop"),
         (lambda p: p.read_bytes(), ": Is a directory", "give the file"),
         (lambda p: p.rmdir(), ": Directory not empty", "give another path"),
         (lambda p: Path("/proc/none").mkdir(), "/proc/none: No such file", "check the path"),

@@ -108,4 +108,4 @@ def test_an_override_without_a_recipe_is_a_mistake(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lathe", "recipe", "-o", "Engine.max_steps=3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Engine.max_steps=3: of no recipe" in done.stderr
+    assert "Engine.max_steps=3: no recipe is given" in done.stderr

@@ -1,7 +1,6 @@
-"""What Lathe writes and reads again: the kinds of folders and files, and their JSON metadata files.
+"""The kinds of folders and files that Lathe writes and reads, and their JSON metadata files.
 
-A metadata file is the file by which a folder is known. It is written last, and lists the other
-files.
+The metadata file identifies a folder. It is written last, and lists the other files.
 """
 
 import json
@@ -58,11 +57,10 @@ T = TypeVar("T")
 
 
 def read_metadata(path: Path, model: type[M], hint: str) -> M:
-    """A metadata file, checked.
+    """Read and check a metadata file.
 
     Raises:
-        UserError: no such file, not JSON, or other values than such a metadata file has; names the
-        first.
+        UserError: no such file, not JSON, or wrong values; names the first one.
     """
     values = read_json(path, hint, allow_nan=model.HAS_NAN)
     try:
@@ -74,12 +72,12 @@ def read_metadata(path: Path, model: type[M], hint: str) -> M:
 
 
 def read_as(path: Path, kind: type[T], hint: str) -> T:
-    """A JSON file as a dataclass or a type; raises as `read_metadata` does."""
+    """Read a JSON file as a dataclass or a type; raises as `read_metadata` does."""
     return checked(read_json(path, hint, dict), kind, str(path), hint)
 
 
 def checked(values: Any, kind: type[T], where: str, hint: str) -> T:
-    """`values` as a dataclass or a type; raises as `read_metadata` does, naming `where`."""
+    """Check `values` as a dataclass or a type; raises as `read_metadata` does, naming `where`."""
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
@@ -87,7 +85,7 @@ def checked(values: Any, kind: type[T], where: str, hint: str) -> T:
 
 
 def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False) -> Any:
-    """A JSON file that holds an object (or another `kind`).
+    """Read a JSON file that contains an object (or another `kind`).
 
     Raises:
         UserError: no such file, unreadable, not JSON, or of another kind.
@@ -99,12 +97,12 @@ def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False)
         raise UserError(error.what, hint) from None
     values = parse_json(data, str(path), hint, allow_nan)
     if not isinstance(values, kind):
-        raise UserError(f"{path}: holds a {type(values).__name__}, not a {kind.__name__}", hint)
+        raise UserError(f"{path}: contains a {type(values).__name__}, not a {kind.__name__}", hint)
     return values
 
 
 def check_files(folder: Path, metadata: str, files: Files | None, hint: str) -> None:
-    """Check the files of a folder against the list in its metadata, if that has one.
+    """Check the files of a folder against the list in its metadata, if there is one.
 
     Raises:
         UserError: one is missing, truncated or altered.
@@ -114,10 +112,10 @@ def check_files(folder: Path, metadata: str, files: Files | None, hint: str) -> 
 
 
 def open_export(folder: Path) -> ExportMetadata:
-    """The metadata of an export folder whose files were checked against it.
+    """Check the files of an export folder against its metadata, and return the metadata.
 
     Raises:
-        UserError: no export, or one with a file missing, truncated or altered.
+        UserError: not an export, or a file is missing, truncated or altered.
     """
     hint = "export the model again"
     if not (folder / EXPORT.metadata_file).is_file():

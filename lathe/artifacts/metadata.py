@@ -1,5 +1,4 @@
-"""The JSON metadata files of what Lathe writes, typed: a reader finds a wrong value before it uses
-it."""
+"""Pydantic models of the JSON metadata files that Lathe writes: they reject wrong values early."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,24 +19,24 @@ from lathe.storage.manifest import is_digest, is_relative
 
 def _relative(name: str) -> str:
     if not is_relative(name):
-        raise ValueError(f"{name!r} is no name of a file below a folder")
+        raise ValueError(f"{name!r} is not the name of a file below a folder")
     return name
 
 
 def _digest(value: str) -> str:
     if not is_digest(value):
-        raise ValueError("no SHA-256 in lower-case hex")
+        raise ValueError("not a SHA-256 in lower-case hex")
     return value
 
 
 def _plain(name: str) -> str:
     if Path(name).name != name:
-        raise ValueError(f"{name!r} is no plain folder name")
+        raise ValueError(f"{name!r} is not a plain folder name")
     return name
 
 
 TASK_NAME = r"^\w[\w.-]*$"
-"""A task's units are in a file of this name."""
+"""Pattern of a task's name, which is also the name of the file with its units."""
 
 Sha256 = Annotated[str, AfterValidator(_digest)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -48,7 +47,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Metadata(BaseModel):
-    """What all metadata files have in common; keys that a later version adds are let through."""
+    """Base class of all metadata files; keys that a later version adds are accepted."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     HAS_NAN: ClassVar[bool] = False
@@ -61,7 +60,7 @@ class Metadata(BaseModel):
 
 
 class Entry(BaseModel):
-    """A file in a metadata file's list."""
+    """A file in the list of a metadata file."""
 
     bytes: Count
     sha256: Sha256
@@ -79,7 +78,7 @@ class Part(BaseModel):
 
 
 class DataMetadata(Metadata):
-    """`data.json`; another tool's data set has none, and one of an earlier version no `files`."""
+    """`data.json`; data sets of other tools lack it, and earlier versions wrote no `files`."""
 
     documents: Positive
     tokens: Positive
@@ -129,14 +128,14 @@ class CheckpointMetadata(Metadata):
 
 
 class Proof(BaseModel):
-    """The figures of an export's proof that decide later."""
+    """The figures of an export's proof that later stages check."""
 
     max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ExportMetadata(Metadata):
-    """`export.json`; one of an earlier version has no `files`."""
+    """`export.json`; earlier versions wrote no `files`."""
 
     flavour: Literal["fp32", "fp16", "int8"]
     n_head: Annotated[list[Positive], Field(min_length=1)]
@@ -170,7 +169,7 @@ class EvaluatedModel(BaseModel):
 
 
 class Figures(BaseModel):
-    """Numbers, some of which are named."""
+    """Figures by name: numbers, booleans or None; subclasses declare some of them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, bool | Finite | None] = Field(init=False)
@@ -198,7 +197,7 @@ class TextFigures(Figures):
 
 
 class TaskEntry(BaseModel):
-    """A task of `--task`, which knows its figures."""
+    """A task of `--task` and its figures."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     task: str
@@ -208,7 +207,7 @@ class TaskEntry(BaseModel):
 
 
 class EvaluationMetadata(Metadata):
-    """`metrics.json`; one of an earlier version has no `files` and no `tasks`."""
+    """`metrics.json`; earlier versions wrote no `files` and no `tasks`."""
 
     model: EvaluatedModel
     cloze: ClozeFigures | None
@@ -222,7 +221,7 @@ class EvaluationMetadata(Metadata):
 
 
 class Rehearsed(BaseModel):
-    """What a deployment's report says of its rehearsal."""
+    """A prompt of a deployment's rehearsal, and its text."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     prompt: str

@@ -1,8 +1,8 @@
 """Addresses in place of paths on the command line.
 
-Stages know folders. An input's address is fetched before the stage begins, into a folder that
-depends on the address alone; an output's is a folder there too, uploaded when the stage has
-succeeded. Workers are given the same command and find what their parent fetched.
+Stages work on local folders. An input address is fetched before the stage begins, into a cache
+folder that depends on the address only. An output address is also a folder there, which is uploaded
+when the stage has succeeded. Workers run the same command and use what their parent fetched.
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from lathe.errors import UserError, printable
 
-# The store's client is an eighth of a second: only who gives an address waits for it.
+# Importing the store's client takes an eighth of a second, so only addresses import it.
 if TYPE_CHECKING:
     from lathe.artifacts.mirror import Mirror
 
 
 def input_path(text: str | Path) -> Path:
-    """Where an input is on this machine: a path as it is, an address (`http(s)://`, `s3://`,
-    `minio://`, `file://`; an object, or a prefix as a folder) fetched.
+    """The local path of an input: a path as it is, or where an address has been fetched to
+    (`http(s)://`, `s3://`, `minio://`, `file://`; an object, or a prefix as a folder).
 
     Raises:
         UserError: see `lathe.storage.fetch`.
@@ -34,7 +34,7 @@ def input_path(text: str | Path) -> Path:
 
 
 def bring(uri: str, place: Path) -> None:
-    """Fetch an object to the file `place`, or what is below a prefix to the folder."""
+    """Fetch an object to the file `place`, or the objects below a prefix to the folder `place`."""
     from lathe.storage import exists, fetch
 
     prefix = uri.rstrip("/") + "/"
@@ -46,13 +46,13 @@ def bring(uri: str, place: Path) -> None:
 
 
 def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
-    """The folder or file to write for an output, and the mirror to `finish` when the stage has
-    succeeded: None for a path, and in a worker.
+    """The local folder or file to write for an output, and the mirror to `finish` after the stage
+    has succeeded: None for a path, and in a worker.
 
-    An address that a training stage of an earlier attempt wrote to goes on from there.
+    What an earlier attempt has saved at the address is restored, so that training resumes from it.
 
     Raises:
-        UserError: the address holds what is not Lathe's to replace; see `lathe.storage.fetch`.
+        UserError: Lathe may not replace what is at the address; see `lathe.storage.fetch`.
     """
     uri = _not_empty(text)
     if not _is_address(uri):
@@ -71,7 +71,7 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
 
 
 def is_first_node() -> bool:
-    """Whether this machine is the one of several that uploads what they have made."""
+    """Whether this is the first node, the only one that uploads outputs (PET_NODE_RANK 0)."""
     return os.environ.get("PET_NODE_RANK", "0") == "0"
 
 
@@ -85,12 +85,14 @@ def _is_address(text: str) -> bool:
 
 def _not_empty(text: str | Path) -> str:
     if not str(text):
-        raise UserError("an empty path", "name a file, a folder or an address; this folder is `.`")
+        raise UserError(
+            "an empty path", "give a file, a folder or an address; the working directory is `.`"
+        )
     return str(text)
 
 
 def _with_name(path: Path) -> Path:
-    """`.` and `..` as the folder that they mean, beside which there may be others."""
+    """Resolve `.` and `..` to a path with a name, so that outputs can be put beside it."""
     return path.resolve() if path.name in ("", "..") else path
 
 

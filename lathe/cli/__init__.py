@@ -24,10 +24,10 @@ def main() -> None:
     end_cleanly_on_sigterm()
     try:
         app(prog_name="lathe")
-    except BrokenPipeError:  # of `lathe recipe tiny | head`
+    except BrokenPipeError:  # as in `lathe recipe tiny | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-    except UnicodeEncodeError as error:  # of a library in Rust
+    except UnicodeEncodeError as error:  # raised by a library written in Rust
         print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
         print("  hint: rename the file or folder", file=sys.stderr)
         sys.exit(UserError.status)

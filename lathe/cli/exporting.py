@@ -82,5 +82,5 @@ def export_paddle(
     from lathe.backends.paddle_checkpoint import export_checkpoint
 
     if dtype not in ("float32", "float16"):
-        raise UserError(f"--dtype {dtype}: not known", "take float32 or float16")
+        raise UserError(f"--dtype {dtype}: unknown type", "use float32 or float16")
     show(file=export_checkpoint(model, output, dtype))

@@ -101,5 +101,5 @@ def as_options(overrides: list[str] | None) -> list[str]:
 def beside(model: Path, suffix: str) -> Path:
     """The default output folder beside a model, `MODEL-SUFFIX`."""
     if not model.name:
-        raise UserError(f"{model}: has no name to put {suffix} behind", "give --output")
+        raise UserError(f"{model}: has no name to append -{suffix} to", "give --output")
     return model.with_name(f"{model.name}-{suffix}")

@@ -30,7 +30,9 @@ def recipe(
     from lathe.config.recipe import shipped_recipes
 
     if name is None and override:
-        raise UserError(f"-o {override[0]}: of no recipe", "name it: lathe recipe tiny -o ...")
+        raise UserError(
+            f"-o {override[0]}: no recipe is given", "name one: lathe recipe tiny -o ..."
+        )
     if explain is not None:
         from lathe.config.explain import explain as text_of
 

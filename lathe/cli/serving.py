@@ -237,7 +237,7 @@ def _span(option: str, text: str) -> tuple[int, int]:
     except ValueError:
         span = 0, 0
     if not 0 < span[0] <= span[1]:
-        raise UserError(f"{option} {text}: not understood", "write MIN:MAX, as 16:64")
+        raise UserError(f"{option} {text}: not understood", "write MIN:MAX, such as 16:64")
     return span
 
 

@@ -156,7 +156,7 @@ def serve(deployed: Path) -> ServerState:
         deployed: output of `deploy`.
 
     Raises:
-        UserError: no such folder, a server runs already, or a port is in use.
+        UserError: no such folder, a server is already running, or a port is in use.
     """
     if not (deployed / REPORT).is_file():
         raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")

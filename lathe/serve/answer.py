@@ -1,5 +1,4 @@
-"""Send responses from the backend to Triton, streamed or whole, and notice clients that are
-gone."""
+"""Send responses from the backend to Triton, streamed or whole, and detect disconnected clients."""
 
 import logging
 import queue
@@ -18,14 +17,14 @@ from lathe.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
 
-# Pause between two rounds of asking Triton which clients are gone: at least this many seconds, and
-# this many times the duration of a round.
+# Pause between two rounds of asking Triton which clients have disconnected: at least this many
+# seconds, and this many times the duration of a round.
 ASK_SECONDS, ASK_SHARE = 0.01, 4
 
 
 class ResponseSender:
-    """Sends responses to Triton, and asks it which clients are gone, on a separate thread: both
-    wait for another process, and the running batch must not."""
+    """Sends responses to Triton, and asks it which clients have disconnected. Both wait for another
+    process, so they run on a separate thread and do not block the running batch."""
 
     def __init__(self) -> None:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,7 +62,7 @@ class ResponseSender:
             except queue.Empty:
                 pass
             except Exception:
-                log.exception("an answer could not be sent")
+                log.exception("a response could not be sent")
             if (begun := time.monotonic()) >= ask_at:
                 self._ask()
                 ended = time.monotonic()
@@ -74,7 +73,7 @@ class ResponseSender:
             try:
                 answer.abandoned = answer.sender.is_cancelled()
             except Exception:
-                log.exception("Triton does not say whether a client is there")
+                log.exception("Triton cannot tell whether a client is still connected")
                 self._open.discard(answer)
 
 
@@ -82,7 +81,7 @@ class Answer:
     """Sends the chunks of one request, streamed or all at the end.
 
     Attributes:
-        abandoned: whether its client is gone.
+        abandoned: whether its client has disconnected.
     """
 
     def __init__(self, sender: Any, responses: ResponseSender) -> None:

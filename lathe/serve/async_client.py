@@ -1,4 +1,4 @@
-"""The asyncio client; its parameters and errors are those of `lathe.serve.client`.
+"""The asyncio client, with the parameters and errors of `lathe.serve.client`.
 
 async with AsyncClient("localhost:8001", "gpt") as client:
     async for chunk in client.stream("Once upon a time"):
@@ -20,12 +20,13 @@ from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
 
 
 class AsyncClient:
-    """One model of one server, for any number of tasks of one event loop.
+    """Client of one model on one server, for any number of tasks of one event loop.
 
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits forever once the server has answered.
+        timeout_seconds: limit of a whole generation; None waits forever once the server has
+            answered.
 
     Raises:
         UserError: `url` is not an address.
@@ -58,7 +59,7 @@ class AsyncClient:
 
     async def stream(self, prompt: str, **parameters: Parameter) -> AsyncIterator[Chunk]:
         """Yield chunks as they are generated; leaving the loop or cancelling the task cancels the
-        rest.
+        generation.
 
         Raises:
             UserError: as `generate`, at the first chunk.

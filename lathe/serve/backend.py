@@ -26,7 +26,7 @@ class TritonPythonModel:
     """The interface that Triton calls; see https://github.com/triton-inference-server/python_backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the model beside `model.py`. Settings: `parameters` of config.pbtxt, JSON each."""
+        """Load the model beside `model.py`; its settings are JSON `parameters` of config.pbtxt."""
         settings = model_settings(args)
         self.defaults = parse(settings["generation"], Params())
         folder = Path(args["model_repository"]) / args["model_version"]
@@ -51,7 +51,7 @@ class TritonPythonModel:
             except UserError as error:
                 answer.refuse(pb_utils.TritonError.INVALID_ARG, error)
             except Exception as error:
-                log.exception("a request could not be taken")
+                log.exception("a request could not be accepted")
                 answer.refuse(pb_utils.TritonError.INTERNAL, error)
 
     def finalize(self) -> None:
@@ -70,7 +70,9 @@ def _read(request: Any, defaults: Params) -> tuple[str, Params]:
         if tensor is None:
             continue
         if name in given:
-            raise UserError(f"{name} is given as input and as parameter", "give one of them")
+            raise UserError(
+                f"{name} is given both as input and as parameter", "give only one of them"
+            )
         value = tensor.as_numpy().item()
         given[name] = decode(value, name) if isinstance(value, bytes) else value
     text = pb_utils.get_input_tensor_by_name(request, "text_input")

@@ -1,4 +1,4 @@
-"""`lathe bench-serve`: a load test of a live endpoint, its figures and its page."""
+"""`lathe bench-serve`: a load test of a live endpoint, with its figures and an HTML page."""
 
 import json
 import math
@@ -30,9 +30,9 @@ def bench(
     """Run a load test; write `load.json` (with every request) and `load.html` into `output`.
 
     Args:
-        tokens: minimum and maximum of a request's new tokens.
+        tokens: minimum and maximum number of new tokens of a request.
         shape: `clients`, `rate`, `requests` and `seed` of a `Load`.
-        objective: seconds to the first token, and between tokens.
+        objective: limits in seconds: to the first token, and between tokens.
 
     Raises:
         UserError: no server, no prompts, a time or rate that is not positive, or no answer at all.
@@ -40,7 +40,10 @@ def bench(
     seconds = dict(zip(("--first-token", "--between-tokens"), objective, strict=True))
     for option, value in {**seconds, "--rate": shape["rate"]}.items():
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{option} {value}: not a positive number", "give one, or leave it out")
+            raise UserError(
+                f"{option} {value}: not a positive number",
+                "give a positive number, or omit the option",
+            )
     claim_output_folder(output, LOAD, prompts)
     lines = list(OPENINGS) if prompts is None else _lines(prompts)
     generator = np.random.default_rng(shape["seed"])
@@ -63,7 +66,7 @@ def bench(
 
 
 def _lines(path: Path) -> list[str]:
-    hint = "give a text file, a prompt a line"
+    hint = "give a text file with one prompt per line"
     found = [line for line in read_text(path, hint).splitlines() if line.strip()]
     if not found:
         raise UserError(f"{path}: no prompts", hint)

@@ -1,11 +1,12 @@
-"""Client of a running server over gRPC: text in, text out, whole or streamed.
+"""gRPC client of a running server: text in, text out, whole or streamed.
 
     from lathe.serve import client
     print(client.generate("Once upon a time", max_tokens=40))
     for text in client.stream("Once upon a time", decode_strategy="greedy_search"):
         print(text, end="", flush=True)
 
-Parameters are those of `lathe.runtime.params`; omitted ones, or None, take the server's default.
+Parameters are those of `lathe.runtime.params`; one that is omitted or None takes the server's
+default.
 """
 
 import json
@@ -42,7 +43,7 @@ PARAMETER_FIELD = {
 
 
 class Client:
-    """One model of one server. Any number of threads may share it.
+    """Client of one model on one server; any number of threads may share it.
 
     tritonclient's messages and stub are used without its `InferenceServerClient`, which allows one
     stream at a time; here every call is a stream of its own on one connection.
@@ -50,7 +51,8 @@ class Client:
     Args:
         url: gRPC address, `host:port`.
         model_name: the model's folder in the server's repository.
-        timeout_seconds: of a whole generation; None waits forever once the server has answered.
+        timeout_seconds: limit of a whole generation; None waits forever once the server has
+            answered.
 
     Raises:
         UserError: `url` is not an address.
@@ -87,7 +89,7 @@ class Client:
         return list(self._chunks(prompt, parameters))
 
     def stream(self, prompt: str, **parameters: Parameter) -> Generator[Chunk]:
-        """Yield chunks as they are generated; closing the iterator cancels the rest.
+        """Yield chunks as they are generated; closing the iterator cancels the generation.
 
         Raises:
             UserError: as `generate`, at the first chunk.
@@ -147,10 +149,12 @@ class Client:
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 what = f"{self.url} serves no model {self.model_name}"
-                raise UserError(what, "name its model: -o Serving.model_name=NAME") from None
+                raise UserError(
+                    what, "give the name of the server's model: -o Serving.model_name=NAME"
+                ) from None
             raise lost(error, self.url, self.timeout_seconds) from None
         if "sha256" not in reply.config.parameters:
-            what = f"{self.url}: {self.model_name} was not deployed by Lathe: it names no SHA-256"
+            what = f"{self.url}: {self.model_name} was not deployed by Lathe: it has no SHA-256"
             raise UserError(what, "deploy the export with `lathe deploy`")
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
@@ -191,8 +195,8 @@ def connect(folder: Path | None = None) -> Client:
     found = serve_state.find(folder)
     if found is None:
         raise UserError(
-            f"no server is running: nothing alive in {folder or serve_state.default_folder()}",
-            f"start one with `make serve`, or name its folder in {serve_state.STATE_VARIABLE}",
+            f"no server is running: none found in {folder or serve_state.default_folder()}",
+            f"start one with `make serve`, or set {serve_state.STATE_VARIABLE} to its folder",
         )
     return Client(found.grpc, found.model_name)
 
@@ -227,7 +231,7 @@ def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> A
         try:
             setattr(message.parameters[name], PARAMETER_FIELD[type(value)], value)
         except ValueError:
-            raise UserError(f"{name} {value}: out of range", "give a smaller one") from None
+            raise UserError(f"{name} {value}: out of range", "give a smaller number") from None
     return message
 
 
@@ -236,7 +240,8 @@ def _utf8(text: str, what: str = "prompt") -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{what}: not UTF-8 at character {error.start}", "convert it, as with iconv -t utf-8"
+            f"{what}: not UTF-8 at character {error.start}",
+            "convert it, for instance with iconv -t utf-8",
         ) from None
 
 
@@ -259,11 +264,11 @@ def chunks_of(result: Any) -> list[Chunk]:
 
 
 def refusal(message: str) -> Exception:
-    """The exception for an error from the server, whose message has a hint if the request is
-    wrong."""
+    """The exception for an error from the server: a UserError if the message has a hint, since the
+    request was then wrong; otherwise a StageError."""
     what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
-        return UserError(message, "name the server's model: --model-name NAME")
+        return UserError(message, "give the name of the server's model: --model-name NAME")
     return UserError(what, hint) if hint else StageError(message)
 
 
@@ -272,7 +277,7 @@ def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UserError(
             f"no answer within {timeout_seconds:g} s from {url}",
-            "ask for fewer tokens, or wait longer",
+            "ask for fewer tokens, or allow a longer timeout",
         )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return UserError(f"no server answers on {url}", "start one with `make serve`")

@@ -1,4 +1,4 @@
-"""An interactive session: prompts typed one after another, each answered as a stream."""
+"""An interactive session: prompts typed one after another, with streamed answers."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,15 @@ def lines() -> Iterator[str]:
             line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
-        except KeyboardInterrupt:  # meant for an answer that had just ended
+        except KeyboardInterrupt:  # meant for an answer that has just ended
             if not sys.stdin.isatty():
                 raise
             print()
             continue
         except UnicodeDecodeError:
-            raise UserError("the input: not UTF-8", "convert it: iconv -t utf-8") from None
+            raise UserError(
+                "the input: not UTF-8", "convert it, for instance with iconv -t utf-8"
+            ) from None
         if line.strip():
             yield line
 

@@ -50,15 +50,19 @@ class ServeEnvironment:
             "PATH": f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
             "PYTHONPATH": os.pathsep.join([str(self.site_packages), str(ROOT)]),
-            # No bytecode is written: a model repository must stay the same, byte for byte.
+            # Write no bytecode: a model repository must not change.
             "PYTHONDONTWRITEBYTECODE": "1",
-            # Every token reads all weights, which is 8 % faster with 2 MB pages.
+            # Decoding reads all weights for every token, which is 8 % faster with 2 MB pages.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }
 
     def link_backends(self, folder: Path) -> Path:
-        """Make `folder` a backend directory: the wheel has a stub for every Python version in a
-        folder of its own, and Triton needs the right one beside the backend's library."""
+        """Make `folder` a backend directory: Triton needs the stub of this Python version beside
+        the backend's library, but the wheel has a separate folder of stubs for each version.
+
+        Raises:
+            UserError: a file is in the way of a link.
+        """
         backend = folder / "python"
         unlink_backends(folder)
         backend.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,8 @@ class ServeEnvironment:
                 (backend / path.name).symlink_to(path)
             except FileExistsError:
                 raise UserError(
-                    f"{backend / path.name}: in the way of a link to {path}", "move it away"
+                    f"{backend / path.name}: exists where a link to {path} is needed",
+                    "move it away",
                 ) from None
         return folder
 
@@ -99,7 +104,7 @@ def find_environment() -> ServeEnvironment:
     either, use this process's own, to which `pip install 'lathe[serve]'` adds Triton.
 
     Raises:
-        UserError: it is absent or has no tritonserver for its Python version.
+        UserError: there is no such environment, or no tritonserver for its Python version.
     """
     beside = ROOT / ".venv-serve" / "bin" / "python"
     default = beside if beside.is_file() else sys.executable
@@ -109,7 +114,7 @@ def find_environment() -> ServeEnvironment:
         f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
     )
     if not python.is_file():
-        raise UserError(f"{python}: no such interpreter: Triton has its own environment", hint)
+        raise UserError(f"{python}: no such interpreter: Triton needs its own environment", hint)
     run = subprocess.run(
         [python, "-c", _DESCRIBE],
         capture_output=True,
@@ -118,7 +123,7 @@ def find_environment() -> ServeEnvironment:
         check=False,
     )
     if run.returncode:
-        raise UserError(f"{python} does not run: {run.stderr.strip()[-300:]}", hint)
+        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", hint)
     found = json.loads(run.stdout)
     if not found["pytriton"]:
         raise UserError(f"{python}: nvidia-pytriton is not installed", hint)

@@ -1,12 +1,12 @@
-"""Runs a server, and ends it when whoever asked for it is gone.
+"""Run a server, and end it when its owner is gone.
 
     python -m lathe.serve.guard FD SHARED_MEMORY COMMAND...
 
-FD is one end of a socket pair. The guard writes the command's process id to it; when the other end
-closes (its owner has died, or gives up) it ends the command. After one byte from the other end it
-lets the command live, and only waits for it. When the command has ended, however that came, its
-regions in /dev/shm are removed, those whose name begins with SHARED_MEMORY, and what it leaves of
-its processes is killed, with the guard itself: it leads their group.
+FD is one end of a socket pair. The guard writes the command's process id to it. When the other end
+is closed, because the owner has died or gives up, the guard ends the command. After one byte from
+the other end, the command is detached: the guard only waits for it. When the command has ended for
+any reason, its regions in /dev/shm (names that begin with SHARED_MEMORY) are removed, and its
+remaining processes are killed together with the guard, which leads their process group.
 """
 
 import os
@@ -34,7 +34,11 @@ def main() -> None:
 
 
 def clear_shared_memory(prefix: str) -> None:
-    """Remove what a killed server leaves in /dev/shm; the prefix is one that `SHARED_MEMORY` is."""
+    """Remove what a killed server leaves in /dev/shm.
+
+    Raises:
+        ValueError: the prefix does not match `SHARED_MEMORY`.
+    """
     if not SHARED_MEMORY.fullmatch(prefix):
         raise ValueError(f"{prefix!r} is not a server's")
     for region in Path("/dev/shm").glob(f"{prefix}*"):

@@ -1,7 +1,8 @@
-"""Load on a live endpoint, and what its clients felt.
+"""Load on a live endpoint, and the latencies that its clients see.
 
-Closed: so many clients, each asking again as soon as it is answered. Open: requests arrive at a
-rate of their own (Poisson), whether or not the server keeps up, as users' do.
+Closed loop: a fixed number of clients, each of which sends its next request as soon as it is
+answered. Open loop: requests arrive at a given rate (a Poisson process) whether or not the server
+keeps up, as those of real users do.
 """
 
 import math
@@ -31,20 +32,21 @@ OPENINGS = (
     "There are many ways to",
     "For example, if you",
 )
-"""Prompts for where none are given."""
+"""The default prompts."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to ask.
+    """The requests to send.
 
     Attributes:
         prompts: taken in turn.
-        lengths: new tokens of each request, taken in turn.
-        requests: in all.
-        seconds: after which a closed loop asks no more.
-        clients: of a closed loop.
-        rate: requests a second of an open loop; None: a closed one.
+        lengths: number of new tokens of each request, taken in turn.
+        requests: number of requests in all.
+        clients: number of clients of a closed loop.
+        rate: requests per second of an open loop; None for a closed loop.
+        seed: of the arrival times and of sampling.
+        seconds: time after which a closed loop sends no new requests.
     """
 
     prompts: Sequence[str]
@@ -58,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a user is content with, in seconds: the first token, and the mean time to the next."""
+    """Latency objective in seconds: time to first token, and mean time between tokens."""
 
     first_token: float
     between_tokens: float
@@ -66,7 +68,13 @@ class Objective:
 
 @dataclass(frozen=True)
 class Request:
-    """One request as its client saw it: seconds since the load began; `error` in its own words."""
+    """One request as its client saw it.
+
+    Attributes:
+        sent: when it was sent, in seconds since the load began.
+        tokens: when each token arrived, in seconds since the load began.
+        error: the first line of the error that ended it.
+    """
 
     sent: float
     tokens: tuple[float, ...]
@@ -84,11 +92,11 @@ class Request:
 
     @property
     def between_tokens(self) -> NDArray[np.float64]:
-        """Mean seconds from a token to the next."""
+        """(n - 1,) seconds from each of the n tokens to the next."""
         return np.diff(np.array(self.tokens))
 
     def meets(self, objective: Objective) -> bool:
-        """Whether both times are within the objective."""
+        """Whether the request was answered within the objective."""
         if not self.answered:
             return False
         gaps = self.between_tokens
@@ -98,7 +106,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a load; seconds. `goodput` counts the requests a second that met the objective."""
+    """Figures of a load, times in seconds; `goodput`: requests/s that met the objective."""
 
     seconds: float
     requests: int
@@ -115,12 +123,12 @@ class Summary:
 
 
 def run_load(client: Client, load: Load) -> list[Request]:
-    """Put the load on the server and wait for the last answer.
+    """Send the load to the server and wait for the last answer.
 
     Raises:
         UserError: the server cannot be reached.
     """
-    client.generate(load.prompts[0], max_tokens=1)  # also pays for onnxruntime's start
+    client.generate(load.prompts[0], max_tokens=1)  # also warms up onnxruntime
     started = time.perf_counter()
     done: list[Request] = []
     lock = threading.Lock()
@@ -139,11 +147,17 @@ def run_load(client: Client, load: Load) -> list[Request]:
 
 
 def summarize(requests: Sequence[Request], objective: Objective) -> Summary:
-    """Raises UserError where no request was answered."""
+    """Compute the figures of a load.
+
+    Raises:
+        UserError: no request was answered.
+    """
     answered = [request for request in requests if request.answered]
     if not answered:
         first = next((request.error for request in requests if request.error), "no tokens")
-        raise UserError(f"none of {len(requests)} requests was answered: {first}", "see its log")
+        raise UserError(
+            f"none of {len(requests)} requests was answered: {first}", "check the server's log"
+        )
     ends = max(request.tokens[-1] for request in answered)
     seconds = ends - min(request.sent for request in requests)
     good = sum(request.meets(objective) for request in requests)
@@ -160,7 +174,7 @@ def summarize(requests: Sequence[Request], objective: Objective) -> Summary:
 
 
 def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
-    """`p50`, `p90`, `p99`; nothing of nothing."""
+    """The percentiles `p50`, `p90` and `p99`; empty without values."""
     if not len(values):
         return {}
     found = np.percentile(np.asarray(values), PERCENTILES)

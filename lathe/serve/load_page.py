@@ -1,4 +1,4 @@
-"""The page of a load: how long clients waited, as a picture and a table."""
+"""The HTML page of a load test: latencies of its clients in plots and a table."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def load_page(
     """A self-contained HTML page.
 
     Args:
-        what: the load, in words.
+        what: description of the load.
     """
     answered = [request for request in requests if request.answered]
     first = np.array([request.first_token for request in answered])
@@ -44,7 +44,7 @@ def _distribution(title: str, seconds: NDArray[np.float64], limit: float) -> Pic
         axes.step(ordered, share, where="post", color=theme.color(0))
         axes.axvline(1e3 * limit, color=theme.accent, linewidth=1, linestyle=(0, (4, 2)))
         axes.set_xlabel("milliseconds")
-        axes.set_ylabel("% at most so long")
+        axes.set_ylabel("% of values")
         axes.set_ylim(0, 101)
         axes.set_xlim(left=0)
 

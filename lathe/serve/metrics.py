@@ -1,4 +1,4 @@
-"""What a server says of itself on Triton's Prometheus endpoint, beside Triton's own metrics."""
+"""Lathe's metrics on Triton's Prometheus endpoint, beside Triton's own."""
 
 import time
 from typing import Any
@@ -7,26 +7,28 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.runtime.batcher import Watcher
 
-TELL_SECONDS = 0.2  # each figure is a message to Triton's process
+TELL_SECONDS = 0.2  # each update is a message to Triton's process
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
 
 
 class Metrics(Watcher):
-    """`lathe_*`, labelled with the model's name."""
+    """The metrics `lathe_*`, labelled with the model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._model = model_name
         self._told, self._new_tokens = 0.0, 0
-        self._families: list[Any] = []  # Triton drops a metric whose family is gone
+        self._families: list[Any] = []  # Triton drops a metric when its family is deleted
         self._tokens = self._make("generated_tokens_total", "Tokens generated", "COUNTER")
         self._prompt = self._make("prompt_tokens_total", "Prompt tokens read", "COUNTER")
-        self._queue = self._make("queue_seconds", "From arrival to a row in the batch", "HISTOGRAM")
-        self._first = self._make(
-            "first_token_seconds", "From arrival to the first token", "HISTOGRAM"
+        self._queue = self._make(
+            "queue_seconds", "Seconds from arrival to a slot in the batch", "HISTOGRAM"
         )
-        self._running = self._make("running", "Branches in the batch", "GAUGE")
-        self._waiting = self._make("waiting", "Requests that wait for a row", "GAUGE")
-        self._kv = self._make("kv_tokens", "Tokens whose keys and values are held", "GAUGE")
+        self._first = self._make(
+            "first_token_seconds", "Seconds from arrival to the first token", "HISTOGRAM"
+        )
+        self._running = self._make("running", "Sequences in the batch", "GAUGE")
+        self._waiting = self._make("waiting", "Requests that wait for a slot", "GAUGE")
+        self._kv = self._make("kv_tokens", "Tokens in the KV cache", "GAUGE")
 
     def admitted(self, waited: float) -> None:
         self._queue.observe(waited)
@@ -51,7 +53,7 @@ class Metrics(Watcher):
         family = pb_utils.MetricFamily(
             name=f"lathe_{name}",
             description=description,
-            kind=getattr(pb_utils.MetricFamily, kind),  # not there before a model is initialized
+            kind=getattr(pb_utils.MetricFamily, kind),  # absent before a model is initialized
         )
         self._families.append(family)
         labels = {"model": self._model}

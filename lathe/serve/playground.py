@@ -1,7 +1,7 @@
-"""A web page to try a served model with, and the small server that shows it.
+"""A web page to try a served model, and the small server for it.
 
-Triton serves no pages and allows none from elsewhere to call it, so this server passes the page's
-one call, `generate_stream`, on to it.
+Triton serves no pages and allows no cross-origin requests, so this server forwards the page's only
+call, `generate_stream`, to it.
 """
 
 import json
@@ -30,7 +30,7 @@ def playground(triton: str, model_name: str, port: int = 0) -> Iterator[str]:
 
     Args:
         triton: HTTP address of the server, `host:port`.
-        port: 0 takes a free one.
+        port: 0 takes any free one.
 
     Raises:
         UserError: the port is in use.
@@ -43,7 +43,7 @@ def playground(triton: str, model_name: str, port: int = 0) -> Iterator[str]:
         server = ThreadingHTTPServer((HOST, port), Handler)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"port {port}: {reason}", "give --port another one") from None
+        raise UserError(f"port {port}: {reason}", "give another --port") from None
     server.daemon_threads = True
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             LOOPBACK.open(f"http://{self.target}/v2/health/ready", timeout=REACH_SECONDS).close()
             connection.connect()
-            connection.sock.settimeout(None)  # it answers: a generation may take long
+            connection.sock.settimeout(None)  # the server is up, and a generation may take long
             connection.request("POST", f"/v2/models/{self.model}/generate_stream", body)
             reply = connection.getresponse()
         except (OSError, HTTPException) as error:
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(piece)
                 self.wfile.flush()
         except (BrokenPipeError, ConnectionResetError):
-            log.debug("the page went away")  # closing the connection cancels the generation
+            log.debug("the page was closed")  # closing the connection cancels the generation
         finally:
             connection.close()
 

@@ -1,4 +1,4 @@
-"""Which process it is: a number alone may be another's tomorrow."""
+"""Identify a process reliably: the kernel may reuse its number (PID) for another one."""
 
 import os
 import select
@@ -13,11 +13,12 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(BaseModel):
-    """A process of this machine; it alone has this number and this start.
+    """A process of this machine, identified by its number and its start time.
 
     Attributes:
-        started: clock ticks since the boot.
-        boot: the boot's id.
+        pid: its number.
+        started: its start time, in clock ticks since boot.
+        boot: the id of that boot.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -28,7 +29,7 @@ class Process(BaseModel):
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        """The one that has the number now.
+        """The process that has this number now.
 
         Raises:
             OSError: there is none.
@@ -37,14 +38,14 @@ class Process(BaseModel):
 
     @contextmanager
     def held(self, is_right: Callable[[Sequence[str]], bool]) -> Iterator[int | None]:
-        """A descriptor of the process, which no other can take the place of; None where it has
-        ended, or its command line is not `is_right`."""
+        """Yield a pidfd of the process, which never refers to another one; None if the process has
+        ended, or `is_right` rejects its command line."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except OSError:
             yield None
             return
-        try:  # what is read now is the held process's, or its successor's, which differs
+        try:  # what is read now is from this process, or from a successor that differs
             yield descriptor if self._is_there(is_right) else None
         finally:
             os.close(descriptor)
@@ -57,20 +58,20 @@ class Process(BaseModel):
 
 
 def send(descriptor: int, number: signal.Signals) -> None:
-    """Signal a held process, if it has not ended."""
+    """Send a signal to the process of a pidfd, unless it has ended."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(descriptor, number)
 
 
 def ends_within(descriptor: int, seconds: float) -> bool:
-    """Wait for a held process."""
+    """Wait for the process of a pidfd; return whether it ended in time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def _started(pid: int) -> int:
-    """Field 22 of the process's stat; its name, field 2, may hold anything but ends with `)`."""
+    """Field 22 of the process's stat file; its name, field 2, is arbitrary but ends with `)`."""
     fields = (
         Path(f"/proc/{pid}/stat")
         .read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""What a gRPC address has to be, and that something answers there before it is asked for more."""
+"""Check a gRPC address, and explain why no server answers there."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import grpc  # type: ignore[import-untyped]
 from lathe.errors import UserError
 
 REACH_SECONDS = 5.0
-"""For the connection and a server's first answer, whatever it is asked for later."""
+"""Time limit of the connection and of a server's first answer."""
 
 ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
@@ -18,16 +18,17 @@ def require_address(url: str) -> None:
     match = ADDRESS.fullmatch(url)
     if match is None or not 0 < int(match[1]) < 2**16:
         raise UserError(
-            f"{url!r}: not a gRPC address", "write HOST:PORT, as localhost:8001, without a scheme"
+            f"{url!r}: not a gRPC address",
+            "write HOST:PORT without a scheme, such as localhost:8001",
         )
 
 
 def unreachable(error: Any, url: str) -> UserError:
-    """What it means that the server did not say whether it is ready."""
+    """The error for a server that did not answer whether it is ready."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UserError(
             f"{url}: no answer within {REACH_SECONDS:g} s",
-            "check that this is Triton's gRPC port; if it is, look into the server's log",
+            "check that this is Triton's gRPC port; if it is, check the server's log",
         )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return UserError(f"no server answers on {url}", "start one with `make serve`")

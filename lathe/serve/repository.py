@@ -1,4 +1,4 @@
-"""A Triton model repository around an exported model.
+"""Write the Triton model repository of an exported model.
 
 REPOSITORY/NAME/config.pbtxt      inputs, outputs, decoupled responses, default parameters
 REPOSITORY/NAME/1/model.py        loads lathe.serve.backend
@@ -35,15 +35,15 @@ TRITON_TYPE = {int: "TYPE_INT64", float: "TYPE_FP32", str: "TYPE_STRING", bool: 
 def write_repository(
     exported: Path, output: Path, serving: ServingSettings, generation: GenerationSettings
 ) -> Path:
-    """Write a repository of a model that generates, and one that scores by it, and return it.
+    """Write and return a repository with a model that generates and one that scores with it.
 
     Args:
         exported: an export folder.
-        output: the repository; replaced whole, or left as it was on any failure.
-        generation: the defaults of requests that do not say otherwise.
+        output: the repository; replaced atomically, and left as it was on any failure.
+        generation: the defaults of request parameters.
 
     Raises:
-        UserError: `exported` lacks a file.
+        UserError: `exported` lacks a file, or has one that was altered.
     """
     metadata = open_export(exported)
     for name in NEEDED:
@@ -69,23 +69,21 @@ def write_repository(
 
 
 def require_whole(repository: Path) -> None:
-    """Check the files of a repository against the list that was written with it.
+    """Check the files of a repository against the list in its metadata.
 
     Raises:
-        UserError: there is none, or a file was altered since.
+        UserError: no such repository, or a file has been altered since.
     """
     if not repository.is_dir():
         raise UserError(f"{repository}: no such folder", "deploy the model again")
-    if (
-        metadata := repository / REPOSITORY.metadata_file
-    ).is_file():  # one of an earlier version has none
+    if (metadata := repository / REPOSITORY.metadata_file).is_file():  # earlier versions wrote none
         listed = read_json(metadata, "deploy the model again").get("files")
         files = checked(listed, Files, f"{metadata}: files", "deploy the model again")
         check_files(repository, REPOSITORY.metadata_file, files, "deploy the model again")
 
 
 def remove_bytecode(repository: Path) -> None:
-    """Delete what Triton's Python has compiled in a repository: its bytes name the release."""
+    """Delete Triton's Python bytecode, which would change the digest that names the release."""
     names = [name for name, _ in files_below(repository)]
     compiled = bytecode(repository, names)
     remove_files(repository, [str(path.relative_to(repository)) for path in compiled])
@@ -110,7 +108,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
             "min_tokens": generation.min_dec_len,
         },
     }
-    one, many = [1], [-1]  # outputs but the last two: an element a sequence
+    one, many = [1], [-1]  # outputs but the last two have one element per sequence
     optional: list[dict[str, Any]] = [
         {"name": name, "data_type": TRITON_TYPE[field.kind], "dims": one, "optional": True}
         for name, field in FIELDS.items()

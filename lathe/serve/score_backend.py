@@ -1,6 +1,6 @@
-"""Triton's Python backend that scores given tokens by the model that is served beside it.
+"""Triton's Python backend that scores given tokens with the model that is served beside it.
 
-The weights are loaded by the first request: a second copy in memory is for those who score.
+The first request loads the weights, so that only servers that score keep a second copy in memory.
 """
 
 from functools import cached_property
@@ -17,10 +17,10 @@ from lathe.runtime.session import OnnxModel
 
 
 class TritonPythonModel:
-    """What Triton calls; see https://github.com/triton-inference-server/python_backend."""
+    """The interface that Triton calls, as in `lathe.serve.backend`."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Settings: `parameters` of config.pbtxt, JSON each."""
+        """Read the settings, which are the JSON `parameters` of config.pbtxt."""
         settings = model_settings(args)
         self.folder = Path(args["model_repository"]).parent / settings["exported"]
         self.threads: int = settings["threads"]
@@ -36,7 +36,7 @@ class TritonPythonModel:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request; what fails fails alone."""
+        """Answer each request; one that fails does not affect the others."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

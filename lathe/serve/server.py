@@ -1,4 +1,4 @@
-"""Starts a real tritonserver on loopback and waits until its model answers."""
+"""Start a tritonserver on loopback and wait until its model is ready."""
 
 import logging
 import re
@@ -25,13 +25,13 @@ LOG_LINES = 20
 CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
 ANY_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
-DRAIN_SECONDS = 3  # what Triton waits for requests in flight when it is told to stop
+DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 
 
 class TritonServer:
     """A server that this process started; as a context manager, it ends with the block.
 
-    It also ends if this process dies, until `detach` lets it live on.
+    It also ends if this process dies, unless `detach` was called.
     """
 
     def __init__(
@@ -75,17 +75,19 @@ def start(
         repository: written by `write_repository`.
         serving: model name and ports; port 0 takes any free one.
         folder: state folder; default `state.default_folder()`.
-        options: more of tritonserver's own, as `--model-control-mode=explicit`.
+        options: more of tritonserver's options, such as `--model-control-mode=explicit`.
 
     Raises:
-        UserError: a port is in use, a server of this state folder runs already, or there is no
-            environment with Triton.
-        StageError: the server ended, or was not ready in time; with the log's last lines.
+        UserError: a port is in use, a server of this state folder is already running, or there is
+            no environment with Triton.
+        StageError: the server ended, or was not ready in time; has the log's last lines.
     """
     folder = (folder or serve_state.default_folder()).absolute()
     environment = find_environment()
     if running := serve_state.find(folder):
-        raise UserError(f"a server of {folder} runs already, on {running.http}", "run `make stop`")
+        raise UserError(
+            f"a server of {folder} is already running on {running.http}", "run `make stop`"
+        )
     ports = free_ports(serving)
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
@@ -114,7 +116,7 @@ def start(
 
 
 def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
-    """Check that the three ports can be bound, and choose free ones for zeros.
+    """Check that the three ports can be bound, and choose a free one for each 0.
 
     Raises:
         UserError: one is in use; names it.
@@ -132,8 +134,8 @@ def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UserError(
                     f"Serving.{key} {port} cannot be used on {HOST}: {reason}",
-                    f"stop what listens there (`make stop`), or pass -o Serving.{key}=0 "
-                    "for any free port",
+                    "stop the server there (`make stop` for Lathe's own), or pass "
+                    f"-o Serving.{key}=0 for any free port",
                 ) from None
             bound.append(probe.getsockname()[1])
     http, grpc, metrics = bound
@@ -177,7 +179,7 @@ def _spawn(
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in this terminal is not for the server
+            start_new_session=True,  # Ctrl-C in this terminal must not reach the server
         )
     return guard, owner
 
@@ -215,7 +217,7 @@ def _is_ready(state: ServerState) -> bool:
 
 
 def _tail(log_path: Path) -> str:
-    """The log's last lines, without what Triton says of itself at length."""
+    """The log's last lines, without Triton's information messages."""
     lines = log_path.read_text(errors="replace", encoding="utf-8").splitlines()
     telling = [line for line in lines if not CHATTER.match(line)][-LOG_LINES:]
     return "\n".join([*telling, f"the whole log: {log_path}"])

@@ -1,7 +1,7 @@
-"""Where the running server is: its state file, by which clients find it and `stop` ends it.
+"""The state file of the running server, by which clients find it and `stop` ends it.
 
-The state folder is `run/serve` under the working directory, or `LATHE_SERVE_STATE`. It holds
-`server.json`, which names process, ports and model, `triton.log` and the backend directory.
+The state folder is `run/serve` in the working directory, or `LATHE_SERVE_STATE`. It contains
+`server.json` (process, ports and model), `triton.log` and the backend directory.
 """
 
 import os
@@ -22,14 +22,14 @@ from lathe.serve.process import Process, ends_within, send
 from lathe.storage import atomic_file
 
 HOST = "127.0.0.1"
-LOOPBACK = build_opener(ProxyHandler({}))  # HTTP to it, never through the environment's proxy
+LOOPBACK = build_opener(ProxyHandler({}))  # HTTP to loopback must not use the environment's proxy
 STATE_VARIABLE = "LATHE_SERVE_STATE"
 STATE_FILE = "server.json"
 LOG_FILE = "triton.log"
 BACKENDS = "backends"
 STATE_FILES = {STATE_FILE, LOG_FILE, BACKENDS}
 STOP_SECONDS = 15.0
-GUARD_SECONDS = 5.0  # that the guard takes to kill its group and to end
+GUARD_SECONDS = 5.0  # for the guard to kill its process group and end
 
 Port = Annotated[int, Field(gt=0, lt=2**16)]
 
@@ -52,7 +52,7 @@ class ServerState(BaseModel):
     grpc_port: Port
     metrics_port: Port
     shared_memory: Annotated[str, Field(pattern=f"^{SHARED_MEMORY.pattern}$")]
-    """Prefix of its regions in /dev/shm, unique to it."""
+    """Prefix of its regions in /dev/shm, unique to this server."""
 
     @property
     def http(self) -> str:
@@ -65,18 +65,18 @@ class ServerState(BaseModel):
         return f"{HOST}:{self.grpc_port}"
 
     def is_alive(self) -> bool:
-        """Whether the process runs, and is this server and no later one with its number."""
+        """Whether the process runs, and is this server and not a later process with its number."""
         with self.server.held(self.is_server) as server:
             return server is not None
 
     def is_server(self, command: Sequence[str]) -> bool:
-        """Whether a command line is that of the server."""
+        """Whether a command line is that of this server."""
         shared_memory = f"--backend-config=python,shm-region-prefix-name={self.shared_memory}"
         is_triton = Path(command[0]).name == "tritonserver"
         return is_triton and {f"--model-repository={self.repository}", shared_memory} <= {*command}
 
     def is_guard(self, command: Sequence[str]) -> bool:
-        """Whether a command line is that of the guard."""
+        """Whether a command line is that of this server's guard."""
         return {"lathe.serve.guard", self.shared_memory} <= {*command}
 
     def write(self, folder: Path) -> None:
@@ -96,9 +96,9 @@ def find(folder: Path | None = None) -> ServerState | None:
 
 
 def stop(folder: Path | None = None) -> ServerState | None:
-    """End the server of a state folder and every process of it; None where none runs.
+    """End the server of a state folder and all its processes; None if none is running.
 
-    Requests in flight get a few seconds to end; what does not leave is killed.
+    Requests in flight get a few seconds to finish; processes that remain are killed.
 
     Raises:
         UserError: the folder's `server.json` is something else; nothing is ended or removed then.
@@ -123,9 +123,9 @@ def forget(folder: Path) -> None:
 
 
 def end(state: ServerState) -> None:
-    """Terminate, wait, kill what is left, and clear its shared memory.
+    """Terminate a server, wait, kill its remaining processes, and clear its shared memory.
 
-    The guard does the last two when the server has ended; it is killed itself where it hangs.
+    The guard does the last two when the server has ended; if it hangs, it is killed too.
     """
     with state.server.held(state.is_server) as server, state.guard.held(state.is_guard) as guard:
         if server is not None:
@@ -133,13 +133,13 @@ def end(state: ServerState) -> None:
             if not ends_within(server, STOP_SECONDS):
                 send(server, signal.SIGKILL)
         if guard is not None and not ends_within(guard, GUARD_SECONDS):
-            os.killpg(state.guard.pid, signal.SIGKILL)  # the guard is there, and so is its group
+            os.killpg(state.guard.pid, signal.SIGKILL)  # the guard exists, and so does its group
         if server is not None or guard is not None:
             clear_shared_memory(state.shared_memory)
 
 
 def read(folder: Path) -> ServerState | None:
-    """The state that a folder holds, of a server that may have ended; None where it holds none.
+    """The state in a folder, of a server that may have ended; None if there is none.
 
     Raises:
         UserError: `server.json` is something else.
@@ -159,4 +159,4 @@ def read(folder: Path) -> ServerState | None:
         ) from None
 
 
-_HINT = f"move it away, or name another folder in {STATE_VARIABLE}"
+_HINT = f"move it away, or set {STATE_VARIABLE} to another folder"

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, and the same call for a path and an address."""
+"""Atomic files and folders, and the same calls for paths and for addresses in a store."""
 
 from pathlib import Path
 
@@ -46,30 +46,29 @@ __all__ = [
 
 
 def is_remote(uri: str) -> bool:
-    """Whether it is an address, of a store or of a web server, which `fetch` brings."""
+    """Whether `uri` is an address that `fetch` downloads, from a store or a web server."""
     return is_store(uri) or scheme_of(uri) in ("http", "https")
 
 
 def fetch(uri: str, folder: Path) -> Path:
-    """A local path for `uri`: a path as it is, an address downloaded into `folder`.
+    """The local path of `uri`: a path is returned as it is, an address is downloaded to `folder`.
 
-    `s3://bucket/key` (or `minio://`) is one object, or, where there is none, the prefix
-    `s3://bucket/key/`: every object below it, as a folder. A prefix that `upload` put is checked
-    against its manifest. Nothing is seen in the folder until all has arrived; what a broken fetch
-    has brought waits there under a hidden name, and the next one goes on with it.
+    `s3://bucket/key` (or `minio://`) is one object or, if there is none, the prefix
+    `s3://bucket/key/`: every object below it, as a folder. A prefix that `upload` wrote is checked
+    against its manifest. Files appear in the folder only when all have arrived; what an interrupted
+    fetch has downloaded is kept there under a hidden name, and the next fetch resumes it.
 
-    `file:///path` is the same in a folder that is a store (`lathe.storage.local`); a blank is
-    spelled as one there, not as %20. The store of `s3://` is the one that the AWS variables name:
-    `AWS_ENDPOINT_URL` (default: Amazon's), `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
-    `AWS_SESSION_TOKEN`, `AWS_REGION`; without a key
-    the request is anonymous. `LATHE_S3_SECRET_DIR` names a folder whose files `accesskey` and
-    `secretkey` take the place of the two keys. Failures that may pass (connection, status
-    5xx, a body cut short) are tried four times, a server that is silent for LATHE_NETWORK_TIMEOUT
-    (15 seconds unless set) twice.
+    `file:///path` is the same in a folder that is a store (`lathe.storage.local`); write a space
+    there as it is, not as %20. The AWS variables name the store of `s3://`: `AWS_ENDPOINT_URL`
+    (default: Amazon's), `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`,
+    `AWS_REGION`; without a key the request is anonymous. `LATHE_S3_SECRET_DIR` names a folder whose
+    files `accesskey` and `secretkey` replace the two keys. Transient failures (connection, status
+    5xx, a truncated body) are tried four times in all; a server that is silent for
+    LATHE_NETWORK_TIMEOUT (15 seconds by default) is tried twice.
 
     Raises:
-        UserError: nothing there, the store refuses the credentials, or does not answer; a prefix
-            that is torn or not yet whole; no space on the disk.
+        UserError: nothing there, the store refuses the credentials or does not answer, the prefix
+            is damaged or incomplete, or the disk is full.
     """
     if not is_remote(uri):
         path = Path(uri)

@@ -1,4 +1,4 @@
-"""`python -m lathe.storage fetch URI FOLDER` and `put PATH URI`: what a container runs."""
+"""`python -m lathe.storage fetch URI FOLDER` and `put PATH URI`, as containers run them."""
 
 import argparse
 import logging
@@ -14,8 +14,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lathe.storage",
-        description="Bring files from a store, or to one; what broke off goes on. "
-        "The store and its credentials: the AWS variables, or LATHE_S3_SECRET_DIR.",
+        description="Fetch files from a store, or put them there; an interrupted transfer is "
+        "resumed. The AWS variables, or LATHE_S3_SECRET_DIR, set the store and its credentials.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("fetch", help="an object or a prefix into a folder")

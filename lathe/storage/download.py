@@ -1,4 +1,4 @@
-"""From the store: ranges in parallel, going on where an earlier fetch broke off, then renamed."""
+"""Download from a store: ranges in parallel, an interrupted fetch resumed, then a rename."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ from lathe.storage.stores import open_store
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file to fetch: an object, its name below the folder, its SHA-256 where one is known."""
+    """A file to fetch: its name below the folder, its object, and its SHA-256 if known."""
 
     name: str
     stored: Stored
@@ -29,7 +29,7 @@ class Wanted:
 
 
 def fetch_stored(uri: str, folder: Path) -> Path:
-    """An object or a prefix of a store; see `lathe.storage.fetch`."""
+    """Download an object or a prefix of a store; see `lathe.storage.fetch`."""
     store, key = open_store(uri)
     if not key.endswith("/") and (found := store.stat(key)):
         name = require_relative(PurePosixPath(key).name, uri)
@@ -40,14 +40,14 @@ def fetch_stored(uri: str, folder: Path) -> Path:
 
 
 def _below(store: ObjectStore, prefix: str, uri: str) -> list[Wanted]:
-    """What a prefix holds: all that its manifest names, or every object where it has none."""
+    """The files of a prefix: those that its manifest lists or, without one, every object."""
     below = store.list_below(prefix)
     if not below:
         what = "no object below it" if uri.endswith("/") else "not found (NoSuchKey)"
         raise UserError(f"{uri}: {what}", "check the bucket and the prefix")
     if is_unfinished(below):
         raise UserError(
-            f"{uri}: an upload to it has not ended", "wait for it, or run the upload again"
+            f"{uri}: an upload to it has not finished", "wait for it, or run the upload again"
         )
     if MARKER not in below:
         return [
@@ -65,7 +65,7 @@ def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) ->
     if stored is None or stored.size != entry.size:
         found = "absent" if stored is None else f"{stored.size} bytes"
         raise UserError(
-            f"{uri}: torn: {name} is {found}, {MARKER} says {entry.size} bytes",
+            f"{uri}: damaged: {name} is {found}, but {MARKER} says {entry.size} bytes",
             "upload the folder again",
         )
 
@@ -79,7 +79,7 @@ def _fetch(store: ObjectStore, uri: str, wanted: list[Wanted], folder: Path) -> 
 
             def get_small(w: Wanted) -> int:
                 def nothing(size: int) -> None:
-                    """A bar is drawn by one thread only."""
+                    """Do nothing: only one thread may draw the bar."""
 
                 get_file(store, w.stored, w.sha256, work[w.name], nothing)
                 return w.stored.size
@@ -99,9 +99,9 @@ def _fetch(store: ObjectStore, uri: str, wanted: list[Wanted], folder: Path) -> 
 
 @contextmanager
 def _stage(folder: Path) -> Iterator[Path]:
-    """A hidden folder in `folder` for what is on its way, one process's at a time.
+    """Yield a hidden folder in `folder` for partial downloads, locked for one process at a time.
 
-    It stays after a failure, so that the next fetch goes on, unless nothing had arrived.
+    After a failure it is kept, unless it is empty, so that the next fetch can resume.
     """
     stage = folder / STAGE
     while True:
@@ -110,7 +110,7 @@ def _stage(folder: Path) -> Iterator[Path]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             if not stage.exists() or stage.stat().st_ino != os.fstat(handle).st_ino:
-                continue  # the one before has ended and removed it
+                continue  # the previous holder has finished and removed it
             try:
                 yield stage
             finally:
@@ -122,7 +122,7 @@ def _stage(folder: Path) -> Iterator[Path]:
 
 
 def _is_there(target: Path, w: Wanted) -> bool:
-    """Whether an earlier fetch has already brought it; only a digest can tell."""
+    """Whether an earlier fetch has already downloaded it; only a digest can tell."""
     return (
         w.sha256 is not None
         and target.is_file()

@@ -1,4 +1,4 @@
-"""What goes wrong on the way to a store: what is tried again, and what the user reads."""
+"""Failures of the network and the store: which are retried, and the messages for the user."""
 
 import errno
 import http.client
@@ -32,22 +32,22 @@ NETWORK_ERRORS = (
 )
 
 
-# To ask again takes as long again: a name server may be as silent as a store.
+# A retry of these takes as long again; a name server can be as silent as a store.
 SLOW = (TimeoutError, urllib3.exceptions.TimeoutError, socket.gaierror)
 
 
 class Damaged(ConnectionError):
-    """The bytes at the other end are not those that were sent."""
+    """The bytes that arrived are not those that were sent."""
 
 
 class StoreError(ConnectionError):
-    """A request that an object store refused, or did not answer.
+    """An object store refused a request, or did not answer it.
 
     Attributes:
-        code: HTTP status or S3 error code that came back, empty if none did.
-        store: the address that was asked, for a message.
-        variable: the environment variable which names that.
-        hint: what to check where the store refuses the credentials.
+        code: HTTP status or S3 error code of the answer, empty without one.
+        store: the store's address, for the message.
+        variable: the environment variable that sets this address.
+        hint: what to check if the store refuses the credentials.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StoreError(ConnectionError):
 
 
 def status(error: BaseException | None) -> str:
-    """HTTP status or S3 error code that came back, empty if none did."""
+    """HTTP status or S3 error code of the answer, empty without one."""
     if isinstance(error, StoreError):
         return error.code
     return str(error.code) if isinstance(error, urllib.error.HTTPError) else ""
@@ -71,7 +71,7 @@ def _transient(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException | None) -> bool:
-    """Whether the other end was silent, or too slow."""
+    """Whether an error, or one that caused it, is a timeout."""
     seen: list[BaseException] = []
     pending = [error]
     while pending:
@@ -87,7 +87,7 @@ def timed_out(error: BaseException | None) -> bool:
 
 
 def _stop(state: RetryCallState) -> bool:
-    """After four attempts, or the second that took all its time."""
+    """Stop after four attempts, or after two if the last one timed out."""
     error = state.outcome.exception() if state.outcome else None
     return state.attempt_number >= (2 if timed_out(error) else 4)
 
@@ -109,10 +109,10 @@ retried = retry(
 
 @contextmanager
 def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
-    """Turn what the network, the store and the disk say into UserError.
+    """Turn errors of the network, the store and the disk into UserError or StageError.
 
     Args:
-        disk: what is written or read on this machine.
+        disk: the local path that is written or read.
     """
     try:
         yield
@@ -125,21 +125,21 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
         if error.errno in DISK_FULL:
             raise UserError(
                 f"{where}: the disk is full",
-                "free some space and run it again: what has arrived is kept",
+                "free some space and run it again: it resumes where it stopped",
             ) from error
         told = explain_os_error(error, disk)
         if isinstance(told, UserError):
             raise UserError(f"{shown(uri)}: {told.what}", told.hint) from error
         raise type(told)(f"{shown(uri)}: {told}") from error
     except (ValueError, ElementTree.ParseError) as error:
-        # The minio client's, about a bucket's name, half a credential, an answer that is no XML.
+        # From the minio client: a bad bucket name, one key without the other, an answer not in XML.
         raise UserError(
             f"{shown(uri)}: {_one_line(error)}", "check the address and the AWS variables"
         ) from error
 
 
 def shown(uri: str) -> str:
-    """The address without what may be a secret in it: a password, a signature."""
+    """The address without its possible secrets: a password, a signature."""
     if is_store(uri):
         return printable(re.sub(r"//[^/]*@", "//", uri), 280)
     return printable(re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0], 280)
@@ -150,7 +150,7 @@ def _explain(uri: str, error: Exception) -> UserError:
     asked = error if isinstance(error, StoreError) else StoreError("")
     what = shown(uri)
     if code == "NoSuchBucket":
-        return UserError(f"{what}: not found (NoSuchBucket)", "make the bucket or check its name")
+        return UserError(f"{what}: not found (NoSuchBucket)", "create the bucket or check its name")
     if code in MISSING:
         return UserError(f"{what}: not found ({code})", "check the address")
     if code in REFUSED:
@@ -161,20 +161,24 @@ def _explain(uri: str, error: Exception) -> UserError:
     if code in CHANGED:
         return UserError(f"{what}: it changed while it was fetched", "run it again")
     if code.startswith("3"):
-        return UserError(f"{what}: redirected in a circle, or to no web address", "check it")
+        return UserError(
+            f"{what}: redirected in a loop, or not to a web address", "check the address"
+        )
     if code:
-        return UserError(f"{what}: the store answered {code}", "look into the store's own log")
+        return UserError(f"{what}: the store answered {code}", "check the store's log")
     if isinstance(error, Damaged):
-        return UserError(f"{what}: {error}", "run it again; if it stays, check the store's disks")
+        return UserError(
+            f"{what}: {error}", "run it again; if it persists, check the store's disks"
+        )
     source = f" from {shown(asked.store)}" if asked.store else ""
     hint = f"check the network and {asked.variable or 'the address'}"
     if timed_out(error):
         waited = (getattr(error, "__notes__", None) or ["the time allowed"])[-1]
         what = f"{what}: no answer{source} in {waited}"
-        return UserError(f"{what}: {_one_line(error)}", f"{hint}; {VARIABLE}=60 waits longer")
+        return UserError(f"{what}: {_one_line(error)}", f"{hint}; set {VARIABLE}=60 to wait longer")
     return UserError(f"{what}: no answer{source}: {_one_line(error)}", hint)
 
 
 def _one_line(error: Exception) -> str:
-    """What it says, shortened: a server may send anything as its answer."""
+    """The error as one short line: a server may answer with anything."""
     return printable(" ".join(str(error).split()))

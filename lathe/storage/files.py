@@ -1,4 +1,4 @@
-"""Files that are whole or absent, what is in a folder, and digests."""
+"""Atomic files, the list of files below a folder, and digests."""
 
 import hashlib
 import os
@@ -28,8 +28,8 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def atomic_file(output: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `output`; it takes output's name only on success. A symbolic
-    link stays, and the file behind it is replaced."""
+    """Yield a temporary path beside `output`, which is renamed to `output` only on success. A
+    symbolic link is kept, and the file that it points to is replaced."""
     target = Path(os.path.realpath(output))
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name[:200]}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""A file from a web server."""
+"""Download a file from a web server."""
 
 import shutil
 import urllib.request
@@ -12,9 +12,9 @@ from lathe.storage.network import network_timeout, opener
 
 
 def is_address(uri: str) -> bool:
-    """Whether there is a host and nothing wrong with the port; a password is wrong too.
+    """Whether `uri` has a host, a valid port, and no user name or password.
 
-    What is not ASCII, or blank, has to be spelled %20.
+    Spaces and characters outside ASCII have to be percent-encoded, as %20.
     """
     try:
         parts = urlsplit(uri)
@@ -26,11 +26,16 @@ def is_address(uri: str) -> bool:
 
 @retried
 def fetch_http(uri: str, folder: Path) -> Path:
-    """Download `uri` into `folder` under the last part of its path, or `download`."""
+    """Download `uri` into `folder`, named after the last part of its path, or `download`.
+
+    Raises:
+        UserError: `uri` is not an address.
+        URLError, ConnectionError: the server cannot be reached, refuses, or sends too few bytes.
+    """
     if not is_address(uri) or PurePosixPath(urlsplit(uri).path).name == "..":
         raise UserError(
             f"{shown(uri)}: not an address",
-            "write http://host:port/path, with no password, and a blank or an accent as %20",
+            "write http://host:port/path without a password, and a space or an accent as %20",
         )
     target = folder / (PurePosixPath(urlsplit(uri).path).name or "download")
     request = urllib.request.Request(uri, headers={"User-Agent": "lathe"})
@@ -42,7 +47,7 @@ def fetch_http(uri: str, folder: Path) -> Path:
             shutil.copyfileobj(response, file)
             received = file.tell()
         announced = response.headers.get("Content-Length")
-        # http.client ends a body that was cut short without a word.
+        # http.client does not report a truncated body.
         if announced and announced.isdecimal() and received < int(announced):
             raise ConnectionError(f"{received} of {announced} bytes, then the connection closed")
     return target

@@ -1,8 +1,9 @@
-"""A folder as an object store: `file:///srv/releases`, with `/` and the names as they are.
+"""A folder as an object store: `file:///srv/releases`, with names written as they are.
 
-An object is a file, written under a hidden name beside its place and then renamed. Where a store
-begins, `.lathe.store` names all that Lathe has put below, with its digest: nothing else is ever
-replaced or removed, since a folder, unlike a bucket, may hold the user's own files.
+An object is a file, written under a hidden name in its folder and then renamed. The journal
+`.lathe.store` in the root of a store lists every file that Lathe has put below it, with its digest.
+Nothing else is ever replaced or removed, since a folder, unlike a bucket, may contain the user's
+own files.
 """
 
 import fcntl
@@ -35,11 +36,11 @@ def open_store(uri: str) -> tuple["LocalStore", str]:
     """The store of this machine's files, and the path without its first `/` as the key.
 
     Raises:
-        UserError: no absolute path, or one with `..`.
+        UserError: not an absolute path, or one with `..`.
     """
     path = uri.partition(":")[2]
     if not path.startswith("///") or path == "///":
-        raise UserError(f"{shown(uri)}: not a folder's address", "write file:///path")
+        raise UserError(f"{shown(uri)}: not the address of a file or folder", "write file:///path")
     require_relative(path[3:].removesuffix("/"), shown(uri))
     return LocalStore(), path[3:]
 
@@ -142,7 +143,7 @@ class LocalStore:
             _prune(folder)
 
     def _place(self, work: Path, path: Path, etag: str, if_match: str | None = None) -> None:
-        """Let the file `work` take the name `path`, recorded as Lathe's."""
+        """Record the file `work` in the journal, then rename it to `path`."""
         with _journal(path) as journal:
             found = self.stat(_key(path))
             if if_match is not None and (found.etag if found else "") != if_match:
@@ -156,7 +157,7 @@ class LocalStore:
 
 
 class LocalMultipart:
-    """See `Multipart`: a hidden file, each part at its place, locked by the process that writes."""
+    """See `Multipart`: a hidden file with each part at its offset, locked by its writer."""
 
     def __init__(self, store: LocalStore, path: Path, size: int, work: Path, file: int) -> None:
         self._store, self._path, self._size = store, path, size
@@ -180,7 +181,7 @@ class LocalMultipart:
 
 
 class _Journal:
-    """An open, locked journal: the folder where the store begins."""
+    """An open, locked journal, and the root folder of its store."""
 
     def __init__(self, folder: Path, file: int) -> None:
         self.folder, self.file, self.size = folder, file, os.fstat(file).st_size
@@ -206,22 +207,24 @@ def _stored(key: str, state: os.stat_result) -> Stored:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Every object's file; another kind of entry cannot be one.
+    """The file of every object below a folder.
 
     Raises:
-        UserError: it holds a link to a folder, a pipe or the like.
+        UserError: there is an unfinished fetch, a link to a folder, a pipe or the like.
     """
     if (folder / STAGE).exists():
-        raise UserError(f"{folder}: a fetch into it has not ended", "run the fetch again")
+        raise UserError(f"{folder}: a fetch into it has not finished", "run the fetch again")
     for parent, folders, names in os.walk(folder, onerror=_raise_unless_absent):
         for link in (Path(parent, name) for name in folders):
             if link.is_symlink():
-                raise UserError(f"{link}: a link to a folder", "put the folder itself there")
+                raise UserError(
+                    f"{link}: a link to a folder", "replace the link with the folder itself"
+                )
         for path in (Path(parent, name) for name in names):
             if path.name == JOURNAL or path.name.startswith(TEMPORARY):
                 continue
             if not path.is_file() and os.path.lexists(path):
-                raise UserError(f"{path}: not a file", "remove it, or mend the link")
+                raise UserError(f"{path}: not a file", "remove it, or fix the link")
             yield path
 
 
@@ -231,7 +234,7 @@ def _raise_unless_absent(error: OSError) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the store's journal names the file, with the digest of its bytes."""
+    """Whether the store's journal lists the file with the digest of its bytes."""
     if path.is_symlink() or not path.is_file():
         return False
     return any(once(path, etag, partial(_has_etag, etag)) for etag in _recorded(path))
@@ -247,7 +250,7 @@ def _require_ours(path: Path) -> None:
 
 
 def _recorded(path: Path) -> set[str]:
-    """The ETags that a file may have by the journals above it; several where a put was killed."""
+    """The ETags that the journals above a file allow it; several if a put was killed."""
     etags = set()
     for folder in path.parents:
         if (folder / JOURNAL).is_file():
@@ -257,16 +260,16 @@ def _recorded(path: Path) -> set[str]:
 
 
 def _records(folder: Path) -> Iterator[tuple[str, str]]:
-    """Name and ETag of each object that a journal has."""
+    """Name and ETag of each object that a journal lists."""
     for line in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # half a line, of a killed process
+        with suppress(ValueError, KeyError, TypeError):  # an incomplete line of a killed process
             record = json.loads(line)
             yield str(record["name"]), str(record["etag"])
 
 
 @contextmanager
 def _journal(path: Path) -> Iterator[_Journal]:
-    """The journal of the store that `path` is in, or begins, locked against others."""
+    """Open and lock the journal of the store that `path` is in; create a store if there is none."""
     while True:
         folder = _beginning(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,7 +285,7 @@ def _journal(path: Path) -> Iterator[_Journal]:
 
 
 def _beginning(path: Path) -> Path:
-    """Where the store of `path` begins: by its journal, or else the first folder to be made."""
+    """The root of the store of `path`: the folder with its journal, or the first one to create."""
     for folder in path.parents:
         if (folder / JOURNAL).is_file():
             return folder
@@ -291,7 +294,7 @@ def _beginning(path: Path) -> Path:
 
 
 def _create(path: Path, size: int | None = None) -> tuple[Path, int]:
-    """A hidden file beside `path`, open and locked; by its size another process resumes it."""
+    """Create, open and lock a hidden file beside `path`; its name has the size, for a resume."""
     with _journal(path):
         while True:
             work = path.with_name(f"{_hidden(path, size)}{uuid.uuid4().hex[:8]}")
@@ -301,7 +304,7 @@ def _create(path: Path, size: int | None = None) -> tuple[Path, int]:
 
 
 def _broken_off(path: Path, size: int) -> tuple[Path, int] | None:
-    """An earlier process's part of an upload of this file, open and locked."""
+    """An interrupted upload of a file of this size, open and locked."""
     for work in path.parent.glob(f"{_hidden(path, size)}*"):
         with suppress(FileNotFoundError):
             file = os.open(work, os.O_RDWR)
@@ -316,7 +319,7 @@ def _hidden(path: Path, size: int | None) -> str:
 
 
 def _locks(file: int, work: Path) -> bool:
-    """Lock an open file; closes it where another has it, or has renamed or removed it."""
+    """Lock an open file; close it if another process has locked, renamed or removed it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if work.exists() and work.stat().st_ino == os.fstat(file).st_ino:
@@ -343,7 +346,7 @@ def _write(file: int, data: bytes, at: int) -> None:
 
 
 def _prune(parent: Path) -> None:
-    """Remove the folders that a removed object leaves empty, up to where its store begins."""
+    """Remove the folders that a deleted object leaves empty, up to the root of its store."""
     for folder in (parent, *parent.parents):
         with suppress(OSError):
             _sweep(folder)
@@ -356,7 +359,7 @@ def _prune(parent: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed uploads have left in a folder, where it has nothing else."""
+    """Remove what killed uploads have left in a folder, if it contains nothing else."""
     left = [path for path in folder.iterdir() if path.name != JOURNAL]
     if all(path.name.startswith(TEMPORARY) for path in left):
         for work in left:
@@ -367,7 +370,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _end_store(folder: Path) -> None:
-    """Remove the journal of a store in which nothing is left, and the folder if it is empty."""
+    """Remove the journal of an empty store, and its folder if that is empty."""
     file = os.open(folder / JOURNAL, os.O_RDWR)
     with _held(file):
         fcntl.flock(file, fcntl.LOCK_EX)

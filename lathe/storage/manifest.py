@@ -1,4 +1,4 @@
-"""The manifest of a prefix: which files it holds. It is put last, so it marks a whole prefix."""
+"""The manifest of a prefix lists its files; it is put last, so it marks a complete prefix."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from lathe.errors import UserError
 
 MARKER = ".lathe.json"
-# There while an upload or a removal is under way: without the marker, the prefix holds nothing yet.
+# Present during an upload or a removal; without the marker, the prefix then counts as absent.
 UNFINISHED = ".lathe.unfinished"
-# On this machine: what a fetch has brought so far.
+# A folder on this machine: what a fetch has downloaded so far.
 STAGE = ".lathe.partial"
 OWN_NAMES = (MARKER, UNFINISHED)
 
@@ -24,16 +24,16 @@ class Entry:
 
 
 def to_json(files: Mapping[str, Entry]) -> str:
-    """Relative names, with `/`, and what each file is, as the marker's text."""
+    """The text of the marker: the files by their relative names, with `/`."""
     listed = {name: {"size": e.size, "sha256": e.sha256} for name, e in sorted(files.items())}
     return json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
-    """What `to_json` wrote.
+    """Parse what `to_json` wrote.
 
     Raises:
-        UserError: not a manifest, or a name in it that leaves the folder; names `where`.
+        UserError: not a manifest, or a name in it leads out of the folder; names `where`.
     """
     try:
         files = {
@@ -73,10 +73,10 @@ def is_relative(name: str) -> bool:
 
 
 def require_relative(name: str, where: str) -> str:
-    """`name`, unless it leads out of a folder; see `is_relative`."""
+    """Return `name`; raises UserError if it leads out of its folder; see `is_relative`."""
     if not is_relative(name):
         raise UserError(
-            f"{where}: {name!r} is no name of a file below a folder ('..' or an empty part)",
+            f"{where}: {name!r} is not the name of a file below a folder ('..' or an empty part)",
             "rename the object",
         )
     return name

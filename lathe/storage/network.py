@@ -1,7 +1,7 @@
-"""Connections that give up: on a server that is silent, and on one that trickles.
+"""Connections that time out on a server that is silent, and on one that is too slow.
 
-A socket's time limit begins anew with every byte, so it alone would wait for ever on a server that
-sends one byte a second; here the bytes of an answer also have a pace to keep.
+A socket's timeout starts again with every byte, so it alone would wait forever for a server that
+sends one byte a second. Here an answer must also keep up a minimum rate.
 """
 
 import http.client
@@ -28,7 +28,7 @@ def network_timeout() -> float:
     """Seconds without an answer after which a server counts as silent: LATHE_NETWORK_TIMEOUT.
 
     Raises:
-        UserError: it is no positive number.
+        UserError: it is not a number above 0 and up to 86400.
     """
     text = os.environ.get(VARIABLE) or str(DEFAULT_SECONDS)
     try:
@@ -36,12 +36,15 @@ def network_timeout() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 86400:
-        raise UserError(f"{VARIABLE}={text}: not a number of seconds", "give one, as 15")
+        raise UserError(
+            f"{VARIABLE}={text}: not a number of seconds",
+            "give a number above 0 and up to 86400, such as 15",
+        )
     return seconds
 
 
 class _Paced(io.RawIOBase):
-    """What a socket receives; fewer bytes than SLOWEST, for as long as its limit, is a time-out."""
+    """A socket's input that times out below SLOWEST bytes/s over `limit` seconds."""
 
     def __init__(self, raw: io.RawIOBase, limit: float) -> None:
         self._raw, self._limit = raw, limit
@@ -74,7 +77,7 @@ class _Response(http.client.HTTPResponse):
 
 
 def _send(connection: Any, send: Any, data: Any) -> None:
-    """Send bytes a piece at a time: the limit of `sendall` is for all that it is given."""
+    """Send bytes in chunks, because the timeout of `sendall` covers all that it is given."""
     if connection.sock is None:
         connection.connect()
     connection.sock.settimeout(network_timeout())
@@ -108,10 +111,10 @@ class _HTTPSPool(urllib3.HTTPSConnectionPool):
 
 
 def pool(connections: int, read_seconds: float | None = None) -> urllib3.PoolManager:
-    """For the client of a store; it does not retry.
+    """Connection pool for the client of a store; it does not retry.
 
     Args:
-        read_seconds: how long to wait for an answer, where that is not the usual time.
+        read_seconds: seconds to wait for an answer; `network_timeout()` by default.
     """
     limit = network_timeout()
     manager = urllib3.PoolManager(
@@ -152,7 +155,7 @@ class _OpenHTTPS(urllib.request.HTTPSHandler):
 
 
 def opener() -> urllib.request.OpenerDirector:
-    """For web servers, through the proxies of the environment; no redirect leads to a file."""
+    """URL opener for web servers: uses the environment's proxies, follows no redirect to a file."""
     made = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler,

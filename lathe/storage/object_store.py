@@ -1,4 +1,4 @@
-"""What Lathe asks of an object store: each has a file of its own, and a line in `stores.py`."""
+"""The interface of an object store; each store has its own file, and a line in `stores.py`."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -16,63 +16,63 @@ class Stored:
 
     key: str
     size: int  # bytes
-    etag: str  # another for other bytes; S3's digest (see `parts.Etag`), where it is one
+    etag: str  # changes with the bytes; S3's digest (see `parts.Etag`) if it is one
     time: datetime
-    part_bytes: str | None = None  # of its ETag, where Lathe put it; only `stat` knows
+    part_bytes: str | None = None  # part size of its ETag, if Lathe put it; only from `stat`
 
 
 class Body(NamedTuple):
-    """The bytes of an object, or of a part of it, as they come."""
+    """A stream of the bytes of an object, or of a range of it."""
 
     chunks: Iterator[bytes]
     etag_is_digest: bool
 
 
 class Sent(NamedTuple):
-    """A part that the store has."""
+    """A part that the store has received."""
 
     size: int  # bytes
     md5: bytes
-    etag: str  # what the store calls it: the MD5, unless it encrypts
+    etag: str  # the store's: the MD5, unless the store encrypts
 
 
 class UploadEnded(Exception):
-    """An upload in parts that another process has ended, or mixed with its own."""
+    """Another process has ended this multipart upload, or mixed its own parts into it."""
 
 
 class Multipart(Protocol):
-    """An object on its way to the store, in parts of `parts.part_size(size)` bytes."""
+    """A multipart upload of an object, in parts of `parts.part_size(size)` bytes."""
 
     there: dict[int, str]
-    """ETags, by number from 1, of the parts that an earlier try has brought."""
+    """ETags, by part number from 1, of the parts that an earlier attempt has uploaded."""
 
     def put(self, number: int, data: bytes, md5: bytes) -> str:
-        """Send a part; its ETag. Several threads may.
+        """Upload a part and return its ETag; safe to call from several threads.
 
         Raises:
-            UploadEnded: see there.
+            UploadEnded: another process has interfered with the upload.
         """
 
     def complete(self, sent: list[Sent]) -> None:
-        """Make the parts one object, which takes the place of an earlier one; raises as `put`."""
+        """Join the parts into one object, which replaces an earlier one; raises as `put` does."""
 
 
 class ObjectStore(Protocol):
     """Objects by key; a prefix is the beginning of keys, with a final `/`.
 
-    A put object is whole or absent. A failure is a StoreError, with S3's code where one fits, or
-    an OSError; `failures.explained` tells the user. What may pass is tried again here.
+    A put is atomic. A failure is a StoreError, with S3's code if one fits, or an OSError;
+    `failures.explained` explains it to the user. Each store retries its transient failures.
     """
 
     def address(self, key: str) -> str:
-        """`scheme://...` of an object or a prefix."""
+        """The address `scheme://...` of an object or a prefix."""
 
     def claim(self, key: str) -> None:
-        """Raise UserError where the object, or what is below the prefix, is not Lathe's to
-        replace; decided before any change."""
+        """Raise UserError, before any change, if Lathe may not replace the object, or what is
+        below the prefix."""
 
     def stat(self, key: str) -> Stored | None:
-        """The object, or None where there is none."""
+        """The object, or None if there is none."""
 
     def list_below(self, prefix: str) -> dict[str, Stored]:
         """Every object below a prefix, by its name relative to it."""
@@ -81,30 +81,30 @@ class ObjectStore(Protocol):
         """Whether there is any object below a prefix."""
 
     def get(self, key: str) -> bytes:
-        """A small object."""
+        """The bytes of a small object."""
 
     def open_range(self, stored: Stored, start: int, length: int) -> AbstractContextManager[Body]:
-        """`length` bytes of an object from `start`, of that very ETag, in one attempt.
+        """Stream `length` bytes of an object from `start`, in one attempt.
 
         Raises:
-            StoreError: of code PreconditionFailed where the object is another by now.
+            StoreError: with code PreconditionFailed if the object has another ETag by now.
         """
 
     def same_content(self, stored: Stored, path: Path) -> str | None:
-        """The SHA-256 of a file that holds the same bytes as the object, else None."""
+        """The SHA-256 of the file if it has the same bytes as the object, else None."""
 
     def put(
         self, key: str, data: bytes, content_type: str = BINARY, if_match: str | None = None
     ) -> None:
-        """Put an object of few bytes.
+        """Put a small object.
 
         Args:
-            if_match: only in place of the object of this ETag, or of none where it is empty; else
-                StoreError of code PreconditionFailed.
+            if_match: put only if the object has this ETag or, if empty, does not exist; otherwise
+                raise StoreError with code PreconditionFailed.
         """
 
     def multipart(self, key: str, size: int, resume: bool) -> AbstractContextManager[Multipart]:
-        """Begin to put a large object, or with `resume` go on where an earlier try broke off."""
+        """Start the upload of a large object, or with `resume` continue an interrupted one."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; one that is not there is no error."""
+        """Delete objects; a missing one is not an error."""

@@ -1,4 +1,4 @@
-"""The small requests by address: is it there, what is below, read, write and remove."""
+"""Small operations by address: exists, list, read, write and remove."""
 
 import uuid
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from lathe.storage.stores import open_store
 
 
 def exists(uri: str) -> bool:
-    """Whether there is such an object, or a whole prefix: its marker, or, where Lathe did not put
-    it, any object below it. An address without a final `/` may be either."""
+    """Whether there is such an object or such a complete prefix: one with a marker or, if Lathe did
+    not upload it, with any object. An address without a final `/` may be either."""
     with explained(uri):
         store, key = open_store(uri)
         if not key.endswith("/") and store.stat(key):
@@ -24,16 +24,16 @@ def exists(uri: str) -> bool:
 
 
 def is_unfinished(names: Iterable[str]) -> bool:
-    """Whether a prefix with these relative names is between none and whole."""
+    """Whether a prefix with these relative names has an unfinished upload or removal."""
     return UNFINISHED in names and MARKER not in names
 
 
 def claim_address(uri: str) -> None:
-    """Decide, before any work, whether its result may take the place of what is at an address: a
-    bucket is Lathe's, of a folder only what Lathe has put there.
+    """Check, before any work, that its result may replace what is at an address: anything in a
+    bucket, but in a folder only what Lathe has put there.
 
     Raises:
-        UserError: it holds something else; it is no address.
+        UserError: something else is there, or it is not an address.
     """
     with explained(uri):
         store, key = open_store(uri)
@@ -41,8 +41,8 @@ def claim_address(uri: str) -> None:
 
 
 def remove(uri: str) -> None:
-    """Remove an object, or a prefix with all below it, its marker first; nothing there is no
-    error. An address without a final `/` is both."""
+    """Remove an object, or all objects below a prefix, the marker first; missing ones are not an
+    error. An address without a final `/` means both."""
     with explained(uri):
         store, key = open_store(uri)
         store.claim(key)
@@ -56,9 +56,10 @@ def remove(uri: str) -> None:
 
 
 def begin_change(store: ObjectStore, prefix: str) -> str:
-    """From now on until the marker is put, a reader finds nothing at the prefix.
+    """Hide a prefix from readers until its marker is put.
 
-    The text that this change, and no later one, has put there as UNFINISHED.
+    Returns:
+        The content of UNFINISHED, unique to this change.
     """
     token = uuid.uuid4().hex
     store.put(prefix + UNFINISHED, token.encode(), JSON)
@@ -67,10 +68,11 @@ def begin_change(store: ObjectStore, prefix: str) -> str:
 
 
 def list_uris(uri: str) -> list[str]:
-    """Addresses of what lies directly in a prefix, the oldest first; a prefix ends in `/`.
+    """Addresses of the objects and prefixes directly below a prefix, oldest first; a prefix ends
+    in `/`.
 
-    A prefix is as old as its marker, or the newest object below it where it has none. One whose
-    upload or removal has not ended is left out.
+    The time of a prefix is that of its marker or, without one, of its newest object. A prefix
+    whose upload or removal has not finished is left out.
     """
     with explained(uri):
         store, key = open_store(uri)
@@ -95,7 +97,7 @@ def read_text(uri: str) -> str:
     """The text of a small object.
 
     Raises:
-        UserError: nothing there, refused, no answer, not UTF-8.
+        UserError: no such object, access refused, no answer, or not UTF-8.
     """
     with explained(uri):
         store, key = open_store(uri)
@@ -103,20 +105,20 @@ def read_text(uri: str) -> str:
 
 
 def write_text(uri: str, text: str) -> None:
-    """Put a small object, whole: a reader sees the old text or the new."""
+    """Write a small object atomically: a reader sees either the old text or the new."""
     with explained(uri):
         store, key = open_store(uri)
         store.put(key, text.encode(), JSON)
 
 
 def replace_text(uri: str, text: str, seen: str | None) -> None:
-    """Put a small object in place of the text `seen`, or where there was none (None).
+    """Replace a small object if its text is still `seen`, or if there still is none (None).
 
-    A store without conditional requests, of which there are some, leaves the time between its two
-    answers for another to write in.
+    Some stores have no conditional requests: there, another process can write between the check
+    and the put.
 
     Raises:
-        UserError: it holds another text by now; and as `write_text`.
+        UserError: the text has changed; and as `write_text`.
     """
     with explained(uri):
         store, key = open_store(uri)
@@ -128,11 +130,11 @@ def replace_text(uri: str, text: str, seen: str | None) -> None:
             except StoreError as error:
                 if error.code not in CHANGED:
                     raise
-                if _text(store, key) == text:  # the answer to an attempt of ours was lost
+                if _text(store, key) == text:  # an attempt had succeeded, and its answer was lost
                     return
     raise UserError(
-        f"{shown(uri)}: another process has changed it meanwhile",
-        "look at what is there now, and run it again",
+        f"{shown(uri)}: another process has changed it in the meantime",
+        "check what is there now, and run it again",
     )
 
 

@@ -1,4 +1,4 @@
-"""Folders that are whole or absent: written aside, listed in their metadata, then put in place."""
+"""Atomic folders: written aside, listed in their metadata, then renamed into place."""
 
 import fcntl
 import json
@@ -28,15 +28,15 @@ log = logging.getLogger("lathe")
 
 @contextmanager
 def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
-    """Yield an empty folder; with a metadata file in it, it takes the place of `output`.
+    """Yield an empty folder that replaces `output` after the block has written its metadata file.
 
-    The metadata is completed with the list of all other files. A block that fails, or writes no
-    metadata file, leaves `output` as it was. Temporary files may lie beside the yielded folder.
+    The list of all other files is added to the metadata. If the block fails, or writes no metadata
+    file, `output` stays as it was. The block may put temporary files beside the yielded folder.
 
-    An earlier output is moved aside and deleted file by file, as its own metadata lists them.
-    Behind a symbolic link, the folder that it means is replaced. A mount point, and a folder in
-    which this process stands or whose parent cannot be written to, stays, and the files in it are
-    replaced one by one, the metadata last.
+    An earlier output is moved aside and deleted file by file, as its own metadata lists them. A
+    symbolic link is kept, and the folder that it points to is replaced. A mount point, a folder
+    that contains the working directory, and one whose parent is not writable are kept: their files
+    are replaced one by one, the metadata last.
 
     Raises:
         UserError: see `claim_output_folder`; another process is writing to `output`.
@@ -67,10 +67,10 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """Hold the folder `output`; it is made if need be, and removed again if it stays empty.
+    """Lock the folder `output`, which is created if needed and removed again if it stays empty.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the lock.
     """
     target = real_path(output)
     missing = [path for path in (target, *target.parents) if not path.exists()]
@@ -90,7 +90,7 @@ def locked(output: Path) -> Iterator[None]:
 
 
 def remove_files(folder: Path, names: Iterable[str]) -> None:
-    """Delete these files of a folder, and the folders in it that are empty then."""
+    """Delete these files of a folder, and the folders in it that are empty afterwards."""
     paths = [folder / name for name in names]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def _lock(handle: int, output: Path) -> None:
     except BlockingIOError:
         raise UserError(
             f"{output}: another process is writing to it",
-            "wait until it has ended, or give another --output",
+            "wait until it has finished, or give another --output",
         ) from None
     except OSError as error:  # a network file system without locks
         log.debug("%s: not locked: %s", output, error)
@@ -131,7 +131,7 @@ def _make_scratch(target: Path, inside: bool) -> Path:
 
 
 def _complete(metadata: Path) -> None:
-    """Add the list of all other files, where the metadata has none of its own."""
+    """Add the list of all other files, unless the metadata already has one."""
     values = json.loads(metadata.read_bytes())
     if "files" not in values:
         values["files"] = {
@@ -145,8 +145,8 @@ def _complete(metadata: Path) -> None:
 
 
 def _replace_files(work: Path, target: Path, kind: Kind) -> None:
-    """Whatever ends this in between, the folder has no metadata file, and the next attempt knows
-    its own."""
+    """Replace the files one by one. If that is interrupted, the folder has no metadata file, and
+    the next attempt still recognizes its files."""
     if (target / kind.metadata_file).exists():
         os.replace(target / kind.metadata_file, target / REPLACED)
     remove_files(target, our_files(target, kind) - {kind.metadata_file, REPLACED})
@@ -168,7 +168,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 
 
 def _sweep(target: Path, kind: Kind) -> None:
-    """Delete what an attempt that was killed has left: half a replacement, and its scratch."""
+    """Delete what a killed attempt has left: a partial replacement, and its scratch folders."""
     if (target / REPLACED).exists() or not (target / kind.metadata_file).exists():
         remove_files(target, our_files(target, kind))
     for inside in (True, False):
@@ -177,7 +177,7 @@ def _sweep(target: Path, kind: Kind) -> None:
 
 
 def _bring_back(target: Path) -> None:
-    """Put an earlier output back that a kill has left moved aside."""
+    """Restore an earlier output that a killed attempt had moved aside."""
     is_gone = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     for scratch in scratch_folders(target, inside=False):
         if is_gone and (scratch / "old").is_dir():
@@ -186,10 +186,10 @@ def _bring_back(target: Path) -> None:
 
 
 def _give_back(rest: Path, target: Path) -> None:
-    """Keep what somebody put into the earlier output while it was being replaced."""
+    """Keep files that were added to the earlier output while it was being replaced."""
     with suppress(OSError):
         rest.rmdir()
     if rest.exists():
         kept = Path(tempfile.mkdtemp(prefix=f"{target.name[:100]}.kept-", dir=target.parent))
         os.rename(rest, kept)
-        log.warning("%s: what was put there meanwhile is in %s", target, kept)
+        log.warning("%s: files that were added during the replacement are in %s", target, kept)

@@ -1,9 +1,9 @@
-"""Which files an output may replace: an earlier one of its own kind, provably, and nothing else.
+"""Which files an output may replace: only those of a proven earlier output of the same kind.
 
 A folder that Lathe wrote has a metadata file, a JSON file that lists every other file in it with
-its SHA-256. Such a folder with nothing else in it may be replaced, and so may an empty one.
-Everything else is the user's. Stages decide before their work, by `claim_output_folder` and
-`claim_output_file`.
+its SHA-256. Such a folder may be replaced if it contains nothing else, and so may an empty one.
+Everything else belongs to the user. Stages check this before their work, with
+`claim_output_folder` and `claim_output_file`.
 """
 
 import json
@@ -22,8 +22,8 @@ REPLACED = (
     ".lathe.replaced.json"  # the metadata of a folder whose files are being replaced one by one
 )
 OWNER = ".lathe.owner"  # in a scratch folder: the output that it is for
-SHOWN = 3  # names of files in the way
-SYSTEM = {"lost+found"}  # in the root of a file system of its own
+SHOWN = 3  # most file names in a message
+SYSTEM = {"lost+found"}  # mkfs creates it in the root of a file system
 
 Source = Path | str | None
 
@@ -33,9 +33,9 @@ class Kind:
     """A kind of folder.
 
     Attributes:
-        name: as messages call it.
+        name: its name in messages.
         metadata_file: its JSON file, which lists the others under `files`.
-        keys: what every metadata file of the kind has.
+        keys: the keys that every metadata file of this kind has.
     """
 
     name: str
@@ -45,21 +45,21 @@ class Kind:
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of single file; `is_one` looks into one that is there."""
+    """A kind of single file; `is_one` says whether an existing file is of this kind."""
 
     name: str
     is_one: Callable[[Path], bool]
 
 
 def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
-    """Decide, before any work, whether `output` may become a new folder of this kind.
+    """Check, before any work, that `output` may become a new folder of this kind.
 
     Args:
-        inputs: files and folders that the work reads; addresses do not count.
+        inputs: files and folders that the work reads; addresses are ignored.
 
     Raises:
-        UserError: it holds what is not provably an earlier output of the kind; it is an input, or
-            lies in one or holds one; it cannot be written.
+        UserError: `output` contains files that are not provably of an earlier output of this kind;
+            it is an input, is inside one or contains one; it is not writable.
     """
     require_apart(output, *inputs)
     target = real_path(output)
@@ -72,7 +72,7 @@ def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
 
 
 def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
-    """Decide, before any work, whether `output` may become a new file of this kind; raises as
+    """Check, before any work, that `output` may become a new file of this kind; raises as
     `claim_output_folder` does."""
     require_apart(output, *inputs)
     target = real_path(output)
@@ -85,30 +85,34 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
 
 
 def require_apart(output: Path, *inputs: Source) -> None:
-    """Raise UserError where `output` is one of the inputs, lies in one or holds one."""
+    """Raise UserError if `output` is one of the inputs, is inside one or contains one."""
     target = real_path(output)
     for given in inputs:
         if not given or "://" in str(given):
             continue
         source = real_path(Path(given))
         if source == target or source in target.parents or target in source.parents:
-            how = "is" if source == target else "lies in" if source in target.parents else "holds"
-            raise UserError(
-                f"{output}: {how} the input {given}", "give a folder of its own as --output"
+            how = (
+                "is"
+                if source == target
+                else "is inside"
+                if source in target.parents
+                else "contains"
             )
+            raise UserError(f"{output}: {how} the input {given}", "give another --output")
 
 
 def in_the_way(output: Path, names: list[str], wanted: str) -> UserError:
-    """The error for an output that would replace files of the user's."""
+    """The error for an output that would replace the user's own files."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return UserError(
         f"{output}: holds {', '.join(names[:SHOWN])}{more}: not provably {wanted}",
-        "give a new or an empty folder as --output, or move what is there away",
+        "give a new or an empty folder as --output, or move these files away",
     )
 
 
 def not_ours(folder: Path, kind: Kind) -> list[str]:
-    """What lies in a folder and is not listed, with its digest, by a metadata file of this kind."""
+    """Names in a folder that no metadata file of this kind lists with the right digest."""
     known, scratch = known_files(folder, kind), scratch_folders(folder, inside=True)
     parents = {str(parent) for name in known for parent in PurePosixPath(name).parents}
     files = [
@@ -125,13 +129,13 @@ def not_ours(folder: Path, kind: Kind) -> list[str]:
 
 
 def our_files(folder: Path, kind: Kind) -> set[str]:
-    """The names of a folder's files that its metadata files list and that are as they say."""
+    """Names of a folder's files that its metadata files list with the right digest."""
     return set(known_files(folder, kind)) - set(not_ours(folder, kind))
 
 
 def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
-    """The SHA-256 that files of a folder may have by its metadata files, themselves included;
-    several where a replacement was broken off."""
+    """SHA-256 digests, by name, that a folder's metadata files allow, themselves included; several
+    for a name if a replacement was interrupted."""
     known: dict[str, set[str]] = defaultdict(set)
     for metadata in _metadata_files(folder, kind):
         if listed := listed_files(metadata, kind):
@@ -145,14 +149,14 @@ def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
 
 
 def bytecode(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """What Python has compiled of those of these files that are modules."""
+    """The bytecode files that Python has compiled from the modules among these files."""
     for module in (folder / name for name in names if name.endswith(".py")):
         yield from (module.parent / "__pycache__").glob(f"{module.stem}.cpython-*.pyc")
 
 
 def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
-    """SHA-256 by name of the files that a metadata file lists; empty where it is no metadata file
-    of the kind."""
+    """SHA-256, by name, of the files that a metadata file lists; empty if it is not a metadata file
+    of this kind."""
     if not _is_plain(metadata):
         return {}
     try:
@@ -168,7 +172,7 @@ def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
 
 
 def scratch_folders(target: Path, inside: bool) -> list[Path]:
-    """Folders that attempts to write `target` work in: in it, or beside it."""
+    """The scratch folders of attempts to write `target`, inside it or beside it."""
     parent = target if inside else target.parent
     prefix = scratch_prefix(target, inside)
     try:
@@ -180,21 +184,21 @@ def scratch_folders(target: Path, inside: bool) -> list[Path]:
 
 
 def scratch_prefix(target: Path, inside: bool) -> str:
-    """The prefix of hidden names beside, or inside, an output."""
+    """The name prefix of scratch folders beside, or inside, an output."""
     return ".lathe-" if inside else f".{target.name[:100]}.lathe-"
 
 
 def real_path(path: Path) -> Path:
-    """What a path means behind symbolic links, whether it is there or not.
+    """Resolve the symbolic links of a path, which need not exist.
 
     Raises:
-        UserError: no path, or links that lead nowhere.
+        UserError: not a path, or symbolic links that form a loop.
     """
     if "\0" in str(path):
-        raise UserError(f"{str(path)!r}: no name of a file", "take the NUL out")
+        raise UserError(f"{str(path)!r}: not a file name", "remove the NUL character")
     found = Path(os.path.realpath(path))
     if found.is_symlink():
-        raise UserError(f"{path}: symbolic links in a circle", "remove one of them")
+        raise UserError(f"{path}: symbolic links form a loop", "remove one of them")
     return found
 
 
@@ -228,5 +232,5 @@ def require_writable(folder: Path, output: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(
             f"{output}: {folder} cannot be written to",
-            "give another --output, or ask for the permission",
+            "give another --output, or get permission to write to it",
         )

@@ -1,4 +1,4 @@
-"""Many requests at once, their results in order, and how far they are."""
+"""Parallel requests with results in order, and a progress bar for bytes."""
 
 import time
 from collections import deque
@@ -17,9 +17,9 @@ SHOWN_AFTER_SECONDS = 2.0
 
 
 def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
-    """`map` on threads: at most CONNECTIONS + 1 items have been taken and not yet given back.
+    """`map` on threads, with at most CONNECTIONS + 1 items in flight.
 
-    An item is taken in the caller's thread, while the earlier ones are under way.
+    Each item is taken from `items` in the caller's thread, while earlier ones are processed.
     """
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         waiting: deque[Future[B]] = deque()
@@ -36,7 +36,7 @@ def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
 
 
 class Progress:
-    """Bytes done, on a bar once that takes longer than two seconds."""
+    """Counts bytes, and shows a bar if the transfer takes longer than two seconds."""
 
     def __init__(self, what: str, total: int, bars: ExitStack) -> None:
         self._what, self._total, self._bars = what, total, bars
@@ -58,7 +58,7 @@ class Progress:
 
     def _open(self) -> Callable[[int, str], None]:
         try:
-            from lathe.progress import bar  # what only fetches in a bare image needs no rich
+            from lathe.progress import bar  # a bare image that only fetches lacks rich
         except ModuleNotFoundError:
             return lambda step, status: None
         return self._bars.enter_context(bar(f"{self._what}, MiB", self._total // MIB)).advance

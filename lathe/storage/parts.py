@@ -1,4 +1,4 @@
-"""How a file is cut into parts, and what a store says of them: their MD5, as ETag."""
+"""How a file is split into parts, and the ETags that a store computes from their MD5s."""
 
 import hashlib
 import re
@@ -10,7 +10,7 @@ MOST_PARTS = 10_000  # of one object; S3's limit
 
 
 def part_size(size: int) -> int:
-    """Bytes of each part, but the last, of a file of `size` bytes: the same at every try."""
+    """Bytes of each part but the last, for a file of `size` bytes; the same in every attempt."""
     return max(PART_BYTES, -(-size // (MOST_PARTS * MIB)) * MIB)
 
 
@@ -20,18 +20,18 @@ def part_count(size: int) -> int:
 
 
 class Etag:
-    """A store's ETag of an object, from its bytes: the MD5 of the whole, or, after an upload in
-    parts, that of the parts' MD5s with their number (S3, MinIO, SeaweedFS)."""
+    """Computes a store's ETag of an object: the MD5 of its bytes or, after a multipart upload, the
+    MD5 of the parts' MD5s and the number of parts (S3, MinIO, SeaweedFS)."""
 
     def __init__(self, in_parts: bool) -> None:
         self._in_parts, self._count, self._md5 = in_parts, 0, hashlib.md5()
 
     def update(self, part: bytes) -> None:
-        """The next `part_size` bytes, or what is left."""
+        """Add the next `part_size` bytes, or the rest."""
         self.add(hashlib.md5(part).digest() if self._in_parts else part)
 
     def add(self, md5: bytes) -> None:
-        """The MD5 of the next part, where it is known."""
+        """Add the next part by its MD5."""
         self._count += 1
         self._md5.update(md5)
 
@@ -41,12 +41,12 @@ class Etag:
 
 
 def is_md5(etag: str) -> bool:
-    """Whether an ETag looks like such a digest; under encryption it may be another."""
+    """Whether an ETag looks like an MD5; with encryption it may still be something else."""
     return re.fullmatch(r"[0-9a-f]{32}(-\d+)?", etag) is not None
 
 
 def same_content(path: Path, etag: str) -> str | None:
-    """The file's SHA-256 where a store's ETag says that it holds the same bytes, else None."""
+    """The file's SHA-256 if a store's ETag is that of the file's bytes, else None."""
     found, digest = Etag("-" in etag), hashlib.sha256()
     with path.open("rb") as file:
         size = part_size(path.stat().st_size)

@@ -1,4 +1,4 @@
-"""One object to one file: ranges in parallel, and a record of what has arrived."""
+"""Download one object to one file: ranges in parallel, and a record of what has arrived."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from lathe.storage.object_store import ObjectStore, Stored
 from lathe.storage.parallel import in_order
 from lathe.storage.parts import Etag, is_md5, part_count, part_size
 
-SAVES = 256  # of a record, at most, while its object arrives
+SAVES = 256  # most saves of a record during a download
 SAVE_BYTES = 1 << 22
 
 
 class _Record:
-    """Beside a partial file: of which object it is, and how much of each part has arrived."""
+    """A file beside a partial download: which object it is, and the bytes that have arrived."""
 
     def __init__(self, work: Path, stored: Stored) -> None:
         self._work = work
@@ -53,7 +53,7 @@ class _Record:
             new.write_text(json.dumps({"of": self._of, "arrived": self.arrived}), encoding="utf-8")
 
     def drop(self) -> None:
-        """What has arrived is not worth keeping."""
+        """Delete the record and the partial download."""
         self._path.unlink(missing_ok=True)
         self._work.unlink(missing_ok=True)
 
@@ -65,14 +65,15 @@ def get_file(
     work: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Bring an object to the file `work`, going on with what is there, and check its digest.
+    """Download an object to the file `work`, resume a partial download, and check the digest.
 
     Args:
-        sha256: what the manifest says; without it the ETag is checked, where it is a digest.
+        sha256: from the manifest; without it the ETag is checked, if it is a digest.
 
     Raises:
-        UserError: it is not what the manifest says, or it has changed meanwhile.
-        Damaged: it is not what its ETag says.
+        UserError: the digest is not that of the manifest.
+        StoreError: the object has changed in the meantime, or the store failed.
+        Damaged: the digest is not that of the ETag.
     """
     record = _Record(work, stored)
     size, step = stored.size, part_size(stored.size)
@@ -101,14 +102,16 @@ def get_file(
     if sha256 and digest.hexdigest() != sha256:
         record.drop()
         raise UserError(
-            f"{store.address(stored.key)}: torn: its SHA-256 is not the one in {MARKER}",
+            f"{store.address(stored.key)}: damaged: its SHA-256 is not the one in {MARKER}",
             "upload the folder again",
         )
     of_our_parts = stored.part_bytes == str(step)
     checkable = not sha256 and etag_is_digest and in_parts <= of_our_parts
     if checkable and stored.etag != etag.text():
         record.drop()
-        raise Damaged(f"what came has the ETag {etag.text()}, the object {stored.etag}")
+        raise Damaged(
+            f"the received bytes have the ETag {etag.text()}, but the object has {stored.etag}"
+        )
 
 
 @retried
@@ -121,10 +124,10 @@ def _get_part(
     length: int,
     file: int,
 ) -> bool:
-    """Write what is missing of bytes [start, start + length) to the same place in an open file.
+    """Download what is missing of bytes [start, start + length) to the same place in an open file.
 
     Returns:
-        Whether the ETag can be the bytes' digest.
+        Whether the ETag can be a digest of the bytes.
     """
     if record.arrived[part] == length:
         return True
@@ -132,12 +135,12 @@ def _get_part(
     with store.open_range(stored, at, start + length - at) as body:
         for chunk in body.chunks:
             if at + len(chunk) > start + length:
-                raise Damaged("the store sends more than was asked for")
+                raise Damaged("the store sent more bytes than requested")
             left = memoryview(chunk)
             while left:
                 written = os.pwrite(file, left, at)
                 left, at = left[written:], at + written
                 record.add(part, written)
         if at != start + length:
-            raise Damaged(f"{at - start} of {length} bytes came")
+            raise Damaged(f"the store sent {at - start} of {length} bytes")
         return body.etag_is_digest

@@ -1,7 +1,7 @@
 """An S3 store, through the minio client; `s3://bucket/key` or `minio://`.
 
-Lathe's own retries, time limits and resumed uploads need requests that the client makes but does
-not offer in public (`_put_object` and those of an upload in parts): all are in this file.
+Lathe's own retries, timeouts and resumed uploads need private methods of the client (`_put_object`
+and those of multipart uploads); they are called in this file only.
 """
 
 import base64
@@ -31,13 +31,13 @@ from lathe.storage.parts import Etag, is_md5, part_size, same_content
 
 SCHEMES = ("s3", "minio")
 ENDPOINT = "AWS_ENDPOINT_URL"
-# KeptUnits with an object that was put in parts: without their size its ETag says nothing.
+# Stored with a multipart object: without the part size its ETag cannot be checked.
 PART_BYTES_HEADER = "x-amz-meta-lathe-part-bytes"
 READ_BYTES = 1 << 20
 COMPLETE_SECONDS = 300.0  # a store may copy all parts before it answers
-# Answers to an upload in parts that another one has ended, or mixed with its own.
+# Errors of a multipart upload that another process has ended or mixed its own parts into.
 ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
-ENDED |= {"NotImplemented"}  # rclone: a part of other bytes than were sent before
+ENDED |= {"NotImplemented"}  # rclone: a part whose bytes differ from those sent before
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 
@@ -48,7 +48,7 @@ def open_store(uri: str) -> tuple["S3Store", str]:
     """The bucket's store, and the key.
 
     Raises:
-        UserError: no address of an object, or the AWS variables name no store.
+        UserError: not the address of an object, or the AWS variables are wrong.
     """
     bucket, key = parse(uri)
     return S3Store(uri.partition(":")[0], bucket), key
@@ -85,10 +85,10 @@ def s3_client(read_seconds: float | None = None) -> Minio:
     """A client for the store that the AWS variables, or a mounted secret, describe.
 
     Args:
-        read_seconds: how long to wait for an answer; LATHE_NETWORK_TIMEOUT unless given.
+        read_seconds: seconds to wait for an answer; LATHE_NETWORK_TIMEOUT by default.
 
     Raises:
-        UserError: an address that is none, a secret that cannot be read.
+        UserError: an invalid address, or a secret that cannot be read.
     """
     address, (access_key, secret_key) = endpoint(), _credentials()
     return Minio(
@@ -98,7 +98,7 @@ def s3_client(read_seconds: float | None = None) -> Minio:
         session_token=os.environ.get("AWS_SESSION_TOKEN"),
         region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
         secure=address.scheme == "https",
-        # Its own client retries for minutes; the policy here is the only one.
+        # minio's default pool retries for minutes; here only `retried` does.
         http_client=pool(CONNECTIONS, read_seconds),
     )
 
@@ -123,7 +123,7 @@ def _credentials() -> tuple[str | None, str | None]:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raise StoreError for what the client raises."""
+    """Turn the client's exceptions into StoreError."""
     try:
         yield
     except (MinioException, urllib3.exceptions.HTTPError) as error:
@@ -138,7 +138,7 @@ def _code(error: Exception) -> str:
         return str(error.status_code)
     if isinstance(error, S3Error):
         return error.code or ""
-    if isinstance(error, InvalidResponseError):  # the right XML as text/xml, as rclone sends it
+    if isinstance(error, InvalidResponseError):  # valid XML sent as text/xml, as by rclone
         found = re.search(
             r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
         )
@@ -163,7 +163,7 @@ class S3Store:
         return f"{self._scheme}://{self._bucket}/{key}"
 
     def claim(self, key: str) -> None:
-        """A bucket is Lathe's: a prefix given for an output is replaced."""
+        """Nothing to check: any prefix in a bucket may be replaced."""
 
     @retried
     def stat(self, key: str) -> Stored | None:
@@ -217,7 +217,7 @@ class S3Store:
             )
         try:
             if response.headers.get("etag", "").strip('"') != stored.etag:
-                raise StoreError("a store that passes over If-Match", "PreconditionFailed")
+                raise StoreError("the store ignores If-Match", "PreconditionFailed")
             with _translated():
                 is_digest = not _is_encrypted(response.headers)
                 yield Body(response.stream(READ_BYTES), is_digest)
@@ -242,7 +242,7 @@ class S3Store:
         except StoreError as error:
             if error.code not in {"501", "NotImplemented"}:
                 raise
-            self._put(key, data, md5, headers)  # the caller has looked
+            self._put(key, data, md5, headers)  # no conditional puts: the caller has checked
 
     @retried
     def _put(
@@ -253,11 +253,11 @@ class S3Store:
         headers: Headers,
         part: Headers | None = None,
     ) -> str:
-        """Put one body, `part` of an object or all of it; the ETag that the store gives it."""
+        """Put an object, or with `part` one part of it, and return the store's ETag."""
         headers = dict(headers)
-        if endpoint().scheme == "https":  # else the client signs the body's SHA-256
+        if endpoint().scheme == "https":  # over HTTP the client signs the SHA-256 instead
             headers["Content-MD5"] = base64.b64encode(md5).decode()
-        # The public put_object aborts what breaks off; only this request leaves it to go on with.
+        # The public put_object aborts an interrupted upload; this request leaves it to be resumed.
         with _translated():
             answer = self._client._put_object(self._bucket, key, data, headers, part)
         _check_etag(answer.etag or "", md5.hex(), answer.http_headers)
@@ -276,7 +276,7 @@ class S3Store:
         for error in self._client.remove_objects(self._bucket, objects):
             raise UserError(
                 f"{self.address(error.name or '')}: not removed ({error.code})",
-                "check what the key may do",
+                "check the permissions of the access key",
             )
 
     @retried
@@ -287,13 +287,13 @@ class S3Store:
 
     @retried
     def _broken_off(self, key: str) -> tuple[str, dict[int, str]] | None:
-        """The newest upload of the object that has not ended, and its parts' ETags by number."""
+        """Id of the newest unfinished upload of the object, and its parts' ETags by number."""
         try:
             with _translated():
                 return self._newest_upload(key)
         except StoreError as error:
             if error.code in {"NoSuchUpload", "NotImplemented", "MethodNotAllowed", "404"}:
-                return None  # it has ended by now, or the store lists none
+                return None  # it has ended by now, or the store does not list uploads
             raise
 
     def _newest_upload(self, key: str) -> tuple[str, dict[int, str]] | None:
@@ -320,8 +320,8 @@ class S3Store:
         parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
         with _translated():
             answer = client._complete_multipart_upload(self._bucket, key, upload_id, parts)
-        if not answer.etag:  # a failure after the store had begun to answer 200
-            raise Damaged("the store did not put the parts together")
+        if not answer.etag:  # the store failed after it had begun to answer 200
+            raise Damaged("the store failed to join the parts")
         etag = Etag(in_parts=True)
         for part in sent:
             etag.add(part.md5)
@@ -356,13 +356,13 @@ def _ended() -> Iterator[None]:
 
 
 def _check_etag(etag: str, expected: str, headers: Mapping[str, str] | None) -> None:
-    """Raise Damaged where the ETag of what was put is the digest of something else."""
+    """Raise Damaged if the ETag of an object is the digest of other bytes than were sent."""
     if etag != expected and is_md5(etag) and not _is_encrypted(headers or {}):
-        raise Damaged(f"the store holds {etag}, sent was {expected} (MD5)")
+        raise Damaged(f"the store has the ETag {etag}, but the bytes sent have {expected}")
 
 
 def _is_encrypted(headers: Mapping[str, str]) -> bool:
-    """With a key of one's own (SSE-KMS, SSE-C): the ETag is then no digest."""
+    """Whether it is encrypted with the user's key (SSE-KMS, SSE-C): its ETag is not a digest."""
     return any(
         name.lower().startswith("x-amz-server-side-encryption") and value != "AES256"
         for name, value in headers.items()

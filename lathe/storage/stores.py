@@ -1,4 +1,4 @@
-"""Which store an address is of: the one place that knows the schemes."""
+"""Which store an address belongs to; only this module knows the schemes."""
 
 from importlib import import_module
 
@@ -14,14 +14,14 @@ and returns the store and the key."""
 
 
 def scheme_of(uri: str) -> str:
-    """What is before the first colon, empty without one; `urlsplit` raises where something after
-    it is wrong."""
+    """The text before the first colon, in lower case; empty without a colon. `urlsplit` would raise
+    an error if what follows is malformed."""
     scheme, colon, _ = uri.partition(":")
     return scheme.lower() if colon else ""
 
 
 def is_store(uri: str) -> bool:
-    """Whether it is, or is meant to be, an address in an object store."""
+    """Whether `uri` is, or is meant to be, an address in an object store."""
     return scheme_of(uri) in STORES
 
 
@@ -29,7 +29,7 @@ def open_store(uri: str) -> tuple[ObjectStore, str]:
     """The store and the key of an address.
 
     Raises:
-        UserError: it is none, or the store's own settings are wrong.
+        UserError: not an address, or the store's settings are wrong.
     """
     store, key = import_module(STORES[scheme_of(uri)]).open_store(uri)
     return store, key

@@ -1,4 +1,4 @@
-"""To the store: parts in parallel, going on where an earlier upload broke off, the marker last."""
+"""Upload to a store: parts in parallel, an interrupted upload resumed, the marker last."""
 
 import hashlib
 import os
@@ -22,21 +22,21 @@ from lathe.storage.parallel import in_order, progress
 from lathe.storage.parts import part_count, part_size
 from lathe.storage.stores import open_store
 
-TRIES = 3  # of an upload in parts that another process mixes with its own
+TRIES = 3  # of a multipart upload that another process interferes with
 
 
 def upload(path: Path, uri: str) -> None:
-    """Put a file to an object, or a folder to a prefix, whose marker then names all it holds.
+    """Upload a file to an object, or a folder to a prefix, whose marker then lists all its files.
 
-    An earlier content of the prefix is replaced: from the first change until the marker is put,
-    a reader finds nothing there. What a broken upload has left, whole objects and parts of big
-    ones, is not sent again where its digest is right. Every request carries the digest of its
-    body, which the store checks, and the store's own digest in the answer is checked here. Empty
-    folders are not kept: a store has none.
+    Earlier content of the prefix is replaced: from the first change until the marker is put,
+    a reader finds nothing there. What an interrupted upload has left, whole objects and parts of
+    large ones, is not sent again if its digest is right. Every request carries the digest of its
+    body, which the store checks, and the digest in the store's answer is checked here. Empty
+    folders are not kept, since stores have none.
 
     Raises:
-        UserError: no such file, refused, no bucket, no answer, the store holds something else
-            than what was sent, the file or the prefix changed meanwhile.
+        UserError: no such file, access refused, no bucket, no answer, the store has other bytes
+            than were sent, or the file or the prefix changed in the meantime.
     """
     with explained(uri, path):
         store, key = open_store(uri)
@@ -45,7 +45,9 @@ def upload(path: Path, uri: str) -> None:
         elif not path.is_file():
             raise UserError(f"{path}: no such file or folder", "check the path")
         elif key.endswith("/"):
-            raise UserError(f"{uri}: a prefix, and {path} is a file", "give the object's whole key")
+            raise UserError(
+                f"{uri}: a prefix, but {path} is a file", "give the full key of the object"
+            )
         else:
             store.claim(key)
             with progress(f"upload {uri}", path.stat().st_size) as p:
@@ -65,7 +67,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
 
         def put_small(name: str) -> tuple[str, Entry]:
             def nothing(size: int) -> None:
-                """A bar is drawn by one thread only."""
+                """Do nothing: only one thread may draw the bar."""
 
             return name, _put_file(store, prefix + name, files[name], before.get(name), nothing)
 
@@ -79,7 +81,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
                 )
     if store.get(prefix + UNFINISHED).decode() != token:
         raise UserError(
-            f"{where}: another upload to it began meanwhile", "let one at a time write there"
+            f"{where}: another upload to it has started in the meantime", "run one upload at a time"
         )
     store.put(prefix + MARKER, to_json(entries).encode(), JSON)
     store.delete([prefix + UNFINISHED])
@@ -89,18 +91,20 @@ def _files(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its name relative to it, with `/`."""
     found: dict[str, Path] = {}
     if (folder / STAGE).exists():
-        raise UserError(f"{folder}: a fetch into it has not ended", "run the fetch again")
+        raise UserError(f"{folder}: a fetch into it has not finished", "run the fetch again")
     for parent, folders, names in os.walk(folder, onerror=_raise):
         for name in folders:
             if (link := Path(parent, name)).is_symlink():
-                raise UserError(f"{link}: a link to a folder", "put the folder itself there")
+                raise UserError(
+                    f"{link}: a link to a folder", "replace the link with the folder itself"
+                )
         for name in names:
             path = Path(parent, name)
             relative = path.relative_to(folder).as_posix()
             if relative in OWN_NAMES:
                 continue
             if not path.is_file():
-                raise UserError(f"{path}: not a file", "remove it, or mend the link")
+                raise UserError(f"{path}: not a file", "remove it, or fix the link")
             try:
                 relative.encode()
             except UnicodeEncodeError:
@@ -122,7 +126,7 @@ def _put_file(
     there: Stored | None,
     advance: Callable[[int], None],
 ) -> Entry:
-    """Put one file, unless what is `there` is the same."""
+    """Upload one file, unless the object that is `there` has the same bytes."""
     size = path.stat().st_size
     if there and there.size == size and (sha256 := store.same_content(there, path)):
         advance(size)
@@ -138,10 +142,10 @@ def _put_file(
 def _put_parts(
     store: ObjectStore, key: str, path: Path, size: int, advance: Callable[[int], None]
 ) -> str:
-    """Put a file in parts; its SHA-256.
+    """Upload a file in parts and return its SHA-256.
 
-    Another process may take these for a broken upload and go on with them, with other bytes: the
-    store then refuses one of the two, which begins anew.
+    Another process may take this for an interrupted upload and continue it with other bytes: the
+    store then refuses one of the two, which starts again.
     """
     for attempt in range(TRIES):
         try:
@@ -154,15 +158,15 @@ def _put_parts(
         if now and now.size == size and (found := store.same_content(now, path)):
             return found
     raise UserError(
-        f"{store.address(key)}: another upload writes there",
-        "let one at a time do it, then again",
+        f"{store.address(key)}: another upload is writing to it",
+        "run one upload at a time",
     )
 
 
 def _send(
     upload: Multipart, path: Path, size: int, advance: Callable[[int], None]
 ) -> tuple[str, list[Sent]]:
-    """Send the parts that are not there yet; the SHA-256 of all."""
+    """Upload the parts that are missing; return the file's SHA-256, and all its parts."""
     digest = hashlib.sha256()
 
     def parts() -> Iterator[tuple[int, bytes]]:
@@ -172,7 +176,9 @@ def _send(
                 digest.update(data)
                 yield number, data
             if file.tell() != size or file.read(1):
-                raise UserError(f"{path}: it changes while it is read", "wait until it is written")
+                raise UserError(
+                    f"{path}: it changed while it was read", "wait until it is complete"
+                )
 
     def send(item: tuple[int, bytes]) -> Sent:
         number, data = item

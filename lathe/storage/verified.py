@@ -1,4 +1,4 @@
-"""Files that are still what their metadata says, each large one read once."""
+"""Check files against the digests in their metadata, reading each large file only once."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from lathe.errors import UserError
 from lathe.storage.files import atomic_file, digest, sha256
 
-LARGE = 16 << 20  # bytes; to read less costs less than to remember
+LARGE = 16 << 20  # bytes; reading a smaller file is cheaper than a cache entry
 WITH_BAR = 1 << 30
 
 
@@ -18,7 +18,7 @@ def require_intact(folder: Path, files: Mapping[str, str], metadata: str, hint: 
     """Check the files of a folder against the SHA-256 that its metadata lists for each.
 
     Raises:
-        UserError: one is missing, or its bytes are others; names it.
+        UserError: a file is missing, or has other bytes; names it.
     """
     for name, expected in files.items():
         path = folder / name
@@ -34,10 +34,11 @@ def is_intact(path: Path, expected: str) -> bool:
 
 
 def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
-    """What `check` says of a file; of a large one remembered until inode, length or times change.
+    """The result of `check`; for a large file, success is cached until its inode, size or times
+    change.
 
-    What was found is kept in `~/.cache/lathe/verified` (XDG_CACHE_HOME), since an input may be
-    read-only, and is never written to. Where that cannot be written either, it is found anew.
+    The cache is in `~/.cache/lathe/verified` (XDG_CACHE_HOME), since an input may be read-only and
+    is never written to. Without a writable cache the file is checked again.
     """
     if path.stat().st_size < LARGE:
         return check(path)
@@ -52,13 +53,13 @@ def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
 
 
 def remember(path: Path, what: str) -> None:
-    """Let `once` take the check for done: this process has just written the file."""
+    """Let `once` skip the check, since this process has just written the file."""
     if path.stat().st_size >= LARGE:
         _remember(_note(path, what), _state(path))
 
 
 def cache_folder() -> Path | None:
-    """Lathe's own folder for what may be deleted at any time; None without a home."""
+    """Lathe's cache folder, which may be deleted at any time; None without a home directory."""
     with suppress(RuntimeError):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lathe"
     return None
@@ -84,7 +85,7 @@ def _remember(note: Path | None, state: list[int]) -> None:
 def _has_digest(expected: str, path: Path) -> bool:
     if path.stat().st_size < WITH_BAR:
         return sha256(path) == expected
-    from lathe.progress import bar  # rich, which a fetch in a bare image has not
+    from lathe.progress import bar  # needs rich, which a bare image lacks
 
     with bar(f"verify {path.name}"):
         return sha256(path) == expected

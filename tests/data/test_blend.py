@@ -168,7 +168,7 @@ def test_it_replaces_a_blend_and_nothing_else(make: Make, tmp_path: Path) -> Non
     blend(parts, tmp_path / "blend")
     made = blend([parts[0], (make("more", 9), 2.0)], tmp_path / "blend")
     assert sorted(p.name for p in made.folder.iterdir() if p.is_dir()) == ["1-novels", "2-more"]
-    with pytest.raises(UserError, match="holds the input"):
+    with pytest.raises(UserError, match="contains the input"):
         blend(parts, tmp_path)
 
 
@@ -215,7 +215,7 @@ class TestRefusals:
         [
             ({"weight": 0}, r"data\.json: blend\.0\.weight: .*\(found 0\)"),
             ({"weight": "heavy"}, r"data\.json: blend\.0\.weight: .*'heavy'"),
-            ({"folder": "../novels"}, r"'\.\./novels' is no plain folder name"),
+            ({"folder": "../novels"}, r"'\.\./novels' is not a plain folder name"),
             ({"folder": "3-gone"}, "3-gone: no such folder"),
         ],
     )

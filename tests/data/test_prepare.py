@@ -165,7 +165,7 @@ def test_small_parts_are_told(
 
 
 def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:
-    with pytest.raises(UserError, match="holds the input"):
+    with pytest.raises(UserError, match="contains the input"):
         prepare(recipe(), tmp_path, corpus)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")

@@ -114,7 +114,7 @@ def test_a_missing_environment_is_found(monkeypatch):
     monkeypatch.setenv(paddle_start.PYTHON_VARIABLE, "nowhere")
     found = problems("full", {"overrides": ["Compress.engine=paddle"]})
     assert [e.what.split(": ")[-1] for e in found] == [
-        "Triton has its own environment",
+        "Triton needs its own environment",
         "Paddle has an environment of its own",
     ]
     assert problems("pretrain", {}) == []

@@ -46,7 +46,7 @@ def test_deploy_leaves_the_server_up(
             first["prompt"], decode_strategy="greedy_search", min_tokens=0, max_tokens=12
         )
         assert text == first["text"]
-        with pytest.raises(UserError, match="runs already"):
+        with pytest.raises(UserError, match="is already running"):
             serve(output)
     finally:
         assert serve_state.stop() is not None

@@ -54,7 +54,7 @@ def test_killed_and_started_again_and_stopped(
 ) -> None:
     folder = tmp_path / "state"
     first = start(repository, serving, folder)
-    with pytest.raises(UserError, match="runs already"):
+    with pytest.raises(UserError, match="is already running"):
         start(repository, serving, folder)
     os.kill(first.state.server.pid, signal.SIGKILL)
     wait_until_gone(first.state.shared_memory)

@@ -31,7 +31,7 @@ def test_no_bucket(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "f"):
         with pytest.raises(UserError, match="NoSuchBucket") as raised:
             upload(path, "s3://nobucket/f")
-        assert "make the bucket" in raised.value.hint
+        assert "create the bucket" in raised.value.hint
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
@@ -136,21 +136,21 @@ def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(tmp_path) in raised.value.hint
 
 
-def test_a_torn_prefix(store: str, tmp_path: Path) -> None:
+def test_a_damaged_prefix(store: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "a").write_text("aa")
     (source / "b").write_text("bb")
     for spoil, message in (
-        (lambda: remove(f"{store}/p/b"), r"torn: b is absent, .lathe.json says 2 bytes"),
-        (lambda: write_text(f"{store}/p/b", "bbb"), r"torn: b is 3 bytes"),
-        (lambda: write_text(f"{store}/p/b", "xx"), r"p/b: torn: its SHA-256 is not the one"),
+        (lambda: remove(f"{store}/p/b"), r"damaged: b is absent, but .lathe.json says 2 bytes"),
+        (lambda: write_text(f"{store}/p/b", "bbb"), r"damaged: b is 3 bytes"),
+        (lambda: write_text(f"{store}/p/b", "xx"), r"p/b: damaged: its SHA-256 is not the one"),
         (lambda: write_text(f"{store}/p/.lathe.json", "{"), r"not a manifest"),
         (
             lambda: write_text(
                 f"{store}/p/.lathe.json", to_json({"../evil": Entry(2, sha256(source / "a"))})
             ),
-            r"'\.\./evil' is no name of a file below a folder",
+            r"'\.\./evil' is not the name of a file below a folder",
         ),
     ):
         upload(source, f"{store}/p")
@@ -168,7 +168,7 @@ def test_a_torn_prefix(store: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", ["s3://bucket", "file:///folder"])
 def test_a_key_that_leaves_its_prefix(tmp_path: Path, store: str, key: str) -> None:
     for call in (lambda uri: fetch(uri, tmp_path), exists, remove, lambda u: upload(tmp_path, u)):
-        with pytest.raises(UserError, match=r"is no name of a file below a folder"):
+        with pytest.raises(UserError, match=r"is not the name of a file below a folder"):
             call(f"{store}/{key}")
 
 
@@ -216,5 +216,5 @@ def test_a_damaged_download(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         os, "pwrite", lambda file, data, at: write(file, bytes(len(data)), at) or len(data)
     )
-    with pytest.raises(UserError, match="what came has the ETag"):
+    with pytest.raises(UserError, match="the received bytes have the ETag"):
         fetch(f"{s3}/f", tmp_path / "out")

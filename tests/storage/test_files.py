@@ -168,7 +168,7 @@ def test_a_file_replaces_its_own_kind_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="exists, and is not a verdict"):
             claim_output_file(output, VERDICT)
         assert output.read_text() == text
-    with pytest.raises(UserError, match=r"lies in the input"):
+    with pytest.raises(UserError, match=r"is inside the input"):
         claim_output_file(tmp_path / "e" / "metrics.json", VERDICT, tmp_path / "e")
 
 
@@ -186,7 +186,7 @@ def test_a_link_stays_and_its_folder_is_written(tmp_path: Path, exists: bool) ->
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(UserError, match="in a circle"):
+    with pytest.raises(UserError, match="form a loop"):
         write(tmp_path / "a")
 
 

@@ -79,7 +79,7 @@ def test_a_killed_upload_goes_on(store: str, source: Path, tmp_path: Path, sent:
     store += "/runs"
     killed("put", source, f"{store}/p")
     assert not exists(f"{store}/p/") and list_uris(f"{store}/") == []
-    with pytest.raises(UserError, match="has not ended"):
+    with pytest.raises(UserError, match="has not finished"):
         fetch(f"{store}/p/", tmp_path / "between")
     upload(source, f"{store}/p")
     assert 0 < len(sent) <= PARTS - 3
