@@ -1,9 +1,9 @@
-"""The door to the two backends, torch and PaddlePaddle: the recipe's `Compress.engine` says which.
+"""Selects the backend, torch or PaddlePaddle, by the recipe's `Compress.engine`.
 
     backends.of(recipe).prune(recipe, model, data, output)
 
-Nothing else decides between them. Paddle has an environment of its own, so its stages run in
-another process; see `lathe.backends.paddle_process`.
+No other code decides between them. Paddle needs its own environment, so its stages run in another
+process; see `lathe.backends.paddle_process`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """The stages that have two implementations; parameters and errors are those of torch's."""
+    """The stages that have two implementations; parameters and errors are those of the torch
+    stages."""
 
     TRAINJOB_RUNTIME: str | None
     """The TrainingRuntime of the cluster that its processes run in; None: Lathe's default."""
@@ -56,10 +57,10 @@ class Backend(Protocol):
         """See `lathe.export.export`."""
 
     def check_environment(self) -> None:
-        """Raise UserError where this machine lacks what the backend runs in."""
+        """Raise UserError if this machine lacks the backend's environment."""
 
     def check_support(self, verb: str, recipe: Recipe, has_gpu: bool) -> None:
-        """Raise UserError for what the recipe asks of `verb` and the backend cannot do.
+        """Raise UserError if the recipe asks `verb` for something that the backend cannot do.
 
         Args:
             has_gpu: whether the verb will run on GPUs.
@@ -78,8 +79,8 @@ def of(recipe: Recipe) -> Backend:
 
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
-    """As `lathe.launch.start.start_workers`; a backend that starts its own processes is called in
-    this one, so False."""
+    """Like `lathe.launch.start.start_workers`, but False for a backend that starts its own
+    processes, because the stage is then called in this process."""
     if of(recipe).starts_processes(command[0]):
         return False
     from lathe.launch.start import start_workers

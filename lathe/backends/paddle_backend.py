@@ -1,4 +1,4 @@
-"""The stages in PaddlePaddle, each a process of Paddle's own environment."""
+"""The stages in PaddlePaddle; each runs as a process in Paddle's own environment."""
 
 import json
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def quantize(
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
-    """Rank the linears, measured with Paddle."""
+    """Rank the linears by the cost of INT8, measured with Paddle."""
     from lathe.compress.sensitivity.result import read_analysis
 
     start("analyze", recipe, model, "--data", data, "--output", output)
@@ -66,7 +66,7 @@ def evaluate(
     endpoint: str | None = None,
     tasks: "Sequence[GivenTask]" = (),
 ) -> "EvalResult":
-    """A checkpoint in Paddle; exported files and servers are measured without it."""
+    """Measure a checkpoint with Paddle; exported files and servers are measured without it."""
     if endpoint or (Path(model) / EXPORT.metadata_file).is_file():
         return torch_backend.evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
     from lathe.evaluate.measure import read_result

@@ -1,7 +1,7 @@
-"""PaddleFleetX's GPT checkpoints to and from checkpoint folders; needs neither Paddle nor torch.
+"""Converts PaddleFleetX's GPT checkpoints to and from checkpoint folders, without Paddle or torch.
 
-Theirs is `mp_00_sharding_00_pp_00/model.pdparams`, with linears (in, out) as HF's, a fused qkv head
-by head, and names of their own. Source: PaddleFleetX release 2.4,
+A PaddleFleetX checkpoint is `mp_00_sharding_00_pp_00/model.pdparams`, with linears (in, out) as in
+HF's files, a fused qkv ordered head by head, and its own names. Source: PaddleFleetX release 2.4,
 `ppfleetx/models/language_model/gpt/dygraph/single_model.py`.
 """
 
@@ -46,17 +46,17 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTConfig:
-    """Write a checkpoint folder of PaddleFleetX's GPT, float16 widened to float32.
+    """Write a checkpoint folder from PaddleFleetX's GPT; float16 becomes float32.
 
     Args:
-        recipe: `Model.num_attention_heads`, which the tensors do not tell.
-        source: `model.pdparams`, the `mp_00_sharding_00_pp_00` folder that has it, or the folder
-            above that.
+        recipe: gives `Model.num_attention_heads`, which cannot be derived from the tensors.
+        source: `model.pdparams`, the `mp_00_sharding_00_pp_00` folder that has it, or the parent of
+            that folder.
         tokenizer: `tokenizer.json`, or a folder with GPT-2's BPE.
 
     Raises:
-        UserError: one part of several, other names or shapes than a GPT's, numbers that are not
-            finite, or a file with objects in it.
+        UserError: a model in several parts, names or shapes that are not a GPT's, numbers that are
+            not finite, or a file with Python objects in it.
     """
     claim_output_folder(output, CHECKPOINT, source, tokenizer)
     path = _find(source)
@@ -83,9 +83,10 @@ def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Pat
 
 
 def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path:
-    """Write `output/mp_00_sharding_00_pp_00/model.pdparams` of a checkpoint folder.
+    """Write a checkpoint folder as `output/mp_00_sharding_00_pp_00/model.pdparams`; returns its
+    path.
 
-    A pruned model keeps its own widths; of a quantized one these are the float weights.
+    A pruned model keeps its widths; of a quantized one, the float weights are written.
 
     Raises:
         UserError: a weight that `dtype` cannot hold.
@@ -101,7 +102,7 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
             array = by_head(array, config.head_dim)
         arrays[_their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
-            raise UserError(f"{folder}: {name} has numbers beyond {dtype}", "use --dtype float32")
+            raise UserError(f"{folder}: {name} does not fit {dtype}", "use --dtype float32")
     metadata = {"source": checkpoint_digest(folder), "dtype": dtype}
     with atomic_folder(output, PADDLE_CHECKPOINT) as work:
         (work / PART).mkdir()
@@ -111,10 +112,10 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
 
 
 def _find(source: Path) -> Path:
-    """The one `model.pdparams`.
+    """Path of the only `model.pdparams`.
 
     Raises:
-        UserError: none there, or a model in several parts.
+        UserError: there is none, or the model is in several parts.
     """
     if source.is_file():
         return source
@@ -123,7 +124,7 @@ def _find(source: Path) -> Path:
     if inner.name == PART and others:
         raise UserError(
             f"{inner.parent}: the model is divided into parts ({', '.join([PART, *others][:4])})",
-            "merge them with PaddleFleetX first: a model of one part has no mp, sharding or pp",
+            "merge them with PaddleFleetX first, into a model without mp, sharding or pp",
         )
     path = inner / FILE
     if not path.is_file():
@@ -132,12 +133,12 @@ def _find(source: Path) -> Path:
 
 
 def _require_floats(stored: Arrays, path: Path) -> None:
-    """Raise UserError where a tensor is not of floats, or is there under two names."""
+    """Raise UserError if a tensor does not hold floats, or is there under two names."""
     seen: dict[str, str] = {}
     for name, array in stored.items():
         if array.dtype.kind != "f":
             raise UserError(
-                f"{path}: {name} is of {array.dtype}, not floats", "give a GPT checkpoint"
+                f"{path}: {name} holds {array.dtype}, not floats", "give a GPT checkpoint"
             )
         own = _own_name(name, path)
         if own in seen:
@@ -154,7 +155,9 @@ def _own_name(theirs: str, path: Path) -> str:
     module, _, kind = name.rpartition(".")
     if module in OURS:
         return f"{OURS[module]}.{kind}"
-    raise UserError(f"{path}: {theirs} is no tensor of PaddleFleetX's GPT", "give a GPT checkpoint")
+    raise UserError(
+        f"{path}: {theirs} is not a tensor of PaddleFleetX's GPT", "give a GPT checkpoint"
+    )
 
 
 def _their_name(ours: str) -> str:
@@ -165,7 +168,7 @@ def _their_name(ours: str) -> str:
 
 
 def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
-    """The shape that the tensors have; heads are of `hidden / n_head`."""
+    """The shape of the model, derived from its tensors; the head size is `hidden / n_head`."""
     try:
         V, C = arrays[GPT2.table].shape
         positions = GPT2.embeddings[1]
@@ -189,7 +192,7 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
             n_inner=tuple(arrays[f"h.{i}.{ffn.name}.weight"].shape[1] for i in range(layers)),
         )
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: not a whole GPT: {error}", "give a GPT checkpoint") from error
+        raise UserError(f"{path}: not a complete GPT: {error}", "give a GPT checkpoint") from error
     require_fit(path, {name: a.shape for name, a in arrays.items()}, dict(config.tensor_shapes()))
     return config
 

@@ -1,4 +1,4 @@
-"""Start a stage in the Paddle environment, from a process that has torch and not paddle."""
+"""Runs a stage in Paddle's environment, from a process that has torch but not Paddle."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHO
 PYTHON_VARIABLE = "LATHE_PADDLE_PYTHON"
 MARK_VARIABLE = "LATHE_PADDLE_MARK"
 MARK = "[lathe.paddle] "
-"""Opens every line of the child's stdout that is Lathe's own: Paddle says much on both streams."""
+"""Prefix of Lathe's own lines on the child's stdout: Paddle writes a lot to both streams."""
 
 LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
 OUTCOME = "outcome."
@@ -31,24 +31,25 @@ TAIL_LINES = 20
 
 
 def find_python() -> Path:
-    """The interpreter of `LATHE_PADDLE_PYTHON`, or of `.venv-paddle` beside the package.
+    """The interpreter that `LATHE_PADDLE_PYTHON` names, or that of `.venv-paddle` beside the
+    package.
 
     Raises:
-        UserError: it is absent.
+        UserError: it does not exist.
     """
     python = Path(os.environ.get(PYTHON_VARIABLE) or ROOT / ".venv-paddle" / "bin" / "python")
     if not python.is_file():
         raise UserError(
-            f"{python}: no such interpreter: Paddle has an environment of its own",
+            f"{python}: no such interpreter: Paddle needs its own environment",
             f"run `make paddle-env`, or name its interpreter in {PYTHON_VARIABLE}; on a cluster, "
-            "submit with ENGINE=paddle, which takes the image paddle; or use "
+            "submit with ENGINE=paddle, which uses the paddle image; or use "
             "-o Compress.engine=torch",
         )
     return python
 
 
 def start(verb: str, recipe: Recipe, *arguments: object) -> None:
-    """Run `python -m lathe.paddle VERB ARGUMENTS` with this recipe; its log lines become ours.
+    """Run `python -m lathe.paddle VERB ARGUMENTS` with this recipe, and forward its log lines.
 
     Raises:
         UserError, Preempted, StageError: what the stage itself raised.
@@ -93,7 +94,7 @@ def _run(command: list[str]) -> None:
 
 
 def leave_outcome(error: UserError | StageError) -> bool:
-    """Tell `lathe.paddle.launch`, if it started this process, what is raised here."""
+    """Report the error to `lathe.paddle.launch`; False if that did not start this process."""
     logs = os.environ.get(LOGS_VARIABLE)
     if logs is None:
         return False
@@ -105,7 +106,7 @@ def leave_outcome(error: UserError | StageError) -> bool:
 
 
 def error_of(status: int, message: str) -> UserError | StageError:
-    """What another process raised, from its exit status and message."""
+    """The exception that another process raised, from its exit status and message."""
     if status == UserError.status:
         what, _, hint = message.partition("\n  hint: ")
         return UserError(what, hint)
@@ -114,7 +115,7 @@ def error_of(status: int, message: str) -> UserError | StageError:
 
 @contextmanager
 def _forwarding(terminate: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM goes on to the child, which saves its state."""
+    """Forward SIGTERM to the child, which saves its state."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What of a recipe the Paddle engine does not do, known without Paddle."""
+"""Checks a recipe for what the Paddle engine does not support, without importing Paddle."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ HINT = "or use Compress.engine=torch"
 
 
 def require_supported(verb: str, recipe: Recipe) -> None:
-    """Whether the engine does `prune`, `quantize` or `evaluate` as the recipe says.
+    """Check that the engine supports the recipe in `prune`, `quantize` or `evaluate`.
 
     Raises:
-        UserError: it has no such pruning, quantization, distillation, sequence parallelism,
-            pipeline, division of weights or precision.
+        UserError: it does not support the pruning, quantization, distillation, sequence or pipeline
+            parallelism, sharding or precision.
     """
     if verb == "evaluate":
         require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
@@ -33,7 +33,7 @@ def require_supported(verb: str, recipe: Recipe) -> None:
 
 
 def require_no_gpu_needed(recipe: Recipe) -> None:
-    """Raise UserError for what of a training Paddle does on GPUs only."""
+    """Raise UserError if the training needs what Paddle supports on GPUs only."""
     model, mp = recipe.Model, recipe.Distributed.mp_degree
     if mp > 1:
         raise UserError(
@@ -43,7 +43,8 @@ def require_no_gpu_needed(recipe: Recipe) -> None:
         )
     if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
         raise UserError(
-            "Model.use_recompute with dropout: Paddle 2.6 does it on GPUs only, and this is a CPU",
+            "Model.use_recompute with dropout: Paddle 2.6 supports it on GPUs only, and this is a "
+            "CPU",
             "run it on GPUs, or set use_recompute to False or the dropouts to 0",
         )
 
@@ -57,12 +58,13 @@ def _require_training(recipe: Recipe) -> None:
         )
     if model.sequence_parallel:
         raise UserError(
-            "Model.sequence_parallel: the Paddle engine does not have it",
+            "Model.sequence_parallel: the Paddle engine does not support it",
             f"-o Model.sequence_parallel=False, {HINT}",
         )
     if settings.pp_degree > 1:
         raise UserError(
-            f"Distributed.pp_degree is {settings.pp_degree}, and the Paddle engine has no pipeline",
+            f"Distributed.pp_degree is {settings.pp_degree}, but the Paddle engine has no pipeline "
+            "parallelism",
             f"use mp_degree or sharding, {HINT}",
         )
     sharding = settings.sharding
@@ -90,7 +92,7 @@ def _require_pruner(settings: PruneSettings) -> None:
     for key, (found, possible) in wanted.items():
         if found not in possible:
             raise UserError(
-                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners have "
+                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners support only "
                 f"{' or '.join(map(str, possible))}",
                 f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
             )

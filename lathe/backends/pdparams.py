@@ -1,7 +1,8 @@
-"""`.pdparams` files without Paddle: pickles in which nothing but arrays and containers is let in.
+"""Reads and writes `.pdparams` files, which are pickles, without Paddle. Reading admits only arrays
+and plain containers.
 
 Paddle saves a dictionary of numpy arrays by parameter name, and with them the table
-`StructuredToParameterName@@`. Under protocols 2 and 3 an array above 1 GB is cut into slices,
+`StructuredToParameterName@@`. With protocols 2 and 3, an array above 1 GB is cut into slices,
 which `UnpackBigParamInfor@@` lists. bfloat16 is stored as its bits, in uint16.
 """
 
@@ -25,10 +26,10 @@ NDARRAY = "ndarray"  # stands for the type, which a pickle could call with any s
 
 
 def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file by name, floats as they are, bfloat16 widened to float32.
+    """The arrays of a file by name; bfloat16 becomes float32, other types stay.
 
     Raises:
-        UserError: no such file, none of this kind, or one with anything but arrays in it.
+        UserError: no such file, not a .pdparams file, or one with anything but arrays in it.
     """
     with open_file(path, "give a .pdparams file") as file:
         try:
@@ -44,12 +45,12 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
     _join_slices(found, path)
     for name in found:
         if not isinstance(name, str):
-            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, no text", HINT)
+            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, not text", HINT)
     return {name: _array(name, value, path) for name, value in found.items()}
 
 
 def _join_slices(found: dict[Any, Any], path: Path) -> None:
-    """Put arrays that were cut into slices in the place of these."""
+    """Join the slices of arrays, in place."""
     try:
         for name, part in found.pop(SLICES, {}).items():
             pieces = [found.pop(piece) for piece in part["slices"]]
@@ -74,7 +75,7 @@ HINT = "save the state dictionary of the model alone, as `paddle.save(model.stat
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Lets a pickle name what arrays and plain containers are made of, and nothing else."""
+    """Unpickler that admits only the names that arrays and plain containers need."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         super().__init__(file)
@@ -90,7 +91,8 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _empty(kind: object, shape: object, code: object) -> NDArray[Any]:
-    """What a pickled array begins as: its state follows, whose bytes have to fit its shape."""
+    """The empty array that a pickled array starts as; the bytes of its state, which follows, have
+    to fit its shape."""
     if kind != NDARRAY or shape != (0,):
         raise ValueError(f"an array that begins with the shape {shape}")
     empty: NDArray[Any] = np.empty(0, np.int8)
@@ -98,7 +100,7 @@ def _empty(kind: object, shape: object, code: object) -> NDArray[Any]:
 
 
 def _dtype(*arguments: Any) -> Any:
-    """A dtype without objects: those of an object array could be anything."""
+    """A dtype without Python objects, which could be anything."""
     dtype = np.dtype(*arguments)
     if dtype.hasobject:
         raise ValueError("an array of Python objects")
@@ -106,7 +108,7 @@ def _dtype(*arguments: Any) -> Any:
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """What protocol 2 calls for bytes."""
+    """The function that protocol 2 calls to make bytes."""
     if encoding != "latin1":
         raise ValueError(f"bytes in {encoding}")
     return text.encode("latin1")

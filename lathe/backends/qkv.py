@@ -1,4 +1,4 @@
-"""The two orders of a fused qkv's columns (..., 3 * H * D), of arrays."""
+"""Converts between the two orders of a fused qkv's columns (..., 3 * H * D), for numpy arrays."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def by_head(array: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    """All of q, of k, of v, as HF's files have -> head by head, as Paddle's models have."""
+    """All q, all k, all v (HF's files) -> head by head (Paddle's models)."""
     parts = array.reshape(*array.shape[:-1], 3, -1, head_dim)
     return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(array.shape)
 

@@ -1,1 +1,1 @@
-"""How good a model is: cloze accuracy, perplexity, latency, and the gate before deployment."""
+"""Model quality: cloze accuracy, perplexity, latency, and the gate before deployment."""

@@ -1,4 +1,4 @@
-"""The evaluate stage: a checkpoint, or its ONNX file, measured by the evaluation tasks."""
+"""The evaluate stage: measures a checkpoint, or its ONNX export, with the evaluation tasks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +20,21 @@ def evaluate(
     endpoint: str | None = None,
     tasks: Sequence[GivenTask] = (),
 ) -> EvalResult:
-    """Measure `model`; write `metrics.json`, `examples.jsonl` (a cloze example a line),
-    `blocks.jsonl` (a stretch of the text a line), `tasks/NAME.jsonl` for every other task and
-    `samples.json` (continuations of prompts from the text, by a checkpoint only). By the lines
-    `lathe.evaluate.gate` compares models.
+    """Measure `model` and write the folder `output`.
+
+    It holds `metrics.json`, `examples.jsonl` (one cloze example per line), `blocks.jsonl` (one
+    block of the text per line), `tasks/NAME.jsonl` for every other task, and for a checkpoint
+    `samples.json` (continuations of prompts from the text). `lathe.evaluate.gate` compares models
+    line by line.
 
     `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.open_model`. With
     `endpoint`, a gRPC address, the server's `Serving.model_name` is measured, which must be this
     export.
 
-    What is measured: `cloze` (LAMBADA-format JSONL), `text` (UTF-8) and `tasks` where given, then
-    `Offline_Eval.eval_path` (a cloze set if its name ends in .jsonl), then the held-out files of
-    the `data` folder.
+    The cloze set is `cloze` (LAMBADA-format JSONL), else `Offline_Eval.eval_path` if its name ends
+    in .jsonl, else the held-out one of the `data` folder. The text is `text` (UTF-8), else
+    `Offline_Eval.eval_path` with another name, else the held-out one of `data`. `tasks` are
+    measured in addition.
 
     Raises:
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than

@@ -1,8 +1,9 @@
-"""May the candidate be deployed in the place of the baseline.
+"""The gate: may the candidate replace the baseline?
 
-A test of non-inferiority: a loss within the margin of the recipe is accepted, and the verdict says
-whether the measurement is fine enough to tell. Both models were measured on the same examples and
-blocks of text, so that their differences are compared and what is hard for both cancels out.
+It is a non-inferiority test: a loss of quality within the recipe's margin is accepted, and the
+verdict says whether the measurement is precise enough to decide. Both models are measured on the
+same examples and blocks of text. The test compares their paired differences, so that the difficulty
+of an example cancels out.
 """
 
 import json
@@ -26,10 +27,12 @@ PAST = {"pass": "passed", "inconclusive": "inconclusive", "fail": "failed"}
 
 @dataclass(frozen=True)
 class GateResult:
-    """Attributes:
-    passed: whether a pipeline deploys the candidate.
-    reasons: one sentence a check, the worst first, and what becomes of an inconclusive one.
-    checks: in the same order.
+    """The verdict on a candidate.
+
+    Attributes:
+        passed: whether a pipeline deploys the candidate.
+        reasons: one sentence per check, the worst first, and how an inconclusive one was decided.
+        checks: in the same order.
     """
 
     passed: bool
@@ -38,7 +41,7 @@ class GateResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the checks."""
+        """The worst verdict of the checks."""
         known = (check.verdict for check in self.checks)
         return max(known, key=SEVERITY.index, default="pass" if self.passed else "fail")
 
@@ -46,21 +49,21 @@ class GateResult:
 def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = None) -> GateResult:
     """Compare two evaluation folders unit by unit with the margins of `recipe.Gate`.
 
-    Cloze accuracy may fall by `max_accuracy_drop` (absolute), perplexity, and that of the cloze
-    set's words where `cloze_measure` says so instead, rise by `max_perplexity_increase` (relative
-    to the baseline), the accuracies of other tasks fall by `max_task_accuracy_drop`. A check is
-    passed when the bad end of
-    the difference's `confidence` interval is within the margin, failed when its good end is
-    beyond it, and inconclusive between: then `on_inconclusive` decides. Every check has to pass,
-    so that the level needs no correction for their number (an intersection-union test).
+    Cloze accuracy may fall by `max_accuracy_drop` (absolute), or, if `cloze_measure` says so, the
+    perplexity of the cloze set's words is checked instead. Perplexities may rise by
+    `max_perplexity_increase` (relative to the baseline). The accuracies of other tasks may fall by
+    `max_task_accuracy_drop`. A check passes if the worse end of the difference's `confidence`
+    interval is within the margin, and fails if the better end is beyond it. Otherwise it is
+    inconclusive, and `on_inconclusive` decides. Every check has to pass, so the level needs no
+    correction for the number of checks (an intersection-union test).
 
     Args:
         output: JSON file to write: verdict, checks, settings, and what both folders were
             measured on.
 
     Raises:
-        UserError: a folder holds no evaluation, or the two were not measured alike: other data,
-            another tokenizer or protocol.
+        UserError: a folder holds no evaluation, or the two were measured on different data, or with
+            a different tokenizer or protocol.
     """
     if output is not None:
         claim_output_file(output, VERDICT, baseline, candidate)
@@ -76,7 +79,7 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
         passed = settings.on_inconclusive == "pass"
         reasons.append(
             f"{'let through' if passed else 'stopped'} without proof: Gate.on_inconclusive is "
-            f"{settings.on_inconclusive}; more examples or text would tell"
+            f"{settings.on_inconclusive}; more examples or more text would decide it"
         )
     else:
         passed = verdict == "pass"
@@ -87,7 +90,7 @@ def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = 
 
 
 def verdict_table(result: GateResult) -> Table:
-    """The checks for a terminal, a column each."""
+    """A table for a terminal with one column per check."""
     table = Table("", *(check.measure for check in result.checks))
     rows: dict[str, list[str]] = {}
     for check in result.checks:
@@ -130,12 +133,12 @@ def _units(check: Check) -> str:
         f"McNemar p = {check.p_value:.2g}"
     )
     if check.baseline <= -check.limit:
-        text += " (proves nothing: a model without a hit would be within the margin)"
+        text += " (proves nothing: a model that gets no example right would be within the margin)"
     return text
 
 
 def _formats(check: Check) -> dict[str, str]:
-    """How the figures of a check are shown: accuracies change by points."""
+    """The figures of a check as text; accuracies change by percentage points."""
     if check.lost is None:
         value, change = "{:.2f}", "{:+.3g}%"
     else:
@@ -160,7 +163,7 @@ def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
     if ours != theirs:
         raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint)
     if any(len(before.units[name].rows) != len(after.units[name].rows) for name in before.units):
-        raise UserError(f"{names} have other examples or blocks", hint)
+        raise UserError(f"{names} have different examples or blocks", hint)
 
 
 def _digests(evaluation: Evaluation) -> dict[str, str | None]:

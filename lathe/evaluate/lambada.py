@@ -1,9 +1,9 @@
-"""Cloze accuracy: does the model predict the last word of a passage (Paperno et al. 2016).
+"""Cloze accuracy: whether a model predicts the last word of a passage (Paperno et al. 2016).
 
 The strict protocol of Megatron-LM's `--strict-lambada` and PaddleFleetX's `cloze_eval`: every BPE
 token of the last word must be the teacher-forced argmax. Nothing is detokenized, no stop words
 are filtered. The last word is what follows the last space, as in lm-eval's `lambada_openai`; a line
-break before it (7 of LAMBADA's 5,153 passages) is part of it, where Megatron puts a space instead.
+break before it (7 of LAMBADA's 5,153 passages) is part of it; Megatron replaces it with a space.
 """
 
 import math
@@ -21,7 +21,7 @@ from lathe.inputs import lines, open_file, parse_json, require_text
 
 @dataclass(frozen=True)
 class ClozeExample:
-    """Token ids of a passage without its last word, and of the rest of it."""
+    """Token ids of a passage without its last word, and of that word."""
 
     context: list[int]
     label: list[int]
@@ -29,13 +29,15 @@ class ClozeExample:
 
 @dataclass(frozen=True)
 class ExampleScore:
-    """Attributes:
-    index: line of the file, from 0.
-    correct: every label token is the argmax.
-    last_token_correct: the last one is (the non-strict protocol).
-    log_likelihood: of the whole word, nats.
-    label_tokens: length of the word in tokens.
-    truncated: tokens cut from the left to fit the model.
+    """The score of one example.
+
+    Attributes:
+        index: line of the file, from 0.
+        correct: every label token is the argmax.
+        last_token_correct: the last label token is the argmax (the non-strict protocol).
+        log_likelihood: of the whole word, nats.
+        label_tokens: length of the word in tokens.
+        truncated: tokens cut from the left to fit the model.
     """
 
     index: int
@@ -50,8 +52,8 @@ class ExampleScore:
 class ClozeResult:
     """Means over the examples with their standard errors.
 
-    `target_perplexity` is exp(-mean log-likelihood of a word), as lm-eval's `lambada_openai`; its
-    error is the delta method's. `truncated` counts the examples that were cut.
+    `target_perplexity` is exp(-mean log-likelihood of a word), as in lm-eval's `lambada_openai`;
+    its error is the delta method's. `truncated` counts the examples that were cut.
     """
 
     examples: int
@@ -67,10 +69,10 @@ class ClozeResult:
 
 
 def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
-    """Read and encode a LAMBADA-format JSONL file, `{"text": ...}` a line.
+    """Read and encode a LAMBADA-format JSONL file, one `{"text": ...}` per line.
 
     Raises:
-        UserError: no such file, none in it, or a broken line (with its number, from 1).
+        UserError: no such file, no examples in it, or a broken line (with its number, from 1).
     """
     contexts, labels = [], []
     with open_file(path, "give a LAMBADA-format JSONL file") as file:
@@ -89,7 +91,7 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
 
 
 def check_cloze(path: Path) -> None:
-    """Read every line, with a tokenizer that needs no words; raises as `read_cloze` does."""
+    """Check every line without the model's tokenizer; raises as `read_cloze` does."""
     read_cloze(path, Tokenizer(models.BPE()))
 
 
@@ -113,8 +115,8 @@ def score_cloze(
     """Score every example, in the order given.
 
     Args:
-        max_length: longest input of the model, tokens; a longer example loses its left end.
-        token_budget: padded tokens a batch.
+        max_length: longest input of the model, tokens; a longer example is truncated on the left.
+        token_budget: padded tokens per batch.
 
     Raises:
         UserError: a label alone does not fit `max_length`.
@@ -123,8 +125,8 @@ def score_cloze(
         if len(example.label) > max_length:
             raise UserError(
                 f"example {index}: its last word is {len(example.label)} tokens long, "
-                f"the model reads {max_length}",
-                "take it out of the file",
+                f"the model reads {max_length} at most",
+                "remove it from the file",
             )
     requests = [
         Request(example.context + example.label, len(example.label)) for example in examples

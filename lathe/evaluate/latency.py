@@ -1,4 +1,4 @@
-"""How fast exported models are, measured in turns so that they share the machine's moods."""
+"""Latency of exported models, measured in turns so that noise of the machine affects all alike."""
 
 import time
 from collections.abc import Mapping
@@ -22,19 +22,20 @@ def measure(
     """Prefill and decode times of exported folders on random tokens.
 
     Args:
-        models: name -> export folder; the first is what ratios refer to.
-        prompt_tokens: length of a prompt, fewer where a model has too few positions.
+        models: name -> export folder; ratios are relative to the first.
+        prompt_tokens: length of a prompt, fewer if a model has too few positions.
         new_tokens: decode steps after each prompt.
-        rounds: each runs every model once, in turn; one more to warm up is not counted.
-        threads: onnxruntime's; 0 takes every core.
+        batch: prompts that run together.
+        rounds: each runs every model once, in turn; one more round for warm-up is not counted.
+        threads: onnxruntime's; 0 uses every core.
 
     Returns:
-        Per name: `bytes` of model.onnx, `prefill_ms` of the batch's prompts, `decode_ms` of a
-        step, `tokens_per_second` of decoding, medians all; and against the first model
+        By name: `bytes` of model.onnx; the medians `prefill_ms` of the batch's prompts, `decode_ms`
+        of a step and `tokens_per_second` of decoding; and relative to the first model
         `bytes_ratio` (smaller is better), `prefill_speedup` and `decode_speedup`.
 
     Raises:
-        UserError: a folder is no export.
+        UserError: a folder is not an export.
     """
     opened = {name: OnnxModel(folder, threads) for name, folder in models.items()}
     shortest = min(model.n_positions for model in opened.values())

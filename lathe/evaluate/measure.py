@@ -1,4 +1,4 @@
-"""A model in any framework measured by the evaluation tasks."""
+"""Measure a model of any framework with the evaluation tasks."""
 
 import json
 import logging
@@ -28,19 +28,19 @@ from lathe.storage import atomic_folder, digest, sha256
 
 log = logging.getLogger("lathe")
 
-# Activations of more tokens fall out of a CPU's caches: a quarter slower for GPT-2 124M.
+# Activations of more tokens do not fit a CPU's caches: a quarter slower for GPT-2 124M.
 CPU_BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model behind its scorer.
+    """A model to evaluate, with its scorer.
 
     Attributes:
-        stage: what made it.
+        stage: the stage that made it.
         n_bytes: size of its weights.
-        on_cpu: where it computes.
-        generate: continues prompts; None for what writes no samples.
+        on_cpu: whether it computes on the CPU.
+        generate: continues prompts; None if the evaluation writes no samples.
         engine: the framework that computes.
     """
 
@@ -56,11 +56,11 @@ class EvaluatedModel:
     engine: str = "torch"
 
     def token_budget(self, wanted: int) -> int:
-        """Tokens of a batch, `wanted` at most."""
+        """Tokens per batch, `wanted` at most."""
         return min(wanted, CPU_BATCH_TOKENS) if self.on_cpu else wanted
 
     def metadata(self) -> dict[str, Any]:
-        """What `metrics.json` says of the model."""
+        """The entry of the model in `metrics.json`."""
         return {
             "stage": self.stage,
             "engine": self.engine,
@@ -75,8 +75,8 @@ class EvalResult:
     """The figures of `metrics.json`; None where a measure was not taken.
 
     Attributes:
-        last_token_accuracy: of the cloze set's words, by their last token alone.
-        word_perplexity: of those words.
+        last_token_accuracy: share of the cloze set's words whose last token is right.
+        word_perplexity: perplexity of the cloze set's words.
         tasks: figures of the other tasks, by name.
     """
 
@@ -102,7 +102,7 @@ GivenTask = tuple[str, Path]
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file to measure on; `name` is that of the result."""
+    """A file to measure on; `name` is the name of the result."""
 
     name: str
     task: Task[Any, Any]
@@ -118,8 +118,10 @@ def measure(
     text: Path | None = None,
     tasks: Sequence[GivenTask] = (),
 ) -> EvalResult:
-    """Measure `subject` and write the evaluation folder `output`; see
-    `lathe.evaluate.evaluate.evaluate`."""
+    """Measure `subject` and write the evaluation folder `output`.
+
+    See `lathe.evaluate.evaluate.evaluate` for parameters and errors.
+    """
     settings = recipe.Offline_Eval
     if data is not None:
         _require_same_vocabulary(subject, data)
@@ -159,7 +161,7 @@ def measure(
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
-    """Continuations of prompts from the text, by a model that writes."""
+    """Continuations of prompts from the text, if the model can generate."""
     texts = [file.path for file in files if file.task is TEXT]
     if subject.generate is None or not texts or not (prompts := held_out_prompts(texts[0])):
         return []
@@ -171,7 +173,7 @@ def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile])
 def _task_metadata(
     files: Sequence[TaskFile], figures: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What `metrics.json` says of the files; cloze and text have keys of their own."""
+    """The entries of the files in `metrics.json`; cloze and text have their own keys."""
     by_name = {file.name: file for file in files}
     slots = {task.name: by_name.pop(task.name, None) for task in (CLOZE, TEXT)}
     return {
@@ -194,7 +196,7 @@ def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
     """The files of tasks that are given by name.
 
     Raises:
-        UserError: an unknown task, or a file whose name gives the result none of its own.
+        UserError: an unknown task, or a file name from which the result gets no valid, unique name.
     """
     found: dict[str, TaskFile] = {}
     for name, path in given:
@@ -205,7 +207,7 @@ def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
         if not re.fullmatch(TASK_NAME, own):
             raise UserError(
                 f"{path}: {own!r} cannot name a result",
-                "rename the file: letters, digits, _, - and . alone",
+                "rename the file: use only letters, digits, _, - and .",
             )
         found[own] = TaskFile(own, task, path)
     return list(found.values())
@@ -218,7 +220,7 @@ def _find_inputs(
     text: Path | None,
     tasks: Sequence[TaskFile],
 ) -> list[TaskFile]:
-    """All files to measure on, in the order of tables."""
+    """All files to measure on, in the order in which tables show them."""
     own = {file.name: file.path for file in tasks}
     cloze, text = cloze or own.get(CLOZE.name), text or own.get(TEXT.name)
     others = [file for file in tasks if file.task not in SLOTS]
@@ -263,19 +265,21 @@ def _require_same_vocabulary(subject: EvaluatedModel, data: Path) -> None:
     theirs, ours = load_tokenizer(data), subject.tokenizer
     if theirs.get_vocab() != ours.get_vocab():
         raise UserError(
-            f"{data}: prepared with another vocabulary ({theirs.get_vocab_size()} ids) than "
-            f"{subject.folder}'s ({ours.get_vocab_size()} ids)",
-            "prepare the data with the model's tokenizer, or give the cloze and text files alone",
+            f"{data}: prepared with another vocabulary ({theirs.get_vocab_size()} ids) than that "
+            f"of {subject.folder} ({ours.get_vocab_size()} ids)",
+            "prepare the data with the model's tokenizer, or give only cloze and text files",
         )
 
 
 def _require_finite(loss: float, model: Path | str) -> None:
     if not math.isfinite(loss):
-        raise UserError(f"{model}: its loss is {loss}", "training diverged: use an earlier one")
+        raise UserError(
+            f"{model}: its loss is {loss}", "training diverged: use an earlier checkpoint"
+        )
 
 
 def _json_ready(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: a standard error that one unit cannot give is null."""
+    """JSON has no NaN: the standard error of a single unit, which is undefined, becomes null."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
 
@@ -332,8 +336,8 @@ def _sentence(results: Sequence[Measured]) -> str:
 
 
 def require_float32(settings: OfflineEvalSettings, what: str) -> None:
-    """Raise UserError where `Offline_Eval.dtype` would change what is measured."""
+    """Raise UserError unless `Offline_Eval.dtype` is float32; `what` is the reason, a clause."""
     if settings.dtype != "float32":
         raise UserError(
-            f"Offline_Eval.dtype is {settings.dtype}, and {what}", "set Offline_Eval.dtype=float32"
+            f"Offline_Eval.dtype is {settings.dtype}, but {what}", "set Offline_Eval.dtype=float32"
         )

@@ -1,4 +1,4 @@
-"""The figures of a task that models are compared by, and how two models differ in one.
+"""Measures: the figures of a task by which models are compared, and the comparison of two models.
 
 Shapes: n units (examples, or blocks of a text) that both models were measured on.
 """
@@ -18,7 +18,7 @@ from lathe.errors import UserError
 from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
 
 Verdict = Literal["pass", "inconclusive", "fail"]
-LARGEST_EXPONENT = 700.0  # exp of more is no float
+LARGEST_EXPONENT = 700.0  # exp of more overflows
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Units:
 
     Attributes:
         path: the JSONL file.
-        figures: the task's in `metrics.json`.
-        rows: its lines, one a unit.
+        figures: the task's figures in `metrics.json`.
+        rows: the lines of the file, one per unit.
     """
 
     path: Path
@@ -36,10 +36,10 @@ class Units:
     rows: Sequence[Mapping[str, Any]]
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """(n,) a number a unit.
+        """One number per unit, (n,).
 
         Raises:
-            UserError: one is missing, no number, or not finite.
+            UserError: a value is missing, not a number, or not finite.
         """
         hint = "evaluate the model again"
         try:
@@ -56,13 +56,13 @@ class Check:
     """One measure of both models.
 
     Attributes:
-        n: examples, words or blocks of the text; `unit` says which.
-        change: accuracy: candidate less baseline; perplexity: relative to the baseline.
-        low, high: its confidence interval.
+        change: of an accuracy, candidate minus baseline; of a perplexity, relative to the baseline.
+        low, high: confidence interval of the change.
         limit: the change that is still allowed, negative for accuracy.
-        lost, gained: examples that only the baseline, or only the candidate, has right.
-        p_value: McNemar's exact test of no difference at all.
+        n: number of examples, words or blocks of the text; `unit` says which.
         method: of the interval; see `lathe.evaluate.paired`.
+        lost, gained: examples that only the baseline, or only the candidate, gets right.
+        p_value: of McNemar's exact test that the models do not differ.
     """
 
     measure: str
@@ -87,11 +87,11 @@ class Measure(ABC):
 
     Attributes:
         key: its name among the task's figures; the error is `KEY_stderr`.
-        title: as tables and pictures call it.
-        axis: what the axis of a picture says; None: it has no picture.
-        margin: how much worse the gate lets it become; None: the gate does not look at it.
-        factor: figure times this is what the axis shows.
-        has_ratio: whether it means something how many times another model's it is.
+        title: its name in tables and pictures.
+        axis: label of a picture's axis; None: it has no picture.
+        margin: how much worse the gate lets it become; None: the gate does not check it.
+        factor: converts the figure to the unit of the axis.
+        has_ratio: whether its ratio to another model's figure is meaningful.
     """
 
     key: str
@@ -105,25 +105,25 @@ class Measure(ABC):
 
     @abstractmethod
     def show(self, value: float) -> str:
-        """A figure, or its standard error, in a table."""
+        """A figure, or its standard error, as text for a table."""
 
     @abstractmethod
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
-        """The check `name` of a candidate, `after`, against its baseline.
+        """The check `name` of a candidate, `after`, against its baseline, `before`.
 
         Raises:
-            UserError: too few units for an interval, or units without what is compared.
+            UserError: too few units for an interval, or units that lack the value to compare.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Measure):
-    """The share of examples that are right.
+    """The share of examples that a model gets right.
 
     Attributes:
-        column: which says of every example whether it is.
+        column: the column that says whether an example is right.
     """
 
     column: str
@@ -164,11 +164,11 @@ class Perplexity(Measure):
     """exp of the mean loss, over blocks of a text or over words.
 
     Attributes:
-        loss: gives (n,) the nats of every unit.
-        tokens: gives (n,) how many tokens, or words, a unit has; the same for every model.
+        loss: returns (n,) nats of every unit.
+        tokens: returns (n,) tokens, or words, of every unit; the same for every model.
         method: of the interval; see `lathe.evaluate.paired.loss_difference`.
         unit: what the units are.
-        whole_above: figures from here on are shown without digits after the point.
+        whole_above: figures from this on are shown without decimals.
     """
 
     loss: Callable[[Units], NDArray[np.float64]]
@@ -189,10 +189,10 @@ class Perplexity(Measure):
     ) -> Check:
         tokens = self.tokens(before)
         if len(tokens) < 2:
-            raise UserError(f"{before.path}: one of {self.unit}", "evaluate on more of them")
+            raise UserError(f"{before.path}: fewer than two {self.unit}", "evaluate on more data")
         if (tokens != self.tokens(after)).any():
             raise UserError(
-                f"{before.path} and {after.path} have other {self.unit}",
+                f"{before.path} and {after.path} have different {self.unit}",
                 "evaluate both models on the same data with the same recipe",
             )
         difference = loss_difference(self.loss(before), self.loss(after), tokens, confidence)
@@ -220,7 +220,7 @@ class Perplexity(Measure):
 
 
 def judge(best: float, worst: float, allowed: float) -> Verdict:
-    """The verdict on a loss that lies between `best` and `worst`."""
+    """The verdict on a loss of quality that lies between `best` and `worst`."""
     if worst <= allowed:
         return "pass"
     return "fail" if best > allowed else "inconclusive"

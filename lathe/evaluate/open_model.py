@@ -1,4 +1,4 @@
-"""What is measured: a checkpoint, or the ONNX folder that was exported from one."""
+"""Open the model to evaluate: a checkpoint, or an ONNX folder that was exported from one."""
 
 from pathlib import Path
 
@@ -24,10 +24,10 @@ Endpoint = tuple[str, str]  # gRPC address and model name
 def open_model(
     model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
 ) -> EvaluatedModel:
-    """Open a folder of `lathe export` with onnxruntime, any other with torch.
+    """Open a folder of `lathe export` with onnxruntime, and any other with torch.
 
     Args:
-        endpoint: of a server; `model` is then the export that it is meant to serve.
+        endpoint: measures a server's model; `model` is then the export that it should serve.
 
     Raises:
         UserError: neither a checkpoint nor an export, no such device, or a precision that would
@@ -42,7 +42,7 @@ def open_model(
         return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
     folder = onnx.parent
     open_export(folder)
-    require_float32(settings, f"{folder} is an ONNX file, with a precision of its own")
+    require_float32(settings, f"{folder} is an ONNX export, which has its own precision")
     digest = sha256(onnx)
     return EvaluatedModel(
         folder=folder,
@@ -61,7 +61,7 @@ def _open_checkpoint(
 ) -> EvaluatedModel:
     net = checkpoint.model
     if net.config.quantization is not None:
-        require_float32(settings, f"{checkpoint.folder} is quantized, on a grid of float32")
+        require_float32(settings, f"{checkpoint.folder} is quantized, with scales for float32")
     return EvaluatedModel(
         folder=checkpoint.folder,
         scorer=TorchScorer(net.to(device), bfloat16=settings.dtype == "bfloat16"),

@@ -1,7 +1,7 @@
-"""Two models measured on the same units: what their difference may really be.
+"""Confidence intervals for the difference of two models that were measured on the same units.
 
-Intervals are two-sided at a level such as 0.95. For a test of non-inferiority one end alone
-counts, so it is one-sided at half the rest (2.5 %), the convention of ICH E9 (1998), 3.3.2, 5.5.
+Intervals are two-sided at a level such as 0.95. Only one end counts in a non-inferiority test, so
+that test is one-sided at half the error (2.5 %), the convention of ICH E9 (1998), 3.3.2, 5.5.
 """
 
 import math
@@ -16,7 +16,7 @@ from lathe.evaluate.score import ratio_stderr
 
 @dataclass(frozen=True)
 class Interval:
-    """A difference, second less first, and the ends of its confidence interval."""
+    """A difference, second minus first, and the ends of its confidence interval."""
 
     estimate: float
     low: float
@@ -29,8 +29,8 @@ def mcnemar(lost: int, gained: int) -> float:
     McNemar (1947), with the binomial distribution in place of chi-squared.
 
     Args:
-        lost: examples that the first has right and the second wrong.
-        gained: the other way round.
+        lost: examples that the first gets right and the second wrong.
+        gained: the opposite.
     """
     discordant = lost + gained
     return float(scipy.stats.binomtest(gained, discordant).pvalue) if discordant else 1.0
@@ -41,8 +41,8 @@ def accuracy_difference(lost: int, gained: int, n: int, confidence: float) -> In
 
     Tango, Equivalence test and confidence interval for the difference in proportions for the
     paired-sample design, Statistics in Medicine 17 (1998): the differences that a score test does
-    not reject. Unlike Wald's it keeps its level for few or no discordant pairs, and at a
-    difference of 0 the test is McNemar's. Arguments are those of `mcnemar`.
+    not reject. Unlike Wald's, it keeps its level with few or no discordant pairs, and at a
+    difference of 0 the test is McNemar's. `lost` and `gained` are those of `mcnemar`.
     """
     low = _tango_low(lost, gained, n, confidence)
     return Interval((gained - lost) / n, low, -_tango_low(gained, lost, n, confidence))
@@ -55,14 +55,14 @@ def _tango_low(lost: int, gained: int, n: int, confidence: float) -> float:
 
     def excess(difference: float) -> float:
         """How far the observed difference is above what the test allows, times n."""
-        # Probability of a loss, where its likelihood is greatest under `difference`.
+        # Maximum-likelihood estimate of the probability of a loss, given `difference`.
         b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         p = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (4 * n)
         variance = n * (2 * p + difference * (1 - difference))
         return gained - lost - n * difference - z * math.sqrt(max(variance, 0.0))
 
-    # The estimate itself is a root too where no variance is left; the bracket ends before it.
+    # Where the variance vanishes, the estimate itself is a root too; the bracket ends before it.
     return float(scipy.optimize.brentq(excess, -1.0, (gained - lost) / n - 1e-12, xtol=1e-10))
 
 
@@ -72,7 +72,7 @@ def loss_difference(
     tokens: NDArray[np.float64],
     confidence: float,
 ) -> Interval:
-    """Difference of two mean losses a token, measured on the same blocks of a text.
+    """Difference of two mean losses per token, measured on the same blocks of a text.
 
     The linearized ratio estimator (Cochran, Sampling Techniques, section 6.3) over the blocks'
     differences, with Student's t for their number.

@@ -22,11 +22,13 @@ HINT = (
 
 @dataclass(frozen=True)
 class Question:
-    """Attributes:
-    where: file and line.
-    requests: prompt and choice, one a choice; the choice is what is scored.
-    characters: of every choice.
-    right: index of the right choice.
+    """An encoded question.
+
+    Attributes:
+        where: file and line.
+        requests: one per choice: the prompt and the choice, of which the choice is scored.
+        characters: length of every choice.
+        right: index of the right choice.
     """
 
     where: str
@@ -39,7 +41,7 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
     """Read and encode a file.
 
     Raises:
-        UserError: no such file, none in it, or a broken line (with its number, from 1).
+        UserError: no such file, no questions in it, or a broken line (with its number, from 1).
     """
     found = []
     with open_file(path, "give a multiple-choice JSONL file") as file:
@@ -54,7 +56,7 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
 
 @dataclass(frozen=True)
 class HellaSwagLine:
-    """As published; files cut down to the first three keys are read, too."""
+    """A line as published; files with only the first three keys are read too."""
 
     ctx: str
     endings: list[str]
@@ -81,7 +83,7 @@ class ArcChoices:
 
 @dataclass(frozen=True)
 class ArcLine:
-    """As in the data set `allenai/ai2_arc`."""
+    """A line of the data set `allenai/ai2_arc`."""
 
     question: str
     choices: ArcChoices
@@ -114,12 +116,12 @@ def _parse(line: str, where: str) -> tuple[str, list[str], int]:
         if not require_text(text, where).strip():
             raise UserError(f"{where}: an empty prompt or choice", HINT)
     if len(choices) < 2:
-        raise UserError(f"{where}: {len(choices)} choice, no question", HINT)
+        raise UserError(f"{where}: fewer than two choices", HINT)
     return prompt, choices, right
 
 
 def _without_markup(text: str) -> str:
-    """Without WikiHow's brackets, of which HellaSwag is full; lm-eval's `preprocess`."""
+    """Remove WikiHow's markup in brackets, as lm-eval's `preprocess` for HellaSwag does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 

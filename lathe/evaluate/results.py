@@ -1,4 +1,4 @@
-"""An evaluation folder: the figures of `lathe evaluate`, and the units that they are means of."""
+"""An evaluation folder: the figures of `lathe evaluate`, and the units that they average."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,10 +21,10 @@ HINT = "evaluate the model again"
 
 @dataclass(frozen=True)
 class Measured:
-    """What `metrics.json` says of one task.
+    """The result of one task in `metrics.json`.
 
     Attributes:
-        name: of the result: the task's own for cloze and text, else the file's without `.jsonl`.
+        name: the task's name for cloze and text, else the file's without `.jsonl`.
         figures: means with their standard errors, and the number of units.
         digest: SHA-256 of the file.
     """
@@ -36,29 +36,29 @@ class Measured:
 
     @property
     def is_named(self) -> bool:
-        """Whether the file named it, not the task."""
+        """Whether it is named after the file, not the task."""
         return self.task not in SLOTS
 
     def scores(self) -> Iterator[tuple[Measure, float, float | None]]:
-        """Every figure that models are compared by, with its standard error."""
+        """Yield every figure by which models are compared, with its standard error."""
         for measure in self.task.measures:
             value = self.figures.get(measure.key)
             if value is not None:
                 yield measure, value, self.figures.get(f"{measure.key}_stderr")
 
     def label(self, measure: Measure) -> str:
-        """What tables and pictures call a figure."""
+        """The name of a figure in tables and pictures."""
         return f"{self.name} {measure.title}" if self.is_named else measure.title
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of one model.
+    """The measurements of one model.
 
     Attributes:
         metrics: `metrics.json`.
-        measured: the tasks, by name.
-        units: of each task, what is compared unit by unit.
+        measured: the results, by name.
+        units: the scores of every result's units, by name.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class Evaluation:
 
 
 def units_file(name: str) -> str:
-    """The file of an evaluation folder with the units of the result `name`, one a line."""
+    """The file of an evaluation folder with the units of the result `name`, one per line."""
     return UNITS.get(name, f"tasks/{name}.jsonl")
 
 
@@ -103,10 +103,10 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
-    """The tasks of `metrics.json`, in the order of tables.
+    """The results in `metrics.json`, in the order in which tables show them.
 
     Args:
-        folder: which has it.
+        folder: the evaluation folder, for messages.
 
     Raises:
         UserError: a task that this version does not know, or one without its figures.

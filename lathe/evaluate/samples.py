@@ -1,4 +1,4 @@
-"""What a model writes: continuations of a few held-out prompts, for a reader to judge."""
+"""Text samples: continuations of a few held-out prompts, for a reader to judge."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def continue_prompts(
     prompts: list[str],
     settings: GenerationSettings,
 ) -> list[Sample]:
-    """One continuation a prompt of at most 48 tokens, by the recipe's decoding strategy."""
+    """One continuation per prompt, of at most 48 tokens, by the recipe's decoding strategy."""
     limit = min(NEW_TOKENS, settings.max_dec_len, n_positions // 2)
     settings = settings.model_copy(update={"max_dec_len": limit, "num_return_sequences": 1})
     room = n_positions - limit

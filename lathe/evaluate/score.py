@@ -1,4 +1,4 @@
-"""What every task shares: the scoring interface, requests to it, and means with an error.
+"""Shared by all tasks: the scoring interface, requests to it, and means with standard errors.
 
 Shapes: B rows of T tokens, n targets.
 """
@@ -31,8 +31,8 @@ class Scorer(Protocol):
         """Score n target tokens; logits are computed at their positions and nowhere else.
 
         Args:
-            tokens: (B, T) input ids, short rows padded on the right (the model is causal, so a
-                pad changes nothing before it).
+            tokens: (B, T) input ids, short rows padded on the right (the model is causal, so
+                padding changes nothing before it).
             rows, columns: (n,) positions in `tokens` whose next token is the target, `rows`
                 ascending.
             targets: (n,) ids.
@@ -44,12 +44,12 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model reads at a time.
+    """Limits of a model's input.
 
     Attributes:
         max_length: longest input, tokens.
         overlap: tokens by which the window over a text advances.
-        token_budget: padded tokens a batch.
+        token_budget: padded tokens per batch.
     """
 
     max_length: int
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of which the last `scored` are predicted, each from all before it."""
+    """Tokens of which the last `scored` are predicted, each from all tokens before it."""
 
     tokens: Sequence[int] | NDArray[np.int64]
     scored: int
@@ -67,10 +67,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Attributes:
-    log_likelihoods: (scored,) nats.
-    greedy: (scored,) whether the token is the argmax.
-    truncated: tokens cut from the left to fit the model.
+    """The scores of one request.
+
+    Attributes:
+        log_likelihoods: (scored,) nats.
+        greedy: (scored,) whether the token is the argmax.
+        truncated: tokens cut from the left to fit the model.
     """
 
     log_likelihoods: NDArray[np.float64]
@@ -84,9 +86,9 @@ def answer(
     """The answers in the order of the requests, computed in batches of similar length.
 
     Args:
-        max_length: longest input of the model, tokens; a longer request loses its left end. At
-            least as many as are scored.
-        token_budget: padded tokens a batch.
+        max_length: longest input of the model, tokens; a longer request is truncated on the left.
+            At least the `scored` of every request.
+        token_budget: padded tokens per batch.
         title: of the progress bar.
     """
     lengths = [min(len(request.tokens) - 1, max_length) for request in requests]
@@ -103,7 +105,7 @@ def answer(
 
 
 def _answer_batch(scorer: Scorer, requests: Sequence[Request], max_length: int) -> list[Answer]:
-    # The last token is predicted, never read.
+    # The last token is only predicted, never an input.
     inputs = [request.tokens[:-1][-max_length:] for request in requests]
     sizes = [request.scored for request in requests]
     rows = np.repeat(np.arange(len(requests)), sizes)

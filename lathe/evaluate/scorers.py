@@ -1,6 +1,6 @@
-"""Where a model may run behind `Scorer`: torch, an ONNX file, a server.
+"""Implementations of `Scorer`: torch, an ONNX file, a server.
 
-Shapes: B rows of T tokens, n targets, V vocabulary, k the most targets of a row.
+Shapes: B rows of T tokens, n targets, V vocabulary, k the most targets in a row.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,10 @@ LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 
 
 class TorchScorer:
-    """A GPT on the device where it is.
+    """Scores with a torch GPT, on the device where it is.
 
-    With `bfloat16` its blocks multiply in that type; the residual stream, which in a trained
-    model spans more than its 8 bits, stays in float32, and so do the logits.
+    With `bfloat16` the blocks multiply in that type. The residual stream stays in float32, because
+    in a trained model it spans more than bfloat16's 8 bits; so do the logits.
     """
 
     def __init__(self, model: GPT, bfloat16: bool = False) -> None:
@@ -54,7 +54,7 @@ class TorchScorer:
 
 
 class IndexedScorer:
-    """What takes a rectangle of targets a batch: an exported folder, or a server.
+    """Scores with an exported folder or a server, which take a rectangle of targets per batch.
 
     Args:
         score_tokens: see `lathe.runtime.score.score_tokens`.
@@ -86,23 +86,23 @@ class IndexedScorer:
 
 
 def onnx_scorer(folder: Path) -> IndexedScorer:
-    """Of a folder that the export stage wrote, on the CPU.
+    """The scorer of a folder that the export stage wrote, on the CPU.
 
     Raises:
-        UserError: the folder is no export, or its graph is damaged.
+        UserError: the folder is not an export, or its graph is damaged.
     """
     return IndexedScorer(partial(score_tokens, OnnxModel(folder, torch.get_num_threads())))
 
 
 def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
-    """Of a live Triton endpoint.
+    """The scorer of a live Triton endpoint.
 
     Args:
         url: its gRPC address, `host:port`.
         digest: SHA-256 of the `model.onnx` that it is meant to serve.
 
     Raises:
-        UserError: none answers, or it serves another model.
+        UserError: no server answers, or it serves another model.
     """
     client = Client(url, model_name)
     served = client.served_digest()

@@ -1,8 +1,8 @@
 """Perplexity of a text, as Megatron-LM and PaddleFleetX measure WikiText.
 
 The whole file is one token stream, read in windows of `seq_len` inputs that advance by `overlap`
-tokens; after the first window only the last `overlap` targets of each are scored, so that every
-token is scored once and nearly all of them with a long context.
+tokens. After the first window, only the last `overlap` targets of each are scored, so that every
+token is scored once, and nearly all of them with a long context.
 """
 
 import math
@@ -25,7 +25,7 @@ MIN_BLOCKS = 10
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenized text; `words` are those of the file as it was, split at single spaces."""
+    """A tokenized text; `words` counts those of the original file, split at single spaces."""
 
     tokens: list[int]
     words: int
@@ -34,7 +34,7 @@ class Text:
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """Consecutive targets of a text, from token `start + 1` on: how many, and their nats."""
+    """Summed loss, nats, of `tokens` consecutive targets of a text, from token `start + 1` on."""
 
     start: int
     tokens: int
@@ -51,7 +51,7 @@ class PerplexityResult:
     between tokenizers.
 
     Attributes:
-        loss: mean nats a token.
+        loss: mean nats per token.
         blocks: independent units behind the standard errors.
     """
 
@@ -116,9 +116,9 @@ def token_losses(
     """Negative log-likelihood of every token but the first, (len(tokens) - 1,) nats.
 
     Args:
-        seq_len: inputs of a window.
+        seq_len: inputs per window.
         overlap: tokens by which windows advance; capped at `seq_len`.
-        token_budget: tokens a batch.
+        token_budget: tokens per batch.
     """
     overlap = min(overlap, seq_len)
     stream, n = np.asarray(tokens, np.int64), len(tokens) - 1

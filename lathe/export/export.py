@@ -1,4 +1,4 @@
-"""The export stage: a checkpoint becomes a proven ONNX folder."""
+"""The export stage: writes a checkpoint as ONNX and proves that both compute the same."""
 
 import json
 import logging
@@ -27,8 +27,8 @@ from lathe.storage import atomic_folder, claim_output_folder, sha256
 log = logging.getLogger("lathe")
 
 FLAVOURS = {"float32": "fp32", "float16": "fp16"}
-PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, some left for the nodes
-HEAD_SIZE_MULTIPLE = 8  # onnxruntime's GroupQueryAttention takes no other
+PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
+HEAD_SIZE_MULTIPLE = 8  # required by onnxruntime's GroupQueryAttention
 
 
 AlsoExport = Callable[[Path], dict[str, Any]]
@@ -43,8 +43,8 @@ class ExportResult:
         n_bytes: size of `model.onnx`.
         integer_kernels: matrix products that onnxruntime runs in integers.
         max_error, mean_error: of the logits, against torch.
-        argmax_agreement: share of positions where the likeliest token is torch's.
-        ties: greedy texts that part from torch's, at two tokens it rates nearly the same.
+        argmax_agreement: share of positions where the most likely token is torch's.
+        ties: greedy texts that diverge from torch's, at two tokens with nearly equal logits.
     """
 
     folder: Path
@@ -64,13 +64,13 @@ def export(
 
     Args:
         model: checkpoint folder; one with a quantization plan gives the int8 flavour.
-        data: output of prepare; its held-out text is what the proof compares on.
-        output: appears when the proof held, and not before.
-        also: called with the unfinished folder once the proof holds, to write another format
-            beside the graph; what it returns is added to `export.json`.
+        data: output of prepare; its held-out text gives the prompts of the proof.
+        output: appears only after the proof has succeeded.
+        also: called with the unfinished folder after the proof, to write another format beside the
+            graph; what it returns is added to `export.json`.
 
     Raises:
-        UserError: no checkpoint, too little held-out text, a head size that cannot be run, an INT8
+        UserError: no checkpoint, too little held-out text, an unsupported head size, an INT8
             checkpoint in float16, a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
@@ -116,7 +116,7 @@ def export(
 
 
 def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
-    """Raise UserError for a head size or a type that the graph does not have."""
+    """Raise UserError for a head size or a type that the graph does not support."""
     if config.head_dim % HEAD_SIZE_MULTIPLE:
         raise UserError(
             f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
@@ -124,21 +124,25 @@ def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings
         )
     if config.quantization and settings.dtype == "float16":
         raise UserError(
-            f"{model}: an INT8 checkpoint, and Export.dtype float16",
-            "export it as it is, or the checkpoint from before its quantization in float16",
+            f"{model}: is an INT8 checkpoint, but Export.dtype is float16",
+            "set Export.dtype=float32, or export the checkpoint from before quantization",
         )
 
 
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
-    """Write the files of an export, not proven; returns the metadata."""
+    """Write the files of an export without proving them; returns the metadata.
+
+    Raises:
+        UserError: the graph is too large for one file.
+    """
     config = checkpoint.model.config
     graph = build(
         config, _Weights(checkpoint.model, settings.dtype), config.quantization, settings.opset
     )
     if graph.n_bytes >= PROTOBUF_LIMIT:
         raise UserError(
-            f"{checkpoint.folder}: its graph of {graph.n_bytes / 1e9:.1f} GB exceeds the 2 GB of "
-            "one ONNX file",
+            f"{checkpoint.folder}: its graph of {graph.n_bytes / 1e9:.1f} GB exceeds the limit of "
+            "2 GB for one ONNX file",
             "quantize the model with Compress.Quantization.quantize_embedding=True",
         )
     graph.save(folder / MODEL)
@@ -162,7 +166,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
 
 
 class _Weights(Mapping[str, Weight]):
-    """A model's tensors as arrays of a type, each made when it is asked for."""
+    """A model's tensors as arrays of one type, each converted on access."""
 
     def __init__(self, model: GPT, dtype: str) -> None:
         self._tensors, self._dtype = HFTensors(model), dtype

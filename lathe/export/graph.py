@@ -1,29 +1,29 @@
-"""The GPT as an ONNX graph, written node by node, in float32, float16 or QDQ int8.
+"""The GPT as an ONNX graph, built node by node, in float32, float16 or QDQ int8.
 
-Static shapes nowhere: batch and length are free. One graph serves prefill, decode and scoring.
+Batch and length are dynamic. One graph serves prefill, decode and scoring.
 
 Inputs
     input_ids              int64 (batch, length), rows right-padded
     position_ids           int64 (batch, length)
-    seqlens_k              int32 (batch,), valid tokens of the row including these, less one
+    seqlens_k              int32 (batch,), valid tokens of the row including these, minus one
     total_sequence_length  int32 (), the longest row, past and present
     logits_index           int64 (batch, k), positions within `length` whose logits are wanted
-    past_key_{i}, past_value_{i}        as the weights (batch, n_head_i, past, head_dim)
+    past_key_{i}, past_value_{i}        type of the weights (batch, n_head_i, past, head_dim)
 Outputs
     logits                 float32 (batch, k, vocab)
-    present_key_{i}, present_value_{i}  as the weights (batch, n_head_i, total, head_dim)
+    present_key_{i}, present_value_{i}  type of the weights (batch, n_head_i, total, head_dim)
 
-Past and present may be one buffer through I/O binding: attention then appends in place.
+With I/O binding, past and present may share a buffer: attention then appends in place.
 
 Integer linears are `MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))`, which onnxruntime
 fuses to `MatMulIntegerToFloat`. Activations are uint8 and weights int8 because only that pair has
 fast kernels on x86 (int8 x int8 falls back to a path an order of magnitude slower). No optimizer
-needs to be disabled for it: SkipLayerNormFusion takes one sum of this graph, the last, and changes
-neither the speed nor, in int8, a bit of the logits.
+needs to be disabled for it: SkipLayerNormFusion fuses one sum of this graph, the last, which
+changes neither the speed nor, in int8, a bit of the logits.
 
-Where the plan leaves a linear's input in float it is `MatMul(x, DequantizeLinear(int8 w))`, which
-onnxruntime fuses to `MatMulNBits` of 8 bits (the head's stays as it is). `open_session` tells it to
-compute that in float32: by default it rounds x to int8.
+A linear whose input the plan leaves in float is `MatMul(x, DequantizeLinear(int8 w))`, which
+onnxruntime fuses to `MatMulNBits` of 8 bits (the head's is not fused). `open_session` makes it
+compute in float32: by default it rounds x to int8.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,20 +50,22 @@ def build(
     quantization: QuantizationPlan | None,
     opset: int = 21,
 ) -> "Graph":
-    """Write the graph of a GPT.
+    """Build the graph of a GPT.
 
     Args:
         config: shape; `n_head` and `n_inner` may differ from layer to layer.
-        weights: by HF GPT-2 name without `transformer.`; linears are [in, out]. All float32, or all
-            float16, in which the graph then computes (for GPUs: a CPU has no kernels for it).
-        quantization: the int8 flavour of its linears, of float32 weights; None: as the weights
-            are.
+        weights: by HF GPT-2 name without `transformer.`; linears are (in, out). All float32 or all
+            float16, which is also the type of the computation (a CPU has no kernels for float16).
+        quantization: plan of the int8 flavour, which needs float32 weights; None: not quantized.
         opset: ONNX opset, at least 20 (the first with Gelu).
+
+    Raises:
+        ValueError: a plan, and weights that are not float32.
 
     The tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
     """
     if quantization and weights["wte.weight"].dtype != np.float32:
-        raise ValueError("int8 is of float32 weights")
+        raise ValueError("int8 needs float32 weights")
     g = Graph(weights, quantization, config.layer_norm_epsilon)
     x = g.op(
         "Add", g.embedding("input_ids"), g.op("Gather", g.weight("wpe.weight"), "position_ids")
@@ -72,7 +74,7 @@ def build(
         layer = f"h.{i}"
         attention = g.attention(i, g.layer_norm(f"{layer}.ln_1", x), n_head, config.head_dim)
         if i == len(config.n_head) - 1:
-            # Nothing after the last attention looks at another position.
+            # After the last attention, no other positions are needed.
             x, attention = g.wanted(x), g.wanted(attention)
         x = g.op("Add", x, g.linear(f"{layer}.attn.c_proj", attention))
         inner = g.linear(f"{layer}.mlp.c_fc", g.layer_norm(f"{layer}.ln_2", x))
@@ -88,9 +90,9 @@ def quantize_weight(
     axis: int,
     form: WeightFormat = INT8,
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Symmetric int8 of a matrix, with one scale for every index of `axis`.
+    """Quantize a matrix to symmetric int8, with one scale for every index of `axis`.
 
-    Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, for `abs_max` the same
+    Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, and for `abs_max` the same
     number n times.
     """
     levels = form.levels
@@ -104,7 +106,7 @@ def quantize_weight(
 
 
 class Graph:
-    """Nodes and initializers so far; methods add to them and return an output's name.
+    """Builder of a graph: its methods add nodes and initializers and return an output's name.
 
     Attributes:
         model: the finished graph without its initializers.
@@ -121,8 +123,8 @@ class Graph:
         self.weights, self.plan, self.epsilon = weights, plan, epsilon
         self.dtype = helper.np_dtype_to_tensor_dtype(weights["wte.weight"].dtype)
         self.nodes: list[onnx.NodeProto] = []
-        self.made: dict[str, NDArray[Any]] = {}  # constants, and what was quantized
-        self.kept: set[str] = set()  # weights as they are
+        self.made: dict[str, NDArray[Any]] = {}  # constants and quantized weights
+        self.kept: set[str] = set()  # names of float weights
         self.attentions: list[onnx.ValueInfoProto] = []
 
     def op(self, op_type: str, *inputs: str, name: str = "", **attributes: Any) -> str:
@@ -137,7 +139,7 @@ class Graph:
         return name
 
     def weight(self, name: str) -> str:
-        """The name of a float weight, added when it is first used."""
+        """Add a float weight unless it is there; returns its name."""
         self.kept.add(name)
         return name
 
@@ -175,7 +177,7 @@ class Graph:
                 kv_num_heads=n_head,
             )
         )
-        # The checker knows nothing of this operator, so its result is declared.
+        # The checker does not know this operator, so the type of its result is declared.
         self.attentions.append(_value(output, self.dtype, "batch", "length", n_head * head_dim))
         return output
 
@@ -222,7 +224,7 @@ class Graph:
         return self.op("Add", product, bias, name=name)
 
     def _rounded(self, linear: str, x: str) -> str:
-        """x rounded to the uint8 grid of the linear's input, or as it is where that is float."""
+        """x rounded to the uint8 grid of the linear's input, or unchanged if that is float."""
         assert self.plan is not None
         form = self.plan.linears[linear]
         if form.activation is None:
@@ -244,7 +246,7 @@ class Graph:
 
     @property
     def n_bytes(self) -> int:
-        """Of the initializers."""
+        """Size of the initializers."""
         return sum(value.nbytes for _, value in self.initializers())
 
     def initializers(self) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -254,8 +256,8 @@ class Graph:
             yield name, self.weights[name]
 
     def save(self, path: Path) -> None:
-        """Write the file, an initializer at a time: messages of protobuf that follow on each other
-        are one."""
+        """Write the file, one initializer at a time: concatenated protobuf messages are read as one
+        merged message."""
         with path.open("wb") as file:
             file.write(self.model.SerializeToString())
             for name, value in self.initializers():

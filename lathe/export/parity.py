@@ -1,4 +1,4 @@
-"""Every quantized linear of the graph that runs, beside torch's on the very same input."""
+"""Compares every quantized linear of the running graph with torch's on the same input."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,24 +15,25 @@ from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 from lathe.runtime.session import OnnxModel, open_session
 
-# Of the largest output: the last bits of a float32 sum. Seen: 6e-7.
+# Relative to the largest output: error of a float32 sum. Observed: 6e-7.
 ROUNDING = 1e-5
-# Quanta from the middle between two: so near, the quotient's last bit decides which it rounds to.
+# In units of the scale: this close to the midpoint of two levels, the quotient's last bit decides
+# to which of them it rounds.
 EDGE = 1e-4
 
 
 def linear_errors(
     model: GPT, onnx_model: OnnxModel, path: Path, prompts: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """How far each quantized linear parts from torch's: 1 is as far as rounding can explain.
+    """Error of each quantized linear against torch's, by name; 1 is what rounding can explain.
 
-    That is the last bits of a float32 sum, and, where inputs are rounded, one level for every input
-    that lies on the edge between two of them.
+    Rounding explains the error of a float32 sum, and, where inputs are rounded, one level for every
+    input that lies on the edge between two levels.
 
     Args:
         model: fake-quantized, in evaluation mode.
-        onnx_model: the export of it.
-        path: its graph, to which the inputs and outputs of the linears are added as outputs.
+        onnx_model: its export.
+        path: the graph of the export; a copy gets the linears' inputs and outputs as outputs.
     """
     plan = model.config.quantization
     names = list(plan.linears) if plan else []
@@ -77,14 +78,14 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
 
 
 def _on_the_edge(x: Tensor, scale: float, weight: Tensor) -> Tensor:
-    """(..., 1): the most that outputs move if every input on an edge rounds the other way."""
+    """(..., 1): the most that outputs can change if every input on an edge rounds the other way."""
     levels = x / scale
     edges = ((levels - levels.floor() - 0.5).abs() < EDGE).to(x.dtype)
     return (edges @ weight.abs().amax(0))[..., None] * scale
 
 
 def _input_and_output(graph: onnx.ModelProto, linear: str, is_rounded: bool) -> tuple[str, str]:
-    """The tensors that go into a linear, before they are rounded, and that come out of it."""
+    """Names of a linear's input before rounding, and of its output."""
     made_by = {output: node for node in graph.graph.node for output in node.output}
     result = "logits" if linear == HEAD else linear
     product = made_by[result] if linear == HEAD else made_by[f"{linear}.matmul"]

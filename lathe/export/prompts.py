@@ -1,4 +1,4 @@
-"""What an export is proven on: stretches of the held-out text."""
+"""The prompts of an export's proof: excerpts of the held-out text."""
 
 from pathlib import Path
 
@@ -16,7 +16,11 @@ SHORTEST_PROMPT = 4
 
 
 def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:
-    """`n` stretches of the held-out text, of lengths from 4 to `min(64, longest)` tokens."""
+    """`n` excerpts of the held-out text, of 4 to `min(64, longest)` tokens.
+
+    Raises:
+        UserError: `data` is not the output of prepare, or has too little held-out text.
+    """
     read_data_metadata(data)
     path = data / HELD_OUT
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Proof that an exported graph is the checkpoint it came from."""
+"""Proof that an exported graph computes the same as its checkpoint."""
 
 import logging
 import math
@@ -27,9 +27,9 @@ log = logging.getLogger("lathe")
 
 INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm")
 FLOAT_KERNELS = ("MatMul", "FusedMatMul", "Gemm", "MatMulNBits")
-# Limits of the mean error. First: onnxruntime is seen at 1 to 2 in float32, where a GELU of the
-# wrong kind is at 20, and at 0.3 in float16, where positions that are 1 % off are at 3. Second: two
-# roundings of one model that have nothing to do with each other are at 1.4.
+# Limits of the mean error; see `prove`. NOISE_FACTOR: in float32, correct graphs measure 1 to 2 and
+# one with the wrong GELU 20; in float16, correct graphs measure 0.3 and one with positions that are
+# 1 % off 3. QUANTIZATION_SHARE: two independent roundings of one model measure 1.4.
 NOISE_FACTOR = {np.float32: 8, np.float16: 2}
 QUANTIZATION_SHARE = 1.5
 
@@ -40,24 +40,24 @@ class ProofError(StageError):
 
 @dataclass(frozen=True)
 class Tie:
-    """Where the greedy texts part, at two tokens that torch itself rates nearly the same."""
+    """Where greedy texts diverge, at two tokens whose logits are nearly equal in torch."""
 
     prompt: int
     step: int
     torch_token: int
     onnx_token: int
-    margin: float  # torch's logit of its own token less that of the other
+    margin: float  # torch's logit of its own token minus that of the other
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Figures of a proof that held; errors are of logits, against torch.
+    """Figures of a successful proof; errors are of logits, against torch.
 
     Attributes:
-        mean_limit: what `mean_error` was allowed to be.
-        argmax_agreement: share of positions where the likeliest token is torch's.
-        linear_error: of the integer linear that is farthest from torch's on the same input; 1 is
-            as far as rounding explains.
+        mean_limit: limit of `mean_error`.
+        argmax_agreement: share of positions where the most likely token is torch's.
+        linear_error: largest error of a quantized linear against torch's on the same input; 1 is
+            the most that rounding explains.
         batch_error: largest difference between a ragged batch and each row alone.
         ties: rows whose greedy tokens differ, each within the error of the logits.
     """
@@ -87,24 +87,25 @@ def prove(
 
     - The graph passes onnx's checker, and shape inference gives every tensor a type.
     - onnxruntime, after its own optimizations, runs one integer kernel for each linear with a
-      quantized input and no float one beyond the rest.
+      quantized input, and float kernels for the other linears only.
     - Logits at every position of every prompt. float32: the largest error is at most `tolerance`.
-      float32 and float16: the mean one is at most `NOISE_FACTOR` times what moving every linear's
-      input by one unit in the last place of that type does to torch's own logits. int8: another
-      order of summation moves an activation that lies on the edge between two levels by a whole
-      one, and the layers behind round otherwise from there on, so that torch in float64 parts from
-      torch in float32 as far as either from the float model: the mean error is at most
-      `QUANTIZATION_SHARE` of what quantization did. int8 weights with float inputs are as float32:
-      both sides multiply the same dequantized weights.
-    - int8: every quantized linear, given the graph's own input, says what torch's says but for the
-      last bits of a sum, and one level where an input lies on an edge.
-    - A ragged batch gives each row what it gets alone.
-    - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's; a
-      row may part from it only at tokens whose logits differ in torch by less than the largest
-      error found above. Such rows are listed.
+      float32 and float16: the mean error is at most `NOISE_FACTOR` times the change of torch's own
+      logits when every linear's input moves by one unit in the last place of that type. int8: the
+      mean error is at most `QUANTIZATION_SHARE` times the change that quantization made. The limit
+      is that wide because a different order of summation can move an activation on the edge
+      between two levels by a whole level, and later layers then round differently: torch in
+      float64 differs from torch in float32 as much as either does from the float model. int8
+      weights with float inputs have the limits of float32, because both sides multiply the same
+      dequantized weights.
+    - int8: every quantized linear, given the graph's own input, gives torch's output up to the
+      error of a sum, and up to one level where an input lies on an edge.
+    - A ragged batch gives each row the logits that it gets alone.
+    - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's. A row
+      may diverge only at tokens whose logits differ in torch by at most the largest error found
+      above; such rows are listed.
 
     Raises:
-        ProofError: any of it does not hold; names the figure, the prompt and the step.
+        ProofError: one of these does not hold; names the figure, the prompt and the step.
     """
     kernels = count_kernels(model, folder / MODEL)
     onnx_model = OnnxModel(folder, threads=torch.get_num_threads())
@@ -132,10 +133,10 @@ def prove(
 
 
 def count_kernels(model: GPT, path: Path) -> int:
-    """Check the file, and count the integer matrix products of the graph that really runs.
+    """Check the file, and count the integer matrix products of the graph after optimization.
 
     Raises:
-        ProofError: the file is no valid ONNX, or the count is not that of the quantization plan.
+        ProofError: the file is not valid ONNX, or the count is not that of the quantization plan.
     """
     try:
         onnx.checker.check_model(str(path), full_check=True)
@@ -151,21 +152,21 @@ def count_kernels(model: GPT, path: Path) -> int:
         open_session(path, optimized=optimized)
         ops = Counter(node.op_type for node in onnx.load(optimized).graph.node)
     plan = model.config.quantization
-    wanted = len(plan.activation_scales) if plan else 0  # with float inputs it is a float product
+    wanted = len(plan.activation_scales) if plan else 0  # a float input: a float product
     integer = sum(ops[op] for op in INTEGER_KERNELS)
     in_float = sum(ops[op] for op in FLOAT_KERNELS)
     total = len(model.config.linear_names()) + 1  # and the head
     if (integer, in_float) != (wanted, total - wanted):
         raise ProofError(
-            f"{path}: onnxruntime runs {integer} integer and {in_float} float matrix products "
-            f"where the quantization plan has {wanted} and {total - wanted}"
+            f"{path}: onnxruntime runs {integer} integer and {in_float} float matrix products, "
+            f"but the quantization plan has {wanted} and {total - wanted}"
         )
     return integer
 
 
 @dataclass(frozen=True)
 class _Logits:
-    """How far the graph's logits are from torch's; see `Proof`. `std` is that of torch's logits."""
+    """Errors of the graph's logits against torch's; see `Proof`. `std` is that of torch's."""
 
     max_error: float
     mean_error: float
@@ -203,7 +204,7 @@ def _require_logits(logits: _Logits, max_limit: float) -> None:
     """Raise ProofError unless the mean error is within its limit and the largest within this."""
     if not logits.mean_error <= logits.mean_limit or not logits.max_error <= max_limit:
         raise ProofError(
-            f"logits differ from torch's by {logits.mean_error:.3g} in the mean (limit "
+            f"logits differ from torch's by {logits.mean_error:.3g} on average (limit "
             f"{logits.mean_limit:.3g}) and by {logits.max_error:.3g} at most (limit "
             f"{f'{max_limit:.3g}' if max_limit < math.inf else 'none'})"
         )
@@ -217,20 +218,20 @@ def _require_linears(
     for name, error in errors.items():
         if not error <= 1:
             raise ProofError(
-                f"{name}: the quantized linear parts from torch's on the same input, "
-                f"{error:.3g} times as far as rounding explains"
+                f"{name}: the quantized linear differs from torch's on the same input by "
+                f"{error:.3g} times what rounding explains"
             )
     return max(errors.values(), default=0.0)
 
 
 def _rounds_inputs(model: GPT) -> bool:
-    """Whether a linear reads integers; int8 weights alone leave the arithmetic float."""
+    """Whether a linear has a quantized input; int8 weights alone leave the arithmetic in float."""
     plan = model.config.quantization
     return plan is not None and bool(plan.activation_scales)
 
 
 def _without_quantization(model: GPT) -> GPT:
-    """The float model of the same weights, which it shares."""
+    """The float model that shares the weights of `model`."""
     with torch.device("meta"):
         plain = GPT(model.config.with_quantization(None))
     weights = {name: t for name, t in model.state_dict().items() if name in plain.state_dict()}
@@ -240,8 +241,8 @@ def _without_quantization(model: GPT) -> GPT:
 
 @contextmanager
 def _rounded_otherwise(model: GPT, dtype: type[np.floating[Any]], seed: int) -> Iterator[None]:
-    """Move the input of every linear and of the head up or down by one unit in the last place that
-    `dtype` has."""
+    """Move the input of every linear and of the head, at random, up or down by one unit in the last
+    place of `dtype`."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(x: Tensor) -> Tensor:
@@ -261,14 +262,15 @@ def _rounded_otherwise(model: GPT, dtype: type[np.floating[Any]], seed: int) -> 
 
 
 def _require_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], limit: float) -> float:
-    """The largest difference between a ragged batch and each row alone, which is within `limit`."""
+    """The largest difference between a ragged batch and each row alone, which is at most
+    `limit`."""
     tokens, lengths = pad(prompts)
     cache = onnx_model.start(len(prompts), int(lengths.max()))
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
     alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
     error = float(np.abs(together - np.stack(alone)).max())
     if not error <= limit:
-        raise ProofError(f"a row's logits change by {error:.3g} with its batch (limit {limit:.3g})")
+        raise ProofError(f"a row's logits change by {error:.3g} in a batch (limit {limit:.3g})")
     return error
 
 
@@ -303,7 +305,7 @@ def _compare_greedy(
     max_error: float,
     first: int = 0,
 ) -> list[Tie]:
-    """The rows that part from torch's within the error; `first` is the first row's number."""
+    """The rows that diverge from torch's within the error; `first` is the first row's number."""
     ties = []
     for i, (prompt, theirs, ours) in enumerate(zip(prompts, expected, got, strict=True), first):
         if list(theirs) == list(ours):
@@ -314,7 +316,7 @@ def _compare_greedy(
         tie = Tie(i, step, theirs[step], ours[step], margin)
         if not margin <= max_error:
             raise ProofError(
-                f"greedy decoding of prompt {i} parts at step {step}: torch chooses token "
+                f"greedy decoding of prompt {i} diverges at step {step}: torch chooses token "
                 f"{tie.torch_token}, the graph {tie.onnx_token}, whose logit is lower by "
                 f"{margin:.3g}; the largest error of a logit is {max_error:.3g}"
             )

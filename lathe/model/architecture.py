@@ -1,9 +1,9 @@
-"""What a model family is made of: names, shapes and roles of its parts, for every package that
-does not itself compute with them.
+"""The architecture of a model family: names, shapes and roles of its modules, for the packages
+that handle modules without computing them.
 
-A block is residual branches, each a norm, a linear that computes units from the hidden state, and a
-linear that adds them to it: attention heads and FFN channels. The units are what pruning removes
-and what tensor parallelism divides.
+A block consists of residual branches. Each has a norm, a linear that computes units (attention
+heads or FFN channels) from the hidden state, and a linear that reads the units and adds to the
+hidden state. Pruning removes units, and tensor parallelism divides them.
 """
 
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from typing import Literal
 
 Units = Literal["heads", "channels"]
 HEAD = "lm_head"
-"""The output layer, whose weight is the token embedding's."""
+"""The output layer; its weight is the token embedding."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of every block, with a bias.
+    """A linear layer that every block has, with a bias.
 
     Attributes:
         name: module path within the block.
-        units: what its one side is made of; the other is the hidden state.
+        units: what one side of its weight consists of; the other side is the hidden state.
         style: how tensor parallelism divides it (Megatron-LM's names): a `column` linear computes
             units from the hidden state, a `row` linear reads them and adds to the hidden state.
-        parts: matrices side by side in a column linear, 3 for query, key and value.
-        skip_name: what `skip_tensor_map` of a recipe calls it.
+        parts: number of matrices side by side in a column linear: 3 for query, key and value.
+        skip_name: its name in `skip_tensor_map` of a recipe.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Linear:
     parts: int = 1
 
     def shape(self, hidden: int, width: int) -> tuple[int, int]:
-        """(in, out), where the units are `width` wide."""
+        """(in, out) of the weight for units that are `width` wide in total."""
         return (hidden, self.parts * width) if self.style == "column" else (width, hidden)
 
     def n_params(self, hidden: int, width: float) -> float:
-        """Of the weight and the bias; of one process's part where `width` is divided."""
+        """Parameters of the weight and the bias; `width` may be one process's share."""
         if self.style == "column":
             return (hidden + 1) * self.parts * width
         return (width + 1) * hidden
@@ -47,17 +47,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family; the sizes of one model are in its `GPTConfig`.
+    """A model family; the sizes of one model are in its `GPTConfig`.
 
     Modules have Hugging Face's names, blocks are `h.0`, `h.1` and so on.
 
     Attributes:
-        prefix: what Hugging Face's files put before the names.
-        not_weights: endings of tensors in its files that are buffers, or stored twice.
-        linears: of a block, in the order in which it computes them.
+        prefix: prefix of the tensor names in Hugging Face's files.
+        not_weights: suffixes of tensor names in those files that are buffers or duplicates.
+        linears: the linears of a block, in the order of computation.
         block_norms, final_norm: LayerNorms with a bias.
-        embeddings: of tokens, tied to the head, and of positions.
-        fleetx_names: module path -> PaddleFleetX's.
+        embeddings: the token embedding, tied to the head, and the position embedding.
+        fleetx_names: module path -> PaddleFleetX's name.
     """
 
     prefix: str
@@ -70,7 +70,7 @@ class Architecture:
 
     @property
     def table(self) -> str:
-        """The parameter that is the token embedding and the head."""
+        """Name of the parameter that is both the token embedding and the head's weight."""
         return f"{self.embeddings[0]}.weight"
 
     def column(self, units: Units) -> Linear:
@@ -82,7 +82,8 @@ class Architecture:
         return next(x for x in self.linears if x.units == units and x.style == "row")
 
     def linear_of(self, name: str) -> Linear | None:
-        """The linear at a path of the model or of a block, or whose weight or bias is there."""
+        """The linear that a module or parameter path belongs to, None if it is not a linear's; the
+        path starts at the model or at a block."""
         path = f".{name.removesuffix('.weight').removesuffix('.bias')}"
         return next((x for x in self.linears if path.endswith(f".{x.name}")), None)
 
@@ -92,13 +93,13 @@ class Architecture:
         return module in (*self.block_norms, self.final_norm)
 
     def is_fused(self, name: str) -> bool:
-        """Whether a parameter is of several matrices, which Hugging Face's files have one after
-        the other and Lathe's models head by head."""
+        """Whether a parameter holds several matrices. Hugging Face's files store them one after
+        the other, Lathe's models head by head."""
         linear = self.linear_of(name)
         return linear is not None and linear.parts > 1
 
     def is_conv1d(self, name: str) -> bool:
-        """Whether Hugging Face stores a parameter as its Conv1D does, (in, out)."""
+        """Whether a parameter is a Conv1D's in Hugging Face's files, stored as (in, out)."""
         return name.endswith(".weight") and self.linear_of(name) is not None
 
 

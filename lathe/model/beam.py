@@ -1,8 +1,8 @@
-"""Beam search: from log-probabilities to the rows to go on with and the ended continuations.
+"""Beam search: chooses the beams to extend and collects the finished continuations.
 
-The rules are those of transformers' `generate` with `early_stopping=False`: twice as many
-candidates as beams, of which only those ranked among the first `num_beams` may end; an ended one
-scores its log-probability / length ** length_penalty, the closing EOS counted.
+The rules are those of transformers' `generate` with `early_stopping=False`. There are twice as many
+candidates as beams, and only those among the best `num_beams` may finish. A finished continuation
+scores log-probability / length ** length_penalty, where the length includes the final EOS.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from lathe.config.settings import GenerationSettings
 
 
 class BeamSearch:
-    """Bookkeeping of P prompts with N = `num_beams` rows each; the caller runs the model."""
+    """State of the search for P prompts with N = `num_beams` rows each; the caller runs the
+    model."""
 
     def __init__(
         self, prompts: int, settings: GenerationSettings, eos_id: int | None, device: torch.device
@@ -23,7 +24,7 @@ class BeamSearch:
         self.settings, self.eos_id = settings, eos_id
         self.tokens = torch.empty(prompts, N, 0, dtype=torch.long, device=device)
         self.scores = torch.full((prompts, N), -torch.inf, device=device)
-        self.scores[:, 0] = 0.0  # the beams of a prompt start equal: only one counts
+        self.scores[:, 0] = 0.0  # the beams start equal: count one
         self.first_row = N * torch.arange(prompts, device=device)[:, None]
         self.ended: list[list[tuple[float, list[int]]]] = [[] for _ in range(prompts)]
         self.is_open = [True] * prompts
@@ -32,15 +33,15 @@ class BeamSearch:
         """Extend every beam by a token.
 
         Args:
-            log_probs: (P * N, V) of the next token, a prompt's beams side by side.
+            log_probs: (P * N, V) of the next token; the beams of a prompt are adjacent rows.
 
         Returns:
-            The tokens (P * N,) to go on with, and the rows (P * N,) that each of them follows.
+            The next tokens (P * N,), and the row (P * N,) that each of them extends.
         """
         P, N = self.scores.shape
         V = log_probs.shape[-1]
         totals = self.scores[:, :, None] + log_probs.view(P, N, V)
-        scores, best = totals.flatten(1).topk(2 * N)  # (P, 2N), no more than N of them end
+        scores, best = totals.flatten(1).topk(2 * N)  # (P, 2N), of which at most N end
         beams = best // V
         tokens = torch.cat([_take(self.tokens, beams), (best % V)[:, :, None]], dim=2)
         is_last = tokens.shape[2] == self.settings.max_dec_len
@@ -59,7 +60,8 @@ class BeamSearch:
         return self.tokens.shape[2] == self.settings.max_dec_len or not any(self.is_open)
 
     def result(self) -> list[list[int]]:
-        """The `num_return_sequences` best of every prompt without EOS, best first."""
+        """The `num_return_sequences` best continuations of every prompt, best first, without
+        EOS."""
         return [
             ids[:-1] if ids[-1] == self.eos_id else ids
             for ended in self.ended
@@ -67,7 +69,7 @@ class BeamSearch:
         ]
 
     def _collect(self, tokens: Tensor, scores: Tensor, ends: Tensor) -> None:
-        """Keep the best N ended continuations of every prompt that can still improve."""
+        """Keep the N best finished continuations of every prompt whose search is still open."""
         N = self.scores.shape[1]
         final = self._with_length(scores, tokens)
         for prompt, rank in ends[:, :N].nonzero().tolist():
@@ -76,7 +78,8 @@ class BeamSearch:
         self.ended = [sorted(e, key=lambda entry: -entry[0])[:N] for e in self.ended]
 
     def _close(self) -> None:
-        """Drop prompts whose best beam, were it to end now, would not enter their N ended ones."""
+        """Close prompts whose best running beam, if it ended now, would not be among the N best
+        finished continuations."""
         N = self.scores.shape[1]
         hopes = self._with_length(self.scores[:, 0], self.tokens)
         for prompt, (hope, ended) in enumerate(zip(hopes, self.ended, strict=True)):

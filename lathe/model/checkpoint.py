@@ -1,4 +1,4 @@
-"""Checkpoint folders as torch models; their files are `lathe.model.folder`'s."""
+"""Load and save checkpoint folders as torch models; `lathe.model.folder` defines their files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from lathe.model.gpt import GPT
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint: the model in eval mode, fake-quantized where its plan says so."""
+    """A loaded checkpoint: the model in eval mode, fake-quantized by its plan if it has one."""
 
     folder: Path
     model: GPT
@@ -50,11 +50,11 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:
-    """Load a checkpoint folder, a HF GPT-2 folder, or `hf://NAME` from the Hugging Face hub.
+    """Load a checkpoint folder, an HF GPT-2 folder, or `hf://NAME` from the Hugging Face hub.
 
     Raises:
         UserError: missing, truncated, altered, pickled or non-finite weights; not a GPT-2; a
-            tokenizer that speaks more ids than the model has.
+            tokenizer with more ids than the model.
     """
     folder = resolve(folder)
     config = read_config(folder)
@@ -77,7 +77,7 @@ def save_checkpoint(
     parent: str | None = None,
     metrics: dict[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint into `folder`, its marker last; other files there stay.
+    """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept.
 
     A fake-quantized model is saved as its float weights and, in `config.json`, its plan.
     """
@@ -110,9 +110,11 @@ def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
 
 
 class HFTensors(Mapping[str, Tensor]):
-    """The float weights under HF's names without `transformer.`, in its layout, linears (in, out):
-    views where the layout allows, and copies made when they are asked for. Observers stay out: the
-    plan has them."""
+    """The float weights by HF name without `transformer.`, in HF's layout: linears are (in, out).
+
+    Values are views where the layout allows it, otherwise copies made on access. Observers are left
+    out, because the plan holds their scales.
+    """
 
     def __init__(self, model: GPT) -> None:
         self._family, self._head_dim = model.config.architecture, model.config.head_dim
@@ -136,7 +138,8 @@ class HFTensors(Mapping[str, Tensor]):
 
 
 def by_head(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows (3 * H * D, ...) of a fused qkv: all of q, of k, of v -> head by head, as `GPT` has."""
+    """Reorder rows (3 * H * D, ...) of a fused qkv: all q, all k, all v (HF) -> head by head
+    (`GPT`)."""
     return rows.view(3, -1, head_dim, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 

@@ -42,20 +42,20 @@ class GPTConfig:
 
     @property
     def is_uniform(self) -> bool:
-        """True where HF's GPT-2 can hold the model: full heads and one FFN width."""
+        """Whether HF's GPT-2 can represent the model: no heads removed, and one FFN width."""
         full = self.n_embd // self.head_dim
         return set(self.n_head) == {full} and len(set(self.n_inner)) == 1
 
     def n_params(self) -> int:
-        """Parameters, biases and both embeddings counted, the tied head once."""
+        """Number of parameters, with biases and both embeddings; the tied head counts once."""
         return sum(math.prod(shape) for _, shape in self.tensor_shapes())
 
     def unit_size(self, units: Units) -> int:
-        """How wide one head or FFN channel is."""
+        """Width of one head or FFN channel."""
         return self.head_dim if units == "heads" else 1
 
     def widths(self, units: Units) -> list[int]:
-        """Of all heads, or all FFN channels, of every layer."""
+        """Total width of the heads, or of the FFN channels, of every layer."""
         counts = self.n_head if units == "heads" else self.n_inner
         return [self.unit_size(units) * count for count in counts]
 
@@ -81,14 +81,14 @@ class GPTConfig:
             yield f"{name}.bias", (C,)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Multiplications and additions of a forward and a backward pass, for each token of a
-        sequence of `seq_len`; what recomputation repeats does not count.
+        """FLOPs (multiplications and additions) of a forward and a backward pass per token of a
+        sequence of `seq_len` tokens; recomputed operations do not count.
 
-        The convention of PaLM (Chowdhery et al. 2022, appendix B): 6 for every weight of a matrix
-        product, the tied head once and the embedding look-ups not, and 12 * heads * head_dim *
-        seq_len a layer for attention scores and their use. That is the whole square of scores. A
-        causal kernel may skip half of it, but published figures count it, and a count that
-        followed the kernel would not compare.
+        The convention of PaLM (Chowdhery et al. 2022, appendix B): 6 per weight of a matrix product
+        (the tied head once, embedding lookups not at all), and 12 * heads * head_dim * seq_len per
+        layer for attention scores and the sums that they weight. This counts the full square of
+        scores. A causal kernel may skip half of it, but published figures count all of it, and a
+        count that depended on the kernel could not be compared with them.
         """
         linears = sum(
             math.prod(linear.shape(self.n_embd, sum(self.widths(linear.units))))
@@ -98,7 +98,7 @@ class GPTConfig:
         return 6.0 * (linears + head) + 12.0 * sum(self.widths("heads")) * seq_len
 
     def to_json(self) -> dict[str, Any]:
-        """HF's GPT2Config keys, and the group `lathe` with what HF does not know."""
+        """HF's GPT2Config keys, and a group `lathe` for what these keys cannot express."""
         return {
             "model_type": "gpt2" if self.is_uniform else "lathe-gpt",
             "architectures": ["GPT2LMHeadModel" if self.is_uniform else "LatheGPT"],
@@ -135,7 +135,7 @@ class GPTConfig:
         for key, wanted in _ARITHMETIC.items():
             if values.get(key, wanted[0]) not in wanted:
                 raise UserError(
-                    f"{source}: {key} is {values[key]!r}, Lathe computes {wanted[0]!r}",
+                    f"{source}: {key} is {values[key]!r}, but Lathe supports {wanted[0]!r} only",
                     "give a checkpoint of the plain GPT-2 architecture",
                 )
         hint = "give the folder of a checkpoint"
@@ -149,7 +149,7 @@ class GPTConfig:
                 "n_inner": [inner or 4 * whole.C] * whole.L,
             }
         elif not isinstance(own, dict):
-            raise UserError(f"{source}: lathe holds a {type(own).__name__}", hint)
+            raise UserError(f"{source}: lathe is a {type(own).__name__}, not an object", hint)
         keys = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
         found = {key: values[key] for key in keys if key in values}
         shape = checked({**own, **found}, _Shape, source, hint)
@@ -196,7 +196,7 @@ class _Part(BaseModel):
 
 
 class _HFShape(_Part):
-    """`n_embd`, `n_layer` and `n_head` of HF."""
+    """HF's `n_embd`, `n_layer` and `n_head`."""
 
     C: _Size
     L: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
@@ -232,5 +232,7 @@ class _Shape(_Part):
             names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in linears}
             found = self.quantization.plan().linears.keys()
             if unknown := found - names - {HEAD}:
-                raise ValueError(f"quantization has {min(unknown)}, which is no linear of it")
+                raise ValueError(
+                    f"quantization has {min(unknown)}, which is not a linear of the model"
+                )
         return self

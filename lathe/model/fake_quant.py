@@ -1,8 +1,8 @@
-"""Simulated INT8 in float: the forward pass computes what the integer graph will, the backward
+"""Simulated INT8 in float: the forward pass computes what the integer graph will, and the backward
 pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
 
-Activations: one static scale a tensor, tracked as the moving average of the absolute maximum.
-Weights: symmetric, one scale an output channel (or a tensor), taken from the weight itself.
+Activations: one static scale per tensor, tracked as the moving average of the absolute maximum.
+Weights: symmetric, one scale per output channel (or per tensor), computed from the weight itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ def _fake_quantize(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
 
 
 def weight_scale(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
-    """Scale(s) of a weight (out, in): absolute maximum / the largest integer (127 of 8 bits),
+    """Scale(s) of a weight (out, in): absolute maximum / the largest integer (127 for 8 bits),
     shape (out, 1) or (1, 1)."""
     dims = (1,) if form.quantize_type == "channel_wise_abs_max" else (0, 1)
     absmax = weight.detach().abs().amax(dim=dims, keepdim=True)
@@ -51,7 +51,8 @@ def fake_quantize_weight(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
 
 
 class QuantizedWeight:
-    """`fake_quantize_weight`, done again only where gradients or a changed weight ask for it."""
+    """`fake_quantize_weight` with a cache, used while gradients are off and the weight is
+    unchanged."""
 
     def __init__(self, form: WeightFormat) -> None:
         self.form = form
@@ -60,7 +61,7 @@ class QuantizedWeight:
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            self._made_from = None  # training follows, and a fused optimizer leaves _version
+            self._made_from = None  # a fused optimizer does not raise _version
             return fake_quantize_weight(weight, self.form)
         made_from = weight.data_ptr(), weight._version
         if made_from != self._made_from:
@@ -70,11 +71,11 @@ class QuantizedWeight:
 
 
 class Observer(nn.Module):
-    """Fake-quantizes an activation at a static scale, and in training watches its range.
+    """Fake-quantizes an activation with a static scale, and in training tracks its range.
 
-    The forward pass only raises `seen` (so a recomputed forward changes nothing); `fold_observers`
-    moves the average once a step. `alpha`, where there is one, is PACT's learned clipping bound
-    (Choi et al. 2018).
+    The forward pass only updates the maximum `seen`, so that recomputing it changes nothing;
+    `fold_observers` updates the moving average once per step. `alpha`, unless None, is PACT's
+    learned clipping bound (Choi et al. 2018).
     """
 
     absmax: Tensor
@@ -101,7 +102,7 @@ class Observer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake-quantize x; in training, track its range."""
-        if hasattr(x, "to_local"):  # a DTensor of tensor parallelism: every process its part
+        if hasattr(x, "to_local"):  # a DTensor of tensor parallelism: each process its shard
             from torch.distributed.tensor import DTensor
 
             assert isinstance(x, DTensor)
@@ -121,7 +122,8 @@ class Observer(nn.Module):
 
 
 class FakeQuantLinear(nn.Linear):
-    """`nn.Linear` whose weight is read as integers, and its input too where it has an observer."""
+    """`nn.Linear` with a fake-quantized weight, and a fake-quantized input if it has an
+    observer."""
 
     observer: Observer | None
 
@@ -142,7 +144,7 @@ class FakeQuantLinear(nn.Linear):
 
 
 class FakeQuantEmbedding(Embedding):
-    """`Embedding` whose table is read as integers."""
+    """`Embedding` with a fake-quantized table."""
 
     def __init__(self, embedding: Embedding, form: WeightFormat) -> None:
         V, C = embedding.weight.shape
@@ -155,9 +157,9 @@ class FakeQuantEmbedding(Embedding):
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
-    """Replace in place the linears of the plan by fake-quantized ones.
+    """Replace the linears of the plan, in place, with fake-quantized ones.
 
-    A scale of 0 stands for "not known yet": calibrate before use.
+    A scale of 0 means "not known yet": calibrate before use.
     """
     for name, form in plan.linears.items():
         observer = Observer(form.activation_scale, pact) if form.activation else None
@@ -173,7 +175,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
 
 @contextmanager
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
-    """`insert` for the time of a `with` block; the model is as before afterwards."""
+    """`insert` for the duration of a `with` block; afterwards the model is as before."""
     linears = {n: model.get_submodule(n) for n in plan.linears if n != HEAD}
     before = model.head_input, model.wte
     insert(model, plan)
@@ -199,7 +201,7 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         batches: tokens (B, T) each.
 
     Returns:
-        Module path -> scale; empty, and no batch is read, where no activation is quantized.
+        Module path -> scale; empty, without reading a batch, if no activation is quantized.
     """
     found = dict(observers(model))
     if not found:
@@ -217,14 +219,15 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
 
 
 def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
-    """(path of the linear or `lm_head`, its observer)."""
+    """Yield (path of the linear or `lm_head`, its observer)."""
     for name, module in model.named_modules():
         if isinstance(module, Observer):
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module
 
 
 def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None) -> None:
-    """absmax <- rate * absmax + (1 - rate) * largest seen since the last call, over `group`."""
+    """Update the moving averages: absmax <- rate * absmax + (1 - rate) * the largest magnitude seen
+    since the last call by any process of `group`."""
     found = [observer for _, observer in observers(model)]
     if not found:
         return

@@ -1,7 +1,8 @@
-"""The files of a checkpoint folder, whichever framework its tensors are for.
+"""The files of a checkpoint folder, for any framework.
 
-`config.json`, `model.safetensors` (HF names and layout), `tokenizer.json`, and `lathe.json`, which
-is written last: a folder of ours without it is not a checkpoint. Nothing is ever unpickled.
+They are `config.json`, `model.safetensors` (HF names and layout), `tokenizer.json`, and
+`lathe.json`, which is written last: a folder that Lathe wrote without it is not a checkpoint.
+Nothing is ever unpickled.
 """
 
 import json
@@ -29,14 +30,14 @@ from lathe.storage.verified import require_intact
 WEIGHTS = "model.safetensors"
 MARKER = CHECKPOINT.metadata_file
 FLOATS = ("F32", "F16", "BF16", "F64")
-SMALLEST = 2  # bytes of one of them
+SMALLEST = 2  # bytes of the smallest of them
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Identity of a checkpoint: the digest of its marker, or of a HF folder's weights.
+    """Identity of a checkpoint: the SHA-256 of `lathe.json`, or of the weights of an HF folder.
 
     Raises:
-        UserError: no such folder, or neither in it.
+        UserError: no such folder, or neither file is in it.
     """
     marker, weights = resolve(folder) / MARKER, folder / WEIGHTS
     if not marker.is_file() and not weights.is_file():
@@ -45,7 +46,11 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def resolve(folder: Path | str) -> Path:
-    """The local folder; `hf://NAME` is downloaded from the Hugging Face hub."""
+    """The local folder; `hf://NAME` is downloaded from the Hugging Face hub.
+
+    Raises:
+        UserError: no such folder.
+    """
     name = str(folder)
     if name.startswith("hf://"):
         from huggingface_hub import snapshot_download
@@ -58,17 +63,17 @@ def resolve(folder: Path | str) -> Path:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """`lathe.json`, after the digests in it were checked; empty for a plain HF folder.
+    """Read `lathe.json` and check the digests in it; empty for a plain HF folder.
 
     Raises:
-        UserError: the checkpoint was never finished, or altered since; a broken metadata.
+        UserError: the checkpoint was never finished, or changed since; broken metadata.
     """
     marker = folder / MARKER
     if not marker.is_file():
         if _is_ours(folder):
             raise UserError(
                 f"{folder}: no {MARKER}: the checkpoint was never finished",
-                "run the stage that writes it again; it goes on where it was",
+                "run the stage that writes it again; it resumes where it stopped",
             )
         return {}
     hint = "copy the checkpoint again, or run the stage that wrote it again"
@@ -78,8 +83,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Check that a folder is a whole checkpoint, or that of a HF GPT-2 model; the tensors are not
-    read.
+    """Check that a folder is a complete checkpoint or an HF GPT-2 model, without reading the
+    tensors.
 
     Raises:
         UserError: it is not.
@@ -95,7 +100,7 @@ def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
     """The tokenizer beside the weights.
 
     Raises:
-        UserError: none, or it speaks more ids than the model has.
+        UserError: there is none, or it has more ids than the model.
     """
     tokenizer = load_tokenizer(folder)
     if vocab_size(tokenizer) > config.vocab_size:
@@ -110,13 +115,14 @@ def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
 def read_tensors(
     path: Path, framework: str, architecture: Architecture
 ) -> Iterator[tuple[str, Any]]:
-    """(name without the family's prefix, tensor) of a safetensors file, one in memory at a time.
+    """Yield (name without the family's prefix, tensor) of a safetensors file, one in memory at a
+    time.
 
     Args:
         framework: `pt` for torch's tensors, `np` for arrays.
 
     Raises:
-        UserError: no such file, or not safetensors.
+        UserError: no such file, not safetensors, a tensor that is there twice or is not float.
     """
     if not path.is_file():
         pickled = [p.name for p in path.parent.glob("*.bin")]
@@ -147,12 +153,12 @@ def read_tensors(
 
 
 def require_size(path: Path, config: GPTConfig) -> None:
-    """Raise UserError where a weights file is too small for its `config.json`, so that a model of
-    absurd size is never made."""
+    """Raise UserError if a weights file is too small for its `config.json`, so that a model of
+    absurd size is never allocated."""
     needed = config.n_params() * SMALLEST
     if path.is_file() and path.stat().st_size < needed:
         raise UserError(
-            f"{path}: does not fit config.json: {path.stat().st_size:,} bytes, where its "
+            f"{path}: does not fit config.json: {path.stat().st_size:,} bytes, but its "
             f"{config.n_params():,} parameters take {needed:,} or more",
             "use the config.json that belongs to these weights",
         )
@@ -190,15 +196,15 @@ def write_folder(
     metrics: dict[str, Any] | None = None,
     engine: str = "torch",
 ) -> None:
-    """Write a checkpoint into `folder`, its marker last; other files there stay.
+    """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept.
 
     Args:
-        write_weights: writes `model.safetensors` to the path that it is given.
+        write_weights: writes `model.safetensors` to the given path.
         engine: the framework that made it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / ".checkpoint.partial"
-    shutil.rmtree(work, ignore_errors=True)  # of an attempt that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by an attempt that was killed
     work.mkdir()
     try:
         with os_errors(folder / WEIGHTS):
@@ -227,7 +233,7 @@ def write_folder(
 
 
 def _without_secrets(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON; an address of a corpus may carry a signature."""
+    """The recipe as JSON, without the signature that a corpus's address may contain."""
     values = recipe.model_dump(mode="json")
     values["Prepare"]["source"] = named(recipe.Prepare.source)
     return values

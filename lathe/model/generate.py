@@ -27,18 +27,18 @@ def generate(
     """Continue every prompt; prompts of different lengths are padded on the left.
 
     Args:
-        prompts: token ids, each at least one.
+        prompts: token ids, at least one per prompt.
         settings: strategy, limits and filters, as `Generation` of a recipe.
-        eos_id: ends a row, and is left out of its result.
-        progress: advanced by `max_dec_len` in all.
+        eos_id: token that ends a row; it is not part of the result.
+        progress: advanced by `max_dec_len` in total.
 
     Returns:
-        The new ids alone, `num_return_sequences` rows a prompt, in the prompts' order; those of a
-        beam search best first.
+        The new ids only, `num_return_sequences` rows per prompt, in the order of the prompts; those
+        of a beam search best first.
 
     Raises:
-        UserError: an empty prompt, one that leaves no room within `n_positions`, or more sequences
-            asked for than the strategy has.
+        UserError: an empty prompt, one too long for `n_positions`, or more sequences requested than
+            the strategy gives.
     """
     _check(prompts, settings, model.config.n_positions)
     model.eval()
@@ -73,7 +73,7 @@ def _check(
     wanted, strategy = settings.num_return_sequences, settings.decode_strategy
     if strategy == "greedy_search" and wanted > 1:
         raise UserError(
-            f"Generation.num_return_sequences is {wanted}: greedy_search finds one a prompt",
+            f"Generation.num_return_sequences is {wanted}: greedy_search gives one per prompt",
             "set it to 1, or Generation.decode_strategy to sampling or beam_search",
         )
     if strategy == "beam_search" and wanted > settings.num_beams:
@@ -83,7 +83,7 @@ def _check(
         )
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise UserError(f"prompt {number} is empty", "give at least one token to go on from")
+            raise UserError(f"prompt {number} is empty", "give at least one token")
         room = n_positions - len(prompt)
         if room < settings.max_dec_len:
             raise UserError(
@@ -96,11 +96,11 @@ def _check(
 
 
 class _Rows:
-    """Every prompt `copies` times, side by side, and what the model says comes next.
+    """`copies` adjacent rows per prompt, with their cache and the logits of their next tokens.
 
     Attributes:
         logits: (B, V) float32 of each row's next token.
-        seen: (B, V) true for ids of its prompt and of what followed.
+        seen: (B, V) True for the ids in a row's prompt and continuation.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class _Rows:
         self._reorder(index)
 
     def advance(self, tokens: Tensor, parents: Tensor | None) -> None:
-        """Row i goes on with `tokens[i]`, after row `parents[i]`, or after itself."""
+        """Row i becomes row `parents[i]` (default: itself), extended by `tokens[i]`."""
         if parents is not None:
             self._reorder(parents)
         self.seen[torch.arange(len(tokens)), tokens] = True
@@ -131,12 +131,12 @@ class _Rows:
         self.pad, self.seen = self.pad[index], self.seen[index]
 
     def _forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) tokens after what is cached -> (B, V) logits of the last of them."""
+        """(B, T) tokens that follow the cached ones -> (B, V) logits after the last of them."""
         start = self.cache.length
         slots = torch.arange(start + tokens.shape[1], device=tokens.device)
         queries = slots[start:]
-        visible = slots[None, None, :] >= self.pad[:, None, None]  # padding is never looked at,
-        visible = visible | (slots[None, None, :] == queries[None, :, None])  # but by itself
+        visible = slots[None, None, :] >= self.pad[:, None, None]  # no query attends to padding,
+        visible = visible | (slots[None, None, :] == queries[None, :, None])  # except to itself
         mask = visible & (slots[None, None, :] <= queries[None, :, None])  # (B, T, S)
         positions = (queries[None] - self.pad[:, None]).clamp(min=0)  # (B, T)
         hidden = self.model.hidden(tokens, positions, mask[:, None], self.cache)
@@ -144,7 +144,7 @@ class _Rows:
 
 
 class _Draw:
-    """Sampling and greedy search: each row goes its own way."""
+    """Sampling and greedy search: rows are independent."""
 
     def __init__(
         self, settings: GenerationSettings, eos_id: int | None, generator: torch.Generator
@@ -175,8 +175,8 @@ class _Draw:
 
 
 def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
-    """(B, V) logits to sample from: temperature, then top-k, then top-p of what is left (Holtzman
-    et al. 2020: the fewest likeliest tokens whose probability reaches p); the others -inf."""
+    """(B, V) logits to sample from: temperature, then top-k, then top-p of the rest (Holtzman et
+    al. 2020: the fewest most likely tokens whose total probability reaches p); others are -inf."""
     logits = logits / settings.temperature
     if 0 < settings.top_k < logits.shape[-1]:
         kth = logits.topk(settings.top_k).values[:, -1:]
@@ -190,6 +190,6 @@ def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
 
 
 def _penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019): the scores of seen tokens go down."""
+    """Repetition penalty (Keskar et al. 2019): lowers the scores of seen tokens."""
     lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
     return torch.where(seen, lowered, scores)

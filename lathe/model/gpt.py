@@ -1,10 +1,12 @@
 """A GPT-2/3 language model: pre-LN blocks, tanh GELU, learned positions, tied head.
 
 Shapes: B batch, T tokens, C hidden size, H heads of this layer, D head size, F FFN width, V
-vocabulary. Module names and arithmetic are HF's `GPT2LMHeadModel`; every layer has its own H and F.
+vocabulary. Module names and arithmetic are those of HF's `GPT2LMHeadModel`, but every layer has its
+own H and F.
 
-The rows of `c_attn` stand head by head, each head's q, k and v together (Megatron-LM's order), so
-that a slice of rows is a slice of heads; HF's order, all of q first, is that of the files alone.
+The rows of `c_attn` are ordered head by head, each head's q, k and v together (Megatron-LM's
+order), so that a slice of rows is a slice of heads. HF's order, all of q first, is used in files
+only.
 """
 
 import zlib
@@ -23,7 +25,7 @@ Recompute = Literal["full", "full_attn", "core_attn"]
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens seen so far, pre-allocated for `size` tokens a row."""
+    """Keys and values of the tokens seen so far, pre-allocated for `size` tokens per row."""
 
     keys: list[Tensor]  # per layer (B, H, size, D)
     values: list[Tensor]
@@ -31,7 +33,7 @@ class KVCache:
 
     @classmethod
     def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
-        """An empty cache on a device."""
+        """An empty cache for `batch` rows of up to `size` tokens, on the model's device."""
         c, like = model.config, model.wte.weight
         shapes = [(batch, h, size, c.head_dim) for h in c.n_head]
         return cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
@@ -44,7 +46,7 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def reorder(self, index: Tensor) -> None:
-        """Row i goes on from what row `index[i]` saw; there may be more rows than before."""
+        """Row i becomes a copy of row `index[i]`; there may be more rows than before."""
         self.keys = [k.index_select(0, index) for k in self.keys]
         self.values = [v.index_select(0, index) for v in self.values]
 
@@ -53,7 +55,7 @@ class Embedding(nn.Embedding):
     """Token embedding; its table is also the head."""
 
     def table(self) -> Tensor:
-        """(V, C), as it is read."""
+        """The matrix (V, C) that lookups and the head use."""
         return self.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -62,7 +64,7 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `n_head` heads; its width `n_head * head_dim` may be below C."""
+    """Causal self-attention over `n_head` heads; `n_head * head_dim` may be smaller than C."""
 
     def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
         super().__init__()
@@ -141,7 +143,7 @@ class Block(nn.Module):
 def initial_weight(
     name: str, shape: torch.Size, config: GPTConfig, std: float, seed: int, scale_residual: bool
 ) -> Tensor:
-    """The random start of the parameter `name`, the same however a model is split over processes.
+    """Initial value of the parameter `name`, the same for every division over processes.
 
     N(0, std) weights, zero biases; `scale_residual` divides the std of the projections into the
     residual stream by sqrt(2 * layers), as Megatron and GPT-2 do.
@@ -159,7 +161,7 @@ def initial_weight(
 
 class GPT(nn.Module):
     """The whole model. `model(tokens)` gives logits; `hidden` and `head` are its two halves, so
-    that a caller who needs few logits computes few."""
+    that a caller who needs few logits need not compute all."""
 
     def __init__(
         self, config: GPTConfig, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
@@ -201,20 +203,23 @@ class GPT(nn.Module):
 
         Args:
             tokens: (B, T) ids.
-            positions: (B, T); default counts on from the cache.
-            mask: (B, 1, T, S) True where a query may look, S = cached + T; default is causal, and
-                is needed when more than one token follows a filled cache.
+            positions: (B, T); by default they continue after the cached tokens.
+            mask: (B, 1, T, S) True where a query may attend, S = cached + T; the default is causal.
+                Required when more than one token follows a filled cache.
             cache: filled with the new keys and values.
 
         Returns:
             (B, T, C) after the last LayerNorm.
+
+        Raises:
+            ValueError: more than `n_positions` tokens.
         """
         x = self.embed(tokens, positions, cache.length if cache else 0)
         out: Tensor = self.ln_f(self.transform(x, mask, cache))
         return out
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
-        """(B, T) ids -> (B, T, C), what the first block reads; positions count from `start`."""
+        """(B, T) ids -> (B, T, C), the input of the first block; positions count from `start`."""
         T = tokens.shape[1]
         if start + T > self.config.n_positions:
             raise ValueError(f"{start + T} tokens exceed n_positions {self.config.n_positions}")

@@ -1,5 +1,5 @@
-"""Which linears of a model are quantized, and to what: training, the analysis of sensitivity,
-export and its proof read this plan and nothing else."""
+"""The quantization plan: which linears of a model are quantized, and to which formats. Training,
+sensitivity analysis, export and its proof read this plan and nothing else."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +14,7 @@ Bits = Literal[4, 8]
 ActivationFormat = Literal["int8"]
 
 ACTIVATION_LEVELS = 127
-"""Largest integer of a quantized activation; the smallest is one further from 0, -128."""
+"""Largest integer of a quantized activation; the smallest is -128."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class WeightFormat:
 
     Attributes:
         quantize_type: one scale for the whole weight, or one for each output channel.
-        bits: 8; 4, which is as large in a file, only in checkpoints of an earlier version.
+        bits: 8. Checkpoints of an earlier version may have 4, which are as large in a file.
     """
 
     quantize_type: WeightQuantizeType = "channel_wise_abs_max"
@@ -31,7 +31,7 @@ class WeightFormat:
 
     @property
     def levels(self) -> int:
-        """The largest integer: 127 of 8 bits, 7 of 4."""
+        """The largest integer: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
 
 
@@ -46,7 +46,7 @@ class LinearFormat:
         weight: format of the weight.
         activation: format of the input, `clip(round(x / s), -128, 127) * s`; None leaves it in
             float.
-        activation_scale: the s; 0 is not known yet.
+        activation_scale: the scale s; 0 means not known yet.
     """
 
     weight: WeightFormat = INT8
@@ -56,19 +56,19 @@ class LinearFormat:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """What of a model is quantized: enough to rebuild the integer model from float weights.
+    """How a model is quantized: enough to rebuild the integer model from float weights.
 
     Attributes:
         linears: module path (`h.0.attn.c_attn`, `lm_head`) -> its format; the others are float.
-            With `lm_head` the embedding is quantized, whose weight it is: one scale a vocabulary
-            row.
+            `lm_head` stands for the tied embedding too: one scale per vocabulary row.
     """
 
     linears: dict[str, LinearFormat] = field(default_factory=dict)
 
     @classmethod
     def w8a8(cls, scales: Mapping[str, float], weight: WeightFormat = INT8) -> "QuantizationPlan":
-        """Integer weights and activations, of these scales; the head's weight is always `INT8`."""
+        """Integer weights, and INT8 activations with these scales; the head's weight is always
+        `INT8`."""
         return cls(
             {
                 name: LinearFormat(INT8 if name == HEAD else weight, "int8", scale)
@@ -87,7 +87,7 @@ class QuantizationPlan:
         return {name: x.activation_scale for name, x in self.linears.items() if x.activation}
 
     def with_scales(self, scales: Mapping[str, float]) -> "QuantizationPlan":
-        """This plan with the scales of all quantized inputs."""
+        """This plan with new scales for all quantized inputs."""
         known = {name: scales[name] for name in self.activation_scales}
         return QuantizationPlan(
             self.linears
@@ -95,13 +95,13 @@ class QuantizationPlan:
         )
 
     def part(self, names: Iterable[str]) -> "QuantizationPlan":
-        """This plan of `names` alone."""
+        """This plan restricted to `names`."""
         wanted = frozenset(names)
         return QuantizationPlan({name: x for name, x in self.linears.items() if name in wanted})
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of a plan of W8A8, in which one weight format is that of all block linears;
-        `linears` lists those that they cannot say."""
+        """The keys of a W8A8 plan with one weight format for all block linears, and a key `linears`
+        for the linears that these keys cannot describe."""
         common = next((x.weight for name, x in self.linears.items() if name != HEAD), INT8)
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
         others = {name: x for name, x in self.linears.items() if plain.get(name) != x}
@@ -142,7 +142,7 @@ class _LinearJson(_Part):
 
 
 class PlanJson(_Part):
-    """What `QuantizationPlan.to_json` writes, whose scales are all known."""
+    """The JSON that `QuantizationPlan.to_json` writes; all its scales are known."""
 
     weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
     weight_bits: Bits = 8

@@ -36,10 +36,11 @@ NAMES = {
     "LOCAL_RANK": "PADDLE_LOCAL_RANK",
     "GROUP_WORLD_SIZE": "PADDLE_NNODES",
 }
-"""What a worker is told, by torchrun's names, which the rest of Lathe looks at, and by Paddle's."""
+"""Environment variables of a worker: torchrun's names, which the rest of Lathe reads, and
+Paddle's."""
 
 app = typer.Typer(
-    help="The stages of lathe that PaddlePaddle and PaddleSlim can do, with lathe's options.",
+    help="The stages of lathe that PaddlePaddle and PaddleSlim support, with lathe's options.",
     no_args_is_help=True,
     add_completion=False,
     result_callback=upload_outputs,
@@ -137,7 +138,7 @@ def export(
 
 
 def main() -> None:
-    """As `lathe.cli.main`: a user's mistake is one message and status 2."""
+    """Like `lathe.cli.main`: a user's mistake gives one message and exit status 2."""
     if MARK_VARIABLE in os.environ or "PADDLE_TRAINER_ID" in os.environ:
         end_with_parent()
     if MARK_VARIABLE in os.environ:
@@ -157,7 +158,7 @@ def main() -> None:
 
 
 def _log_for_starter(mark: str) -> None:
-    """Lines on stdout that `lathe.backends.paddle_process` knows by their mark."""
+    """Log to stdout with the prefix by which `lathe.backends.paddle_process` knows the lines."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
     log.handlers, log.propagate = [handler], False
@@ -171,7 +172,8 @@ def _load(name: str, overrides: list[str] | None) -> "Recipe":
 
 
 def _in_workers(settings: "Recipe", run: Callable[["Recipe"], None]) -> None:
-    """Run it here, or this whole command again in the processes that the recipe asks for."""
+    """Call `run` here, or run this whole command again in the processes that the recipe asks
+    for."""
     if "PADDLE_TRAINER_ID" not in os.environ:
         from lathe.paddle.launch import launch, shape
 

@@ -1,7 +1,7 @@
-"""Which linears INT8 hurts, measured with PaddleSlim's fake quantization.
+"""Sensitivity analysis: what INT8 costs in each linear, with PaddleSlim's fake quantization.
 
-The loop is `lathe.compress.sensitivity.rank`'s: PaddleSlim 2.6.0 sorts the ranking of its own
-`AnalysisQAT` the wrong way round.
+The loop is that of `lathe.compress.sensitivity.rank`, because PaddleSlim 2.6.0 sorts the ranking of
+its own `AnalysisQAT` in the wrong order.
 """
 
 from collections.abc import Callable, Sequence
@@ -126,7 +126,7 @@ class PaddleModel:
         return sum(int(p.size) for p in fake_quant.layer_at(self.model, name).parameters())
 
     def _calibrated(self, plan: QuantizationPlan, journal: Journal) -> QuantizationPlan:
-        """A plan for all linears of a float model."""
+        """The plan for a float model, with calibrated scales."""
 
         def find() -> dict[str, float]:
             with fake_quant.inserted(self.model, plan):
@@ -136,7 +136,8 @@ class PaddleModel:
 
 
 class _watching:
-    """Call `watch(name, x)` with what the linears `names` read, and what the head reads."""
+    """Call `watch(name, x)` with the input of each linear in `names`, which may include the
+    head."""
 
     def __init__(
         self, model: GPT, names: Sequence[str], watch: Callable[[str, Tensor], None]
@@ -164,13 +165,13 @@ class _watching:
 
 
 def weight_of(model: GPT, name: str) -> Tensor:
-    """The weight (in, out) of a linear; of the tied head the embedding (V, C)."""
+    """The weight (in, out) of a linear; for the tied head, the embedding (V, C)."""
     return model.wte.weight if name == HEAD else fake_quant.layer_at(model, name).weight
 
 
 @paddle.no_grad()
 def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
-    """The weight of the linear `name` as PaddleSlim has it read."""
+    """The weight of the linear `name`, fake-quantized as by PaddleSlim."""
     channel, form = 0 if name == HEAD else 1, plan.linears[name].weight
     per_channel = form.quantize_type == "channel_wise_abs_max"
     absmax = weight.abs().max(axis=1 - channel if per_channel else [0, 1], keepdim=True)
@@ -179,7 +180,7 @@ def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> T
 
 
 def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
-    """An activation as it is read at a static scale."""
+    """An activation, fake-quantized with a static scale."""
     return _quantize(x, paddle.to_tensor(scale, dtype=x.dtype), ACTIVATION_LEVELS)
 
 
@@ -192,7 +193,7 @@ def _half_square(gradient: Tensor, error: Tensor) -> float:
 
 
 def _add(values: Accumulator, x: Tensor, quantized: Tensor, channel: int) -> None:
-    """A part (rows, columns), and it quantized; dimension `channel` has the channels."""
+    """Add x (rows, columns) and its quantized form; dimension `channel` has the channels."""
     flat, index = x.flatten(), values.chosen(int(x.size))
     sample = flat if index is None else flat[paddle.to_tensor(index)]
     wide, error = x.astype("float64"), (quantized - x).astype("float64")

@@ -1,4 +1,4 @@
-"""Checkpoint folders as Paddle models; their files are `lathe.model.folder`'s."""
+"""Load and save checkpoint folders as Paddle models; `lathe.model.folder` defines their files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def save_checkpoint(
 
 
 def weights_of(model: GPT) -> Arrays:
-    """The float weights by name, in Paddle's layout; what fake quantization adds stays out."""
+    """The float weights by name, in Paddle's layout, without what fake quantization adds."""
     return {
         name: parameter.numpy().astype(np.float32)
         for name, parameter in model.named_parameters()
@@ -100,10 +100,10 @@ def is_weight(name: str) -> bool:
 
 
 def set_weights(model: GPT, weights: Mapping[str, NDArray[Any]], path: Path) -> None:
-    """Fill the model, whose shapes must be those of `weights`; `path` is for the error.
+    """Fill the model with `weights`; `path` is for the error.
 
     Raises:
-        UserError: they are not, or a number is not finite.
+        UserError: the shapes are not those of the model, or a number is not finite.
     """
     parameters = {n: p for n, p in model.named_parameters() if is_weight(n)}
     shapes = {name: array.shape for name, array in weights.items()}
@@ -115,7 +115,7 @@ def set_weights(model: GPT, weights: Mapping[str, NDArray[Any]], path: Path) -> 
 
 
 def to_files(weights: Arrays, config: GPTConfig) -> Arrays:
-    """HF's order of qkv, all of q first."""
+    """The weights with qkv in HF's order, all of q first."""
     is_fused = config.architecture.is_fused
     return {
         name: by_projection(array, config.head_dim) if is_fused(name) else array

@@ -1,4 +1,4 @@
-"""What must be so before paddle is imported, and which versions work together."""
+"""Prepares the process for importing paddle, and lists the versions that work together."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from lathe.errors import UserError
 
 log = logging.getLogger("lathe")
 
-# The one set that prunes, trains, quantizes and exports end to end.
+# The only set that prunes, trains, quantizes and exports end to end.
 VERSIONS = {
     "paddlepaddle": ("2.6.2", "paddleslim 2.6.0 is built on it"),
     "paddleslim": ("2.6.0", "the last with the pruners and QAT of PaddleFleetX"),
@@ -21,7 +21,7 @@ VERSIONS = {
     "numpy": ("1.26.4", "paddlepaddle 2.6.2 is built for numpy 1"),
 }
 ALTERNATIVES = {"paddlepaddle": ("paddlepaddle-gpu",)}
-HINT = "make the environment with `make paddle-env`: images/paddle/requirements.lock has the set"
+HINT = "run `make paddle-env`, which installs the versions of images/paddle/requirements.lock"
 
 
 def prepare() -> None:
@@ -36,13 +36,13 @@ def prepare() -> None:
             raise UserError(f"{package} is not installed in {sys.prefix}", HINT)
         if found != wanted:
             raise UserError(f"{package} is {found}, not {wanted}: {reason}", HINT)
-    # Paddle's library exports a zlib of its own: whatever needs the system's must find that first,
-    # or it ends in a segmentation fault.
+    # Paddle's library exports its own zlib. Code that needs the system's must load that first, or
+    # it ends in a segmentation fault.
     import zlib  # noqa: F401
 
-    # Else PaddleSlim's pruner takes the causal mask for something that heads depend on.
+    # Otherwise PaddleSlim's pruner treats the causal mask as something that heads depend on.
     os.environ["OPS_UNCHANGE_SHAPE"] = "tril_triu,fill_constant"
-    # A CPU copies views that are not contiguous element by element: a step takes a third more.
+    # On CPUs, Paddle copies non-contiguous views element by element: a step is a third slower.
     os.environ["FLAGS_use_stride_kernel"] = "0"  # noqa: SIM112
     warnings.filterwarnings("ignore", message="Setuptools is replacing distutils")
     warnings.filterwarnings("ignore", category=UserWarning, module="paddle")

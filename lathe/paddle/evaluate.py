@@ -1,4 +1,4 @@
-"""A checkpoint measured by the evaluation tasks with Paddle."""
+"""Measures a checkpoint with Paddle on the evaluation tasks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,8 +34,8 @@ def evaluate(
     text: Path | None = None,
     tasks: Sequence[GivenTask] = (),
 ) -> EvalResult:
-    """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is read by PaddleSlim's fake
-    quantization."""
+    """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is computed with PaddleSlim's
+    fake quantization."""
     require_supported("evaluate", recipe)
     device = choose_device(recipe.Global.device)
     paddle.set_device(device)
@@ -69,8 +69,8 @@ def generate(
     eos: int | None,
     seed: int,
 ) -> list[list[int]]:
-    """One continuation a prompt, each token by a whole forward pass; a beam search is a greedy one
-    here."""
+    """One continuation per prompt, with a full forward pass for each token; greedy search replaces
+    beam search."""
     params = Params(
         min_tokens=settings.min_dec_len,
         decode_strategy="sampling" if settings.decode_strategy == "sampling" else "greedy_search",

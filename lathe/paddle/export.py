@@ -1,6 +1,6 @@
-"""A checkpoint as Paddle's static model, and as paddle2onnx's graph, each proven.
+"""Exports a checkpoint as Paddle's static model and as paddle2onnx's graph, and proves both.
 
-These files are for who runs Paddle Inference. What Lathe serves is the graph with a KV cache that
+These files are for users of Paddle Inference. Lathe itself serves the graph with a KV cache that
 `lathe.export` writes from the same checkpoint; it is compared with Paddle's logits too.
 """
 
@@ -37,9 +37,9 @@ log = logging.getLogger("lathe")
 
 NAME = "model"
 METADATA = PADDLE_EXPORT.metadata_file
-# Limits of the mean error of logits. In float, relative to their standard deviation: right graphs
-# are seen at 3e-7, one with erf GELU at 1.4e-4. In INT8, relative to what quantization did; see
-# `lathe.export.proof`.
+# Limits of the mean error of logits. In float, relative to their standard deviation: correct graphs
+# measure 3e-7, one with erf GELU 1.4e-4. In INT8, relative to the change that quantization made;
+# see `lathe.export.proof`.
 NOISE = 1e-5
 QUANTIZATION_SHARE = 1.5
 
@@ -53,7 +53,7 @@ class ProofError(StageError):
 
 @dataclass(frozen=True)
 class Difference:
-    """Of logits against Paddle's of the checkpoint."""
+    """Error of logits against those of the checkpoint in Paddle."""
 
     max_error: float
     mean_error: float
@@ -70,7 +70,8 @@ def export(
         served: an export folder of the same checkpoint, to compare with.
 
     Raises:
-        ProofError: a file parts from the checkpoint, or paddle2onnx lost quantized MatMuls.
+        ProofError: a file's logits differ from the checkpoint's, or paddle2onnx lost quantized
+            MatMuls.
     """
     paddle.set_device("cpu")
     checkpoint = load_checkpoint(model)
@@ -94,7 +95,7 @@ def export(
         wanted = len(plan.linears) if plan else 0
         if (count := count_quantized(graph)) != wanted:
             raise ProofError(
-                f"paddle2onnx's graph has {count} quantized MatMuls where the plan has {wanted}"
+                f"paddle2onnx's graph has {count} quantized MatMuls, but the plan has {wanted}"
             )
         onnx.save(graph, str(work / f"{NAME}.onnx"))
         differences["paddle2onnx"] = compare("model.onnx", _onnxruntime(work / f"{NAME}.onnx"))
@@ -117,12 +118,12 @@ def export(
 
 
 def _build(weights: Arrays, config: Any, source: Path) -> tuple[GPT, Any]:
-    """The model as its plan has it, and PaddleSlim's QAT where there is a plan."""
+    """The model, and if it has a plan, its fake quantization and PaddleSlim's QAT."""
     net = GPT(replace(config, quantization=None))
     set_weights(net, weights, source)
     qat = fake_quant.insert(net, config.quantization) if config.quantization else None
     net.eval()
-    _dygraph(net)(_row([0]))  # a forward pass finds the scales of the weights
+    _dygraph(net)(_row([0]))  # a forward pass sets the scales of the weights
     return net, qat
 
 
@@ -131,15 +132,15 @@ def _save(net: GPT, qat: Any, path: Path) -> None:
     if qat is None:
         paddle.jit.save(net, str(path), input_spec=spec)
     else:
-        # In a scope of its own: its passes look variables up by names that an earlier one used.
+        # In its own scope, because its passes look up variables by names that recur.
         with paddle.static.scope_guard(paddle.static.Scope()):
             qat.save_quantized_model(net, str(path), spec)
-    paddle.disable_static()  # which saving a quantized model leaves on
+    paddle.disable_static()  # saving a quantized model leaves it on
 
 
 def _onnx(weights: Arrays, config: Any, source: Path) -> Any:
-    """paddle2onnx's graph; it would lose the embedding's and the head's quantization, so that is
-    left out of what it converts."""
+    """paddle2onnx's graph. paddle2onnx would lose the quantization of the embedding and the head,
+    so they are converted in float and quantized afterwards."""
     plan = config.quantization
     table = head = None
     if plan is not None:
@@ -195,7 +196,7 @@ def _onnxruntime(path: Path) -> Run:
 def _compare(
     name: str, found: list[Logits], reference: list[Logits], in_float: list[Logits] | None
 ) -> Difference:
-    """Raises ProofError where the mean error is above its limit."""
+    """Compare logits; raises ProofError if the mean error is above its limit."""
     ours, theirs = np.concatenate(found), np.concatenate(reference)  # (sum of T, V)
     error = np.abs(ours - theirs)
     if in_float is None:
@@ -210,7 +211,7 @@ def _compare(
     )
     if not difference.mean_error <= limit:
         raise ProofError(
-            f"{name}: logits differ from Paddle's by {difference.mean_error:.3g} in the mean "
+            f"{name}: logits differ from Paddle's by {difference.mean_error:.3g} on average "
             f"(limit {limit:.3g}) and by {difference.max_error:.3g} at most"
         )
     return difference

@@ -1,8 +1,8 @@
 """PaddleSlim's quantization-aware training on a `GPT`, and its ranges as a `QuantizationPlan`.
 
-Fake quantization is PaddleSlim's own. It reads an activation as clip(round(x / s), -127, 127) * s;
-the served graph, as `lathe.model.fake_quant`, goes down to -128, which only an input beyond the
-range sees. Its moving average counts every forward pass, Lathe's every step.
+Fake quantization is PaddleSlim's own. It rounds an activation to clip(round(x / s), -127, 127) * s.
+The served graph and `lathe.model.fake_quant` go down to -128, which matters only for inputs beyond
+the range. PaddleSlim's moving average counts every forward pass, Lathe's every step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,15 +31,15 @@ QUANTIZED = (QuantizedLinear, QuantizedColumnParallelLinear, QuantizedRowParalle
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: float = 0.9) -> Any:
-    """Replace in place the linears of the plan by PaddleSlim's.
+    """Replace the linears of the plan, in place, with PaddleSlim's.
 
-    A scale of 0 stands for "not known yet": calibrate before use.
+    A scale of 0 means "not known yet": calibrate before use.
 
     Returns:
         The `paddleslim.dygraph.quant.QAT`, which also saves the static model.
 
     Raises:
-        UserError: a linear's input is float.
+        UserError: the plan has a linear with a float input.
     """
     from paddleslim.dygraph.quant import QAT
 
@@ -59,8 +59,8 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
             "onnx_format": True,
         }
     )
-    # Inputs alone: `quantize` also watches every linear's output, which the static model would
-    # then quantize, as no training has.
+    # Inputs only: `quantize` also tracks every linear's output, which the static model would then
+    # quantize, although training did not.
     qat.imperative_qat._quantize_inputs.apply(model)
     if plan.quantize_embedding:
         V = model.config.vocab_size
@@ -76,10 +76,11 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
 
 
 def _weight_format(plan: QuantizationPlan) -> WeightFormat:
-    """That of the block linears, which PaddleSlim quantizes alike, weight and input together."""
+    """The weight format of the block linears. PaddleSlim quantizes all of them alike, weight and
+    input together."""
     if in_float := plan.linears.keys() - plan.activation_scales.keys():
         raise UserError(
-            f"{min(in_float)} has INT8 weights and float inputs, which PaddleSlim has not",
+            f"{min(in_float)} has INT8 weights and float inputs, which PaddleSlim does not support",
             "use Compress.engine=torch",
         )
     formats = {form.weight for name, form in plan.linears.items() if name != HEAD}
@@ -89,7 +90,7 @@ def _weight_format(plan: QuantizationPlan) -> WeightFormat:
 
 @contextmanager
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
-    """`insert` for the time of a `with` block; the model is as before afterwards."""
+    """`insert` for the duration of a `with` block; afterwards the model is as before."""
     before = {path: layer_at(model, path) for path in model.config.linear_names()}
     was_training = model.training
     insert(model, plan)
@@ -112,14 +113,14 @@ def layer_at(model: nn.Layer, path: str) -> Any:
 
 
 def quantized_linears(model: GPT) -> Iterator[tuple[str, Any]]:
-    """(path, PaddleSlim's quantized linear)."""
+    """Yield (path, PaddleSlim's quantized linear)."""
     for name, layer in model.named_sublayers():
         if isinstance(layer, QUANTIZED):
             yield name, layer
 
 
 def activation_quantizers(model: GPT) -> Iterator[tuple[str, Any]]:
-    """(path of the linear or `lm_head`, the quantizer of its input)."""
+    """Yield (path of the linear or `lm_head`, the quantizer of its input)."""
     for name, layer in quantized_linears(model):
         yield name, layer._fake_quant_input
     if model.head_input is not None:
@@ -127,10 +128,10 @@ def activation_quantizers(model: GPT) -> Iterator[tuple[str, Any]]:
 
 
 def set_range(quantizer: Any, absmax: float) -> None:
-    """Make `absmax` the range, and what its moving average goes on from.
+    """Set the range to `absmax`, from which the moving average continues.
 
-    PaddleSlim's average is (rate * accum + max) / (rate * state + 1); from state = 1 / (1 - rate)
-    and accum = absmax * state on it is rate * absmax + (1 - rate) * max.
+    PaddleSlim's average is (rate * accum + max) / (rate * state + 1). With state = 1 / (1 - rate)
+    and accum = absmax * state, it is rate * absmax + (1 - rate) * max.
     """
     state = 1 / (1 - quantizer._moving_rate)
     for tensor, value in (
@@ -142,7 +143,7 @@ def set_range(quantizer: Any, absmax: float) -> None:
 
 
 def scales(model: GPT) -> dict[str, float]:
-    """Path -> scale of its input, as the exported graph uses it; PACT's bound counts."""
+    """Path -> scale of its input, as the exported graph uses it, limited by PACT's bound."""
     bounds = {
         name: float(layer._act_preprocess.alpha)
         for name, layer in quantized_linears(model)
@@ -190,7 +191,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
 
 
 def share_ranges(model: GPT) -> None:
-    """Give all processes the widest range that one of them has seen."""
+    """Give all processes the widest range that any of them has seen."""
     for _, quantizer in activation_quantizers(model):
         for tensor in (quantizer._scale, quantizer._accum):
             dist.all_reduce(tensor, dist.ReduceOp.MAX)

@@ -1,9 +1,9 @@
-"""The GPT of `lathe.model.gpt` in Paddle: the same parameters by the same names, the same logits.
+"""The GPT of `lathe.model.gpt` in Paddle, with the same parameters, names and logits.
 
 Shapes: B batch, T tokens, C hidden size, H heads of this layer, D head size, F FFN width, V
-vocabulary. Linears are (in, out), as Paddle has them and HF's files do. The columns of `c_attn`
-stand head by head, each head's q, k and v together: PaddleFleetX's fused qkv, and the one order in
-which PaddleSlim's pruner finds whole heads.
+vocabulary. Linears are (in, out), as in Paddle and in HF's files. The columns of `c_attn` are
+ordered head by head, each head's q, k and v together: PaddleFleetX's fused qkv, and the only order
+in which PaddleSlim's pruner finds whole heads.
 """
 
 from typing import Any, Literal
@@ -19,10 +19,10 @@ MASKED = -1e9
 
 
 class Attention(nn.Layer):
-    """Causal self-attention; its width `n_head * head_dim` may be below C.
+    """Causal self-attention; its width `n_head * head_dim` may be smaller than C.
 
-    The mask is made here and not once for all layers: PaddleSlim follows shared tensors, and would
-    prune every layer's heads together.
+    Every layer makes its own mask: PaddleSlim follows shared tensors, and with a shared mask it
+    would prune the heads of all layers together.
     """
 
     def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
@@ -104,8 +104,8 @@ class GPT(nn.Layer):
     """`model(tokens)` gives logits; `hidden` and `head` are its two halves.
 
     Attributes:
-        head_input, table_quantizer: fake quantization of what the head reads and of the embedding,
-            where the plan has it; see `lathe.paddle.fake_quant`.
+        head_input, table_quantizer: fake quantization of the head's input and of the embedding, if
+            the plan has it; see `lathe.paddle.fake_quant`.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class GPT(nn.Layer):
         self.table_quantizer: nn.Layer | None = None
 
     def set_recompute(self, granularity: str | None) -> None:
-        """Which activations of every block are made again in backward: `full` all, `full_attn`
-        those of attention, `core_attn` those between its two linears."""
+        """Select which activations of every block the backward pass recomputes: `full` all,
+        `full_attn` those of attention, `core_attn` those between its two linears."""
         for block in self.h:
             block.recomputes = {"full": "all", "full_attn": "attention"}.get(granularity or "")
             block.attn.recomputes_core = granularity == "core_attn"
 
     def table(self) -> Tensor:
-        """The embedding (V, C), as it is read."""
+        """The embedding (V, C) that lookups and the head use."""
         weight = self.wte.weight
         return weight if self.table_quantizer is None else self.table_quantizer(weight)
 
@@ -162,8 +162,8 @@ class GPT(nn.Layer):
 
 
 def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, nats a token, of predicting tokens[:, 1:] of (B, T + 1)."""
+    """Mean cross-entropy, nats per token, of predicting tokens[:, 1:] of (B, T + 1)."""
     logits = model(tokens[:, :-1]).flatten(0, 1)
-    if logits.dtype != paddle.float32:  # a cast copies, to the same type as well
+    if logits.dtype != paddle.float32:  # a cast copies even to the same type
         logits = logits.astype("float32")
     return F.cross_entropy(logits, tokens[:, 1:].flatten())

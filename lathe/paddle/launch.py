@@ -1,7 +1,7 @@
 """Run a verb of this engine in several processes with `paddle.distributed.launch`.
 
-On one machine the processes meet on the loopback interface. On a cluster this process is one of
-Kubeflow Trainer's torch policy, whose `PET_*` variables say how many machines there are.
+On one machine the processes connect over the loopback interface. On a cluster, Kubeflow Trainer's
+torch policy started this process, and its `PET_*` variables say how many machines there are.
 """
 
 import json
@@ -27,7 +27,7 @@ TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """How many machines and processes on each, and for several machines where they meet."""
+    """Number of machines, processes per machine, and for several machines the master's address."""
 
     nodes: int = 1
     processes_per_node: int = 1
@@ -41,7 +41,8 @@ class Shape:
 
 
 def shape(settings: DistributedSettings) -> Shape:
-    """What the degrees ask of this machine, or what `PET_*` says; `auto` is one a GPU, or one."""
+    """The processes that the degrees ask for on this machine, or those of `PET_*`; with
+    `dp_degree: auto` they fill the GPUs."""
     environment = os.environ
     if "PET_NNODES" in environment:
         return Shape(
@@ -60,8 +61,8 @@ def launch(command: Sequence[str], shape: Shape) -> None:
     """Run `python -m lathe.paddle <command>` in every process of `shape` and wait for all.
 
     Raises:
-        Preempted: SIGTERM came, and every worker saved its state.
-        UserError, StageError: what a worker raised, or that it failed, with its last lines.
+        Preempted: SIGTERM arrived, and every worker saved its state.
+        UserError, StageError: what a worker raised, or its last lines if it failed otherwise.
     """
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
         process = subprocess.Popen(
@@ -77,7 +78,7 @@ def launch(command: Sequence[str], shape: Shape) -> None:
         raised = [
             json.loads(path.read_text(encoding="utf-8")) for path in Path(logs).glob(f"{OUTCOME}*")
         ]
-        if raised:  # where one fails, the others are asked to end and save
+        if raised:  # if one fails, the others are asked to save and end
             raise error_of(**min(raised, key=lambda outcome: outcome["status"] == Preempted.status))
         raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
 
@@ -93,14 +94,14 @@ def arguments(command: Sequence[str], shape: Shape, logs: str) -> list[str]:
 
 
 def _variables(logs: str) -> dict[str, str]:
-    """The script lies beside modules of ours whose names must not shadow others."""
+    """Environment of the workers; modules beside the script must not shadow others."""
     root = str(SCRIPT.parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, LOGS_VARIABLE: logs}
 
 
 def _tail(logs: Path) -> str:
-    """Of the worker that says what went wrong, or of the first."""
+    """The last log lines of the worker that reports an error, or of the first worker."""
     texts = [
         path.read_text(errors="replace", encoding="utf-8")
         for path in sorted(logs.glob("workerlog.*"))

@@ -1,4 +1,4 @@
-"""How good a Paddle model is on the validation batches, as the torch engine measures it.
+"""Metrics of a Paddle model on the validation batches, the same as in the torch engine.
 
 See `lathe.compress.sensitivity.measure`.
 """
@@ -17,9 +17,9 @@ CHUNK_ELEMENTS = 2**24  # of the float64 logits that are held at a time
 
 
 class Measure:
-    """`measure(model)` is the metric of every one of `batches`, a mean over its tokens.
+    """`measure(model)` is the metric of each of `batches`, a mean over its tokens.
 
-    For `kl` the final hidden states of the float model are kept: C floats a token.
+    For `kl`, the final hidden states of the float model are kept: C floats per token.
     """
 
     def __init__(self, metric: str, batches: EvalBatches, float_model: GPT) -> None:
@@ -32,7 +32,7 @@ class Measure:
 
     @paddle.no_grad()
     def __call__(self, model: GPT) -> list[float]:
-        """Raises UserError where one is not finite."""
+        """The metric of each batch; raises UserError if one is not finite."""
         values = []
         for i, tokens in enumerate(self._tokens()):
             hidden, targets = _hidden(model, tokens), tokens[:, 1:].flatten()
@@ -44,7 +44,7 @@ class Measure:
         return values
 
     def _of_batch(self, model: GPT, hidden: Tensor, targets: Tensor, i: int) -> float:
-        """Sum over tokens."""
+        """The sum of the metric over the tokens of batch i."""
         total, n = 0.0, max(1, CHUNK_ELEMENTS // model.config.vocab_size)
         for start in range(0, len(targets), n):
             part = slice(start, start + n)
@@ -65,7 +65,7 @@ class Measure:
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Along the last axis, in float64: Paddle's own is forty times slower on a CPU."""
+    """Over the last axis, in float64; Paddle's own is forty times slower on a CPU."""
     wide = logits.astype("float64")
     return wide - paddle.logsumexp(wide, -1, keepdim=True)
 

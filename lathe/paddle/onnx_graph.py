@@ -1,6 +1,6 @@
-"""paddle2onnx's graph, made right: the model's GELU, int8 weights, and the head's quantization.
+"""Corrects paddle2onnx's graph: the model's GELU, int8 weights, and the head's quantization.
 
-paddle2onnx 1.2.6 writes erf GELU for the tanh one, keeps int8 weights as floats before a
+paddle2onnx 1.2.6 writes the erf GELU instead of the tanh one, keeps int8 weights as floats before a
 QuantizeLinear, and loses the fake quantization of an embedding and of a head that is its transpose.
 """
 
@@ -24,8 +24,11 @@ def convert(static: Path, head_scale: float | None, table: NDArray[np.float32] |
 
     Args:
         static: path of the `.pdmodel` without its suffix; the embedding and the head are float.
-        head_scale: step of what the head reads, where it is quantized.
-        table: the embedding (V, C) on its int8 grid, a scale a row, where it is quantized.
+        head_scale: scale of the head's input, if that is quantized.
+        table: the embedding (V, C) on its int8 grid, one scale per row, if it is quantized.
+
+    Raises:
+        StageError: the result is not a valid graph.
     """
     text = paddle2onnx.export(
         f"{static}.pdmodel", f"{static}.pdiparams", opset_version=OPSET, verbose=False
@@ -83,7 +86,7 @@ class _Graph:
             self._replace(node, mended)
 
     def fold_weights(self) -> None:
-        """QuantizeLinear of a constant -> the integers."""
+        """QuantizeLinear of a constant -> its integers."""
         for node in [n for n in self.nodes if n.op_type == "QuantizeLinear"]:
             if node.input[0] not in self.constants:
                 continue
@@ -96,7 +99,7 @@ class _Graph:
             self.nodes.remove(node)
 
     def quantize_table(self, table: NDArray[np.float32]) -> None:
-        """The float embedding -> DequantizeLinear of integers, a scale a row."""
+        """The float embedding -> DequantizeLinear of integers, one scale per row."""
         name = next(n for n, array in self.constants.items() if array.shape == table.shape)
         scale = np.abs(table).max(1) / INT8.levels
         scale = np.where(scale > 0, scale, 1).astype(np.float32)
@@ -109,7 +112,7 @@ class _Graph:
         self.nodes.insert(0, helper.make_node("DequantizeLinear", inputs, [name], axis=0))
 
     def quantize_head(self, scale: float) -> None:
-        """What the last MatMul reads goes through int8."""
+        """Quantize the input of the last MatMul to int8 and back."""
         head = [node for node in self.nodes if node.op_type == "MatMul"][-1]
         x = head.input[0]
         step, zero = self._scalar(scale), self._constant("head.zero", np.zeros((), np.int8))
@@ -124,7 +127,7 @@ class _Graph:
         """The model with these nodes and the constants that they use, checked.
 
         Raises:
-            StageError: it is no valid graph.
+            StageError: it is not a valid graph.
         """
         used = {name for node in self.nodes for name in node.input}
         graph = self.model.graph
@@ -138,7 +141,7 @@ class _Graph:
         try:
             onnx.checker.check_model(self.model, full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            raise StageError(f"paddle2onnx's graph: {error}") from error
+            raise StageError(f"paddle2onnx's graph is not valid: {error}") from error
         return self.model
 
     def _scalar(self, value: float) -> str:

@@ -1,4 +1,4 @@
-"""Every block linear divided over processes (tensor parallelism), which Paddle 2.6 does on GPUs
+"""Tensor parallelism: every block linear is divided over processes. Paddle 2.6 supports it on GPUs
 only."""
 
 from typing import Any
@@ -17,12 +17,12 @@ from lathe.paddle.workers import Workers
 
 
 def divide(model: GPT, workers: Workers) -> None:
-    """Replace in place every block linear by this process's part of it: heads and FFN channels.
+    """Replace every block linear, in place, with this process's part: heads and FFN channels.
 
-    Embedding, head and norms are whole in every process. Does nothing where mp is 1.
+    Embedding, head and norms are whole in every process. Does nothing if mp is 1.
 
     Raises:
-        UserError: a layer's heads or channels do not divide.
+        UserError: mp does not divide a layer's heads or channels.
     """
     if workers.mp == 1:
         return
@@ -56,7 +56,7 @@ def divide(model: GPT, workers: Workers) -> None:
 
 
 def whole_weights(model: GPT, workers: Workers) -> Arrays:
-    """The weights of all parts, in every process."""
+    """The whole weights, gathered from all parts, in every process."""
     if workers.mp == 1:
         return weights_of(model)
     group = workers.parts
@@ -68,7 +68,7 @@ def whole_weights(model: GPT, workers: Workers) -> Arrays:
 
 
 def axis_of(name: str, architecture: Architecture) -> int | None:
-    """Along which a parameter is divided; None for those that every process has whole."""
+    """The axis along which a parameter is divided; None if every process has it whole."""
     linear, is_weight = architecture.linear_of(name), name.endswith(".weight")
     if linear is not None and linear.style == "column":
         return 1 if is_weight else 0

@@ -28,7 +28,7 @@ PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
 
 @dataclass(frozen=True)
 class KeptUnits:
-    """Indexes of one layer's surviving heads and FFN channels, ascending."""
+    """Indices of the heads and FFN channels that one layer keeps, ascending."""
 
     heads: NDArray[np.int64]
     channels: NDArray[np.int64]
@@ -39,7 +39,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 
     Raises:
         UserError: `model` is quantized or already pruned, `Compress.Prune.enable` is False, or the
-            recipe asks for what PaddleSlim's pruners do not do; see also `run_training`.
+            recipe asks for what PaddleSlim's pruners do not support; see also `run_training`.
     """
     settings = recipe.Compress.Prune
     require_enabled("Prune", settings.enable)
@@ -66,13 +66,16 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 
 
 def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptUnits]]:
-    """The smaller GPT, and what is left of every layer; `model` is used up.
+    """The smaller GPT, and what every layer keeps; `model` itself is changed.
 
     PaddleSlim removes columns of the fused qkv and of the first FFN linear, and the rows of the
     second linears that read them.
 
     Args:
-        source: where the model is from, for an error.
+        source: the folder of the model, for messages.
+
+    Raises:
+        UserError: the model is quantized or already pruned.
     """
     config = model.config
     full = config.n_embd // config.head_dim
@@ -80,8 +83,8 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         raise UserError(f"{source}: is quantized", "prune first, then quantize")
     if set(config.n_head) != {full}:
         raise UserError(
-            f"{source}: is pruned already, and PaddleSlim finds no heads in a qkv that is not "
-            "three times the hidden size",
+            f"{source}: is pruned already, but PaddleSlim finds heads only in a qkv that is three "
+            "times the hidden size",
             "prune the dense model, or use Compress.engine=torch",
         )
     names = {name: parameter.name for name, parameter in model.named_parameters()}

@@ -25,7 +25,7 @@ log = logging.getLogger("lathe")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> TrainResult:
-    """Insert PaddleSlim's fake quantization, calibrate it, train through it, write a checkpoint
+    """Insert PaddleSlim's fake quantization, calibrate it, train with it, and write a checkpoint
     with its plan. See `lathe.compress.quantize.quantize`."""
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
     require_supported("quantize", recipe)
@@ -50,7 +50,7 @@ def quantize(
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
         if workers.size > 1:
             fake_quant.share_ranges(trainable)
-        log.info("%d linears are INT8, by PaddleSlim", len(plan.linears))
+        log.info("%d linears are quantized to INT8 by PaddleSlim", len(plan.linears))
 
         def after_step(workers: Workers) -> None:
             if workers.size > 1:

@@ -1,4 +1,5 @@
-"""Activations that backward makes again instead of keeping them (Chen et al. 2016)."""
+"""Recomputation: the backward pass recomputes activations instead of storing them (Chen et al.
+2016)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,11 @@ from paddle.nn.quant.quant_layers import FakeQuantMovingAverageAbsMax
 def recomputed(
     layer: nn.Layer, function: Callable[..., Tensor], *inputs: Tensor, is_random: bool
 ) -> Tensor:
-    """What `function`, which is of `layer`, gives; its own activations are not kept.
+    """The result of `function`, which belongs to `layer`; its activations are not stored.
 
     Args:
-        is_random: whether it drops units, which the second pass must drop again: on GPUs only.
+        is_random: whether it has dropout; the second pass then has to drop the same units, which
+            Paddle supports on GPUs only.
     """
     needs_grad = paddle.is_grad_enabled() and not all(x.stop_gradient for x in inputs)
     if not (layer.training and needs_grad):
@@ -33,7 +35,7 @@ def recomputed(
 
 @contextmanager
 def _observers_at_rest(layer: nn.Layer) -> Iterator[None]:
-    """A range is what the first pass left: it must not see the same input again."""
+    """Pause the observers: their ranges must not count the same input a second time."""
     observers = [
         part for part in layer.sublayers() if isinstance(part, FakeQuantMovingAverageAbsMax)
     ]

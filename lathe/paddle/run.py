@@ -1,4 +1,4 @@
-"""What the stages that train have in common: claim the folder, train, write the checkpoint."""
+"""Shared by the stages that train: claim the folder, train, write the checkpoint."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ log = logging.getLogger("lathe")
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A model to train, and what its checkpoint says of it; see `lathe.train.run.TrainingJob`."""
+    """A model to train, and what its checkpoint records; see `lathe.train.run.TrainingJob`."""
 
     stage: str
     model: GPT
@@ -58,7 +58,7 @@ def run_training(
     make: Callable[[Workers], TrainingJob],
     sources: Sequence[Path],
 ) -> TrainResult:
-    """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
+    """Train what `make` builds and write the checkpoint `output`, unless that is finished already.
 
     Args:
         make: builds the model, divided as the recipe asks; not called when `output` is finished.
@@ -66,10 +66,10 @@ def run_training(
 
     Raises:
         UserError: as `lathe.train.run.run_training`.
-        Preempted: SIGTERM came; the same call goes on.
+        Preempted: SIGTERM arrived; the same call resumes.
     """
     if recipe.Engine.mix_precision.is_pure:
-        log.warning("mix_precision.level O2: the Paddle engine computes as for O1")
+        log.warning("mix_precision.level is O2: the Paddle engine computes as with O1")
     with join_workers(recipe) as workers:
         identity = run_identity(recipe, inputs, data, workers.data_size)
         with claimed(output, identity, data, *sources) if workers.is_first else nullcontext():
@@ -107,6 +107,6 @@ def run_training(
 
 
 def _agreed(workers: Workers, output: Path) -> TrainResult:
-    """What the first process finds, whose disk alone may have it."""
+    """The result that the first process reads: only its disk may have it."""
     result: TrainResult = workers.gather(read_result(output) if workers.is_first else None)[0]
     return result

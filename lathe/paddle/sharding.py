@@ -1,7 +1,7 @@
-"""Gradients and moments divided over processes, of which each updates a part of the weights.
+"""Gradients and moments are divided over processes, each of which updates a part of the weights.
 
-ZeRO stage 2 (Rajbhandari et al. 2020) by `reduce` and `broadcast` alone. Paddle's own
-`group_sharded_parallel` refuses CPUs, and lets nobody see the gradients before it scales them.
+This is ZeRO stage 2 (Rajbhandari et al. 2020), with `reduce` and `broadcast` only. Paddle's own
+`group_sharded_parallel` refuses CPUs, and does not expose the gradients before it scales them.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from lathe.paddle.workers import Workers
 
 
 class GradientSums:
-    """Sums of the gradients of `parameters` over the processes that see other parts of a batch.
+    """Sums the gradients of `parameters` over the processes that see different parts of a batch.
 
-    With sharding the sum of a parameter is its owner's alone; the others drop their gradient as
-    soon as backward has made it. It may be made in several backward passes.
+    With sharding, only the owner of a parameter keeps the sum; the others drop their gradient as
+    soon as the backward pass has made it. A step may have several backward passes.
 
     Attributes:
         owned: the parameters that this process updates.
@@ -34,14 +34,14 @@ class GradientSums:
                 parameter._register_backward_hook(self._reduce(parameter, owner))
 
     def sum(self) -> None:
-        """Call it after the last backward pass of a step."""
+        """Complete the sums; call it after the last backward pass of a step."""
         workers = self.workers
         if workers.data_size > workers.sharding:
             _all_reduce([p.grad for p in self.owned if p.grad is not None], workers.replicas)
 
     @paddle.no_grad()
     def publish(self) -> None:
-        """Give the weights that this process has updated to those that have not."""
+        """Broadcast the weights that each process has updated to the others."""
         if self.workers.sharding > 1:
             for parameter, owner in self._owners():
                 dist.broadcast(parameter, self.group.ranks[owner], self.group)
@@ -52,7 +52,7 @@ class GradientSums:
     def _reduce(self, parameter: Tensor, owner: int) -> Any:
         @paddle.no_grad()
         def reduce(*_: Any) -> None:
-            # The owner's holds the sum of earlier passes already, the others' only this one's.
+            # The owner's gradient already has the sum of earlier passes, the others' only this one.
             dist.reduce(parameter.grad, self.group.ranks[owner], group=self.group)
             if owner != self.workers.sharding_rank:
                 parameter.clear_gradient(False)
@@ -61,7 +61,7 @@ class GradientSums:
 
 
 def assign(sizes: Sequence[int], parts: int) -> list[int]:
-    """The part of every parameter, so that all parts have about as many numbers."""
+    """The part that owns each parameter, such that all parts have about the same size."""
     held, owner = [0] * parts, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owner[index] = held.index(min(held))
@@ -71,7 +71,7 @@ def assign(sizes: Sequence[int], parts: int) -> list[int]:
 
 @paddle.no_grad()
 def _all_reduce(gradients: Sequence[Tensor], group: Any) -> None:
-    """In place, in one message."""
+    """Sum in place, in one message."""
     flat = paddle.concat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
     parts = paddle.split(flat, [gradient.size for gradient in gradients])

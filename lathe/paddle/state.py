@@ -1,7 +1,7 @@
-"""Saved states of the Paddle engine: `step_N/` holds a file of every part of the run's state.
+"""Saved states of the Paddle engine: `step_N/` holds one file for each part of the run's state.
 
-A part is what the processes at one place along `sharding` and `mp` hold: of `mp` a part of the
-weights (in the files of the first along `sharding`), of both a part of the moments.
+There is one part for each pair of ranks along `sharding` and `mp`. The weights are divided along
+`mp` (and are in the files of the first rank along `sharding`), the moments along both.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def write(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
-    """This process's part, unless another process writes the same."""
+    """Write this process's part, unless another process writes the same."""
     folder.mkdir(parents=True, exist_ok=True)
     if workers.is_replica:
         return
@@ -34,7 +34,7 @@ def write(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
 
 
 def read(folder: Path, model: GPT, optimizer: Any, owned: Iterable[Any], workers: Workers) -> None:
-    """Into model and optimizer, whatever the number of processes along `sharding` was.
+    """Read a saved state into `model` and `optimizer`; the degree of sharding may have changed.
 
     Args:
         owned: the parameters that this process updates.
@@ -56,12 +56,12 @@ def read(folder: Path, model: GPT, optimizer: Any, owned: Iterable[Any], workers
 
 
 def _part(workers: Workers) -> str:
-    """The end of the names of the files that have this process's part along `mp`."""
+    """Suffix of the files that have this process's part along `mp`."""
     return f"mp_{workers.mp_rank:03d}.safetensors"
 
 
 def _lasting(key: str, names: dict[str, str]) -> str:
-    """Paddle counts layers into a parameter's name; its place in the model is the same in every
-    process: `linear_7.w_0_moment1_0` -> `h.0.mlp.c_fc.weight/moment1_0`."""
+    """Paddle's parameter names contain a counter of layers; replace them by the path in the model,
+    the same in every process: `linear_7.w_0_moment1_0` -> `h.0.mlp.c_fc.weight/moment1_0`."""
     prefix = max((p for p in names if key.startswith(p)), key=len)
     return f"{names[prefix]}/{key.removeprefix(prefix)}"

@@ -1,4 +1,4 @@
-"""The steps of a training in Paddle, finetuning after pruning and QAT."""
+"""The training steps in Paddle, for finetuning after pruning and for QAT."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ log = logging.getLogger("lathe")
 
 
 class Trainer(Loop):
-    """Trains `model`, as this process computes it; see `Loop`.
+    """Trains `model`, this process's part of the whole model; see `Loop`.
 
     Args:
         observe: called after every update.
@@ -133,7 +133,7 @@ class Trainer(Loop):
         self.workers.barrier()
 
     def go_on_saving(self, wait: bool) -> None:
-        """A save is whole when `save` returns."""
+        """Nothing to do: a save is complete when `save` returns."""
 
     def resume(self) -> None:
         saved = saved_steps(self.output / STATE)
@@ -142,7 +142,7 @@ class Trainer(Loop):
         metadata = read_metadata(saved[-1])
         if metadata["mp"] != self.workers.mp:
             raise UserError(
-                f"{saved[-1]}: saved with Distributed.mp_degree {metadata['mp']}, and it is "
+                f"{saved[-1]}: saved with Distributed.mp_degree {metadata['mp']}, but it is "
                 f"{self.workers.mp} now",
                 "set it back; dp_degree and sharding may change",
             )
@@ -160,8 +160,8 @@ class Trainer(Loop):
 
     @paddle.no_grad()
     def _squared_norm(self) -> float:
-        """This process's share of the squared norm of the summed gradients; all shares sum to it.
-        What several processes hold counts a part in each."""
+        """This process's share of the squared norm of the summed gradients; the shares of all
+        processes add up to it. A gradient held by n processes counts one nth in each."""
         workers, total = self.workers, 0.0
         copies = workers.size // workers.sharding
         for parameter in self.sums.owned:
@@ -175,7 +175,7 @@ class Trainer(Loop):
 
 @cache
 def _peak_flops() -> float:
-    """FLOP/s of a large float32 product, measured."""
+    """Measured FLOP/s of a large float32 matrix product."""
     size = 1024
     matrix = paddle.randn([size, size])
     seconds = math.inf

@@ -1,4 +1,4 @@
-"""This process's place among those that `paddle.distributed.launch` started, if it did."""
+"""This process's ranks among the processes that `paddle.distributed.launch` started, if any."""
 
 import logging
 import os
@@ -21,12 +21,14 @@ log = logging.getLogger("lathe")
 
 @dataclass(frozen=True)
 class Workers:
-    """Attributes:
-    rank, size: of all processes.
-    data_rank, data_size: of the parts into which a global batch is divided, along `dp` and
-        `sharding`.
-    replicas, shards, parts: Paddle's groups along dp, sharding and mp; None for all processes in
-        the first, for this one alone in the others.
+    """Ranks and groups of this process.
+
+    Attributes:
+        rank, size: among all processes.
+        data_rank, data_size: among the parts into which a global batch is divided, along `dp` and
+            `sharding`.
+        replicas, shards, parts: Paddle's groups along dp, sharding and mp; None stands for all
+            processes in the first, and for this process alone in the others.
     """
 
     rank: int = 0
@@ -64,7 +66,7 @@ class Workers:
 
     @property
     def is_replica(self) -> bool:
-        """Whether another process, earlier along `dp`, holds the same."""
+        """Whether another process, earlier along `dp`, holds the same state."""
         return self.data_rank != self.sharding_rank
 
     def barrier(self) -> None:
@@ -73,7 +75,7 @@ class Workers:
             dist.barrier()
 
     def sum(self, values: list[float]) -> list[float]:
-        """Over all processes."""
+        """Sums over all processes."""
         if self.size == 1:
             return values
         tensor = paddle.to_tensor(values, dtype="float64")
@@ -81,7 +83,7 @@ class Workers:
         return [float(value) for value in tensor.numpy()]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's, by rank. It travels as a pickle, between our processes."""
+        """The values of all processes, by rank. Lathe's own processes exchange them as pickles."""
         if self.size == 1:
             return [value]
         found: list[Any] = []
@@ -95,7 +97,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
 
     Raises:
         UserError: the recipe's degrees do not multiply to the number of processes, or ask for what
-            Paddle refuses on this device.
+            Paddle does not support on this device.
     """
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", 1))
     dp, mp, sharding = degrees(recipe.Distributed, size)
@@ -116,8 +118,8 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
 
 
 def _own_group(rank: int, groups: NDArray[np.int64]) -> Any:
-    """That of this process. They are made one after another: the processes of one can else be
-    refused by those that are still at another."""
+    """Make all groups; returns this process's. They are made one after another: otherwise processes
+    that are still making one group may refuse those of the next."""
     own = None
     for ranks in groups.tolist():
         group = dist.new_group(ranks)
@@ -127,7 +129,7 @@ def _own_group(rank: int, groups: NDArray[np.int64]) -> Any:
 
 
 def _join_fleet(dp: int, mp: int, sharding: int) -> Workers:
-    """By fleet, whose groups its divided linears look up."""
+    """Join by fleet, because its parallel linears look up its groups."""
     from paddle.distributed import fleet
 
     strategy = fleet.DistributedStrategy()
@@ -151,33 +153,41 @@ def _join_fleet(dp: int, mp: int, sharding: int) -> Workers:
 
 
 def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:
-    """(dp, mp, sharding) that multiply to `size`; `dp_degree: auto` is what is left."""
+    """(dp, mp, sharding) that multiply to `size`; `dp_degree: auto` takes what is left.
+
+    Raises:
+        UserError: they do not multiply to `size`.
+    """
     mp, sharding = settings.mp_degree, settings.sharding.sharding_degree
     inner = mp * sharding
     dp = max(1, size // inner) if settings.dp_degree == "auto" else settings.dp_degree
     if dp * inner != size:
         raise UserError(
             f"Distributed asks for {dp} (dp) * {mp} (mp) * {sharding} (sharding) = {dp * inner} "
-            f"processes, and there are {size}",
-            f"start {dp * inner} processes, or let the degrees multiply to {size}",
+            f"processes, but there are {size}",
+            f"start {dp * inner} processes, or choose degrees that multiply to {size}",
         )
     return dp, mp, sharding
 
 
 def choose_device(wanted: str) -> str:
-    """Paddle's name of the device of `Global.device`."""
+    """Paddle's name of the device of `Global.device`.
+
+    Raises:
+        UserError: it is a GPU, and Paddle finds none.
+    """
     count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
     if wanted == "gpu" and not count:
-        raise UserError("Global.device is gpu and Paddle sees none", "-o Global.device=auto")
+        raise UserError("Global.device is gpu, but Paddle finds none", "-o Global.device=auto")
     return "cpu" if wanted == "cpu" or not count else "gpu"
 
 
 def require_device(recipe: Recipe) -> None:
-    """Raise UserError for what Paddle does on GPUs only, where it has none."""
+    """Raise UserError if the recipe needs what Paddle supports on GPUs only and there is none."""
     if not paddle.device.get_device().startswith("gpu"):
         require_no_gpu_needed(recipe)
         if recipe.Engine.mix_precision.dtype != "float32":
-            log.warning("mix_precision: Paddle 2.6 has it on GPUs only: this computes in float32")
+            log.warning("mix_precision: Paddle 2.6 supports it on GPUs only; computing in float32")
 
 
 def seed_everything(*values: int) -> None:

@@ -1,5 +1,5 @@
-"""How a page is made: all text is escaped by the template engine; pictures are SVG data URIs, one
-for light and one for dark screens."""
+"""Rendering of HTML pages: the template engine escapes all text, and pictures are SVG data URIs,
+one for light and one for dark screens."""
 
 import base64
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lathe.pages.style import DARK, LIGHT, Theme
 
 @dataclass(frozen=True)
 class Picture:
-    """Data URIs of one figure, and what it shows in words."""
+    """Data URIs of one figure, and its alternative text."""
 
     title: str
     alt: str

@@ -1,5 +1,5 @@
-"""The look of every picture: one type size, quiet axes, colours that colour-blind readers tell
-apart (Okabe and Ito 2008), in a light and a dark version."""
+"""The style of every picture: one font size, unobtrusive axes, and colours that colour-blind
+readers can tell apart (Okabe and Ito 2008), in a light and a dark version."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 WIDTH = 4.0  # inches; a panel that is still readable on a phone
-FONT = "DejaVu Sans"  # what matplotlib measures with
+FONT = "DejaVu Sans"  # the font by which matplotlib measures text
 WEB_FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours; `series`, the eight of Okabe and Ito, in the order of the candidates."""
+    """Colours; `series` has the eight of Okabe and Ito, in the order of the candidates."""
 
     name: str
     ink: str
@@ -41,7 +41,7 @@ LIGHT = Theme(
     accent="#D55E00",
     series=(
         *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"),
-        *("#C9B718", "#7A7A7A"),  # yellow and black, moved to where they are seen on white
+        *("#C9B718", "#7A7A7A"),  # yellow and black, adjusted to be visible on white
     ),
 )
 DARK = Theme(

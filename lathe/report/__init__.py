@@ -1,1 +1,1 @@
-"""What a run came to: the summary table, pictures, and one self-contained HTML page."""
+"""The report of a run: the summary table, pictures, and one self-contained HTML page."""

@@ -1,4 +1,4 @@
-"""What INT8 cost the model that was quantized by an analysis of sensitivity."""
+"""The measured cost of INT8 for the model that was quantized by a sensitivity analysis."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from lathe.report.summary import Candidate, Row
 def find_achieved(
     sensitivity: Path, candidates: Sequence[Candidate], rows: Sequence[Row]
 ) -> Achieved | None:
-    """What came of the analysis in the folder `sensitivity`; None where the model that was
+    """The measured cost for the analysis in the folder `sensitivity`; None if the model that was
     quantized by it, or its parent, is not among the candidates or was not evaluated on a text."""
     digest = analysis_digest(sensitivity)
     by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}

@@ -16,9 +16,9 @@ class Measure:
     """One quantity of every candidate.
 
     Attributes:
-        values, stderrs: one a candidate; None where it was not measured.
-        labels: what is written beside each.
-        from_zero: bars from zero (a size), not points on a closer scale (a score).
+        values, stderrs: one per candidate; None where it was not measured.
+        labels: text beside each value.
+        from_zero: bars from zero (a size) instead of points on a zoomed axis (a score).
     """
 
     title: str
@@ -31,7 +31,7 @@ class Measure:
 
 
 def loss_curve(records: Sequence[Mapping[str, Any]], series: int, theme: Theme) -> str:
-    """Training loss a step, its moving average, and the validation losses.
+    """Training loss per step, its moving average, and the validation losses.
 
     Args:
         records: lines of `train.jsonl`.
@@ -76,7 +76,7 @@ def loss_curve(records: Sequence[Mapping[str, Any]], series: int, theme: Theme) 
 
 
 def comparison(measure: Measure, theme: Theme) -> str:
-    """One quantity, a row a candidate: bars, or points with a 95 % interval."""
+    """One quantity with one row per candidate: bars, or points with a 95 % interval."""
     rows = [i for i, value in enumerate(measure.values) if value is not None]
     values = np.array([measure.values[i] for i in rows], dtype=float)
     stderrs = [measure.stderrs[i] if measure.stderrs else None for i in rows]
@@ -114,7 +114,7 @@ def comparison(measure: Measure, theme: Theme) -> str:
 
 
 def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Centred moving average over a tenth of the run: it does not lag. The window shrinks at the
+    """Centred moving average over a tenth of the run, which does not lag. The window shrinks at the
     start, where the loss is steep, and is one-sided at the end."""
     reach, n = len(values) // 20, len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])

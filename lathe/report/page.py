@@ -53,14 +53,14 @@ def report(
     """Write the page to the file `output` and return the rows of its table.
 
     Args:
-        candidates: models of the run, the reference first; one is enough.
+        candidates: models of the run, the reference first; at least one.
         sensitivity: folder of `lathe analyze`.
         deployed: folder of `lathe deploy`.
         latency: by candidate name, what `lathe.evaluate.latency.measure` returned.
         gate: the verdict on the last candidate, shown at the top.
 
     Raises:
-        UserError: a folder without what its stage writes.
+        UserError: a folder that lacks the files of its stage.
     """
     rows = summarize(candidates, latency)
     ranked = None
@@ -148,7 +148,7 @@ def _deployment(folder: Path) -> dict[str, Any]:
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(prompt, [(model, its continuation)]) of the prompts that every evaluation has."""
+    """(prompt, [(model, its continuation)]) of every prompt in the evaluations."""
     by_model = {
         c.name: {
             sample.prompt: sample.text
@@ -175,7 +175,7 @@ def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str,
 
 
 def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers and names of a metadata file, in words; lists by their length."""
+    """Figures of a metadata file as text; of a list, its length."""
     shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | metadata.get(
         "proof", {}
     )
@@ -188,7 +188,7 @@ def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[tuple[str, str]]:
-    """(step, what computed it) of every step that says."""
+    """(step, engine that computed it) of every step that records one."""
     found = []
     for candidate in candidates:
         name, meta = candidate.name, _meta(candidate)
@@ -199,7 +199,7 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
             found.append((f"{name}: evaluate", measured.get("engine", "torch")))
         if candidate.exported:
             metadata = read_json(candidate.exported / EXPORT.metadata_file, HINT)
-            engine = "torch, and paddle's files beside" if "paddle" in metadata else "torch"
+            engine = "torch, with Paddle's files beside it" if "paddle" in metadata else "torch"
             found.append((f"{name}: export", engine))
     if sensitivity is not None:
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)

@@ -22,12 +22,12 @@ def report_run(
 ) -> list[Row]:
     """Write the page of a run to the file `output` and return the rows of its table.
 
-    The last candidate is judged against the first by `recipe.Gate`, as far as both are evaluated;
-    the latency of those that are exported is measured in turn, so that they share the machine's
-    moods.
+    The gate compares the last candidate with the first by `recipe.Gate` if both are evaluated. The
+    latency of exported candidates is measured in turns, so that noise of the machine affects all
+    alike.
 
     Raises:
-        UserError: a folder without what its stage writes.
+        UserError: a folder that lacks the files of its stage.
     """
     folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
     claim_output_file(output, PAGE, *folders, sensitivity, deployed)

@@ -20,7 +20,7 @@ STDERR = "_stderr"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model of the run; the first one of a report is what the others are compared with.
+    """A model of the run; a report compares the others with the first.
 
     Attributes:
         model: checkpoint folder, with `train.jsonl` where it was trained.
@@ -51,8 +51,8 @@ class Row:
     Attributes:
         scores: what the evaluation tasks measured, by the name of the column.
 
-    `flops` are multiplications and additions of a forward pass, a token of the longest sequence;
-    `n_bytes` is the ONNX file's, or the checkpoint's weights' where nothing was exported.
+    `flops` are multiplications and additions of a forward pass, per token of the longest sequence;
+    `n_bytes` is the size of the ONNX file, or of the checkpoint's weights if nothing was exported.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def perplexity(self) -> float | None:
-        """Of the held-out text."""
+        """Perplexity of the held-out text."""
         found = self.scores.get("perplexity")
         return found.value if found else None
 
     def figures(self) -> dict[str, float | None]:
-        """All figures by name, for a pipeline's metrics; `of_figures` reads them again."""
+        """All figures by name, for a pipeline's metrics; `of_figures` reads them back."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         del own["name"], own["scores"]
         for key, score in self.scores.items():
@@ -79,7 +79,7 @@ class Row:
 
     @classmethod
     def of_figures(cls, name: str, figures: Mapping[str, float]) -> "Row":
-        """The row of a model from its figures; those that no column knows are left out."""
+        """The row of a model from its figures; those that have no column are left out."""
         names = {f.name for f in fields(cls)} - {"name", "scores"}
         own: dict[str, Any] = {key: value for key, value in figures.items() if key in names}
         scores = {
@@ -93,7 +93,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure as it is shown: `12.9 MB`, its error `± 0.3`, to the first row `0.27x`."""
+    """A figure as text: `12.9 MB`, its error `± 0.3`, its ratio to the first row `0.27x`."""
 
     value: str
     error: str = ""
@@ -105,7 +105,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Panel:
-    """How a column is drawn: title, what the axis says, and the axis's unit in the column's."""
+    """How a column is drawn: title, label of the axis, and factor to the axis's unit."""
 
     title: str
     axis: str
@@ -138,7 +138,7 @@ class Column:
 
 SIZES = (
     Column("Parameters", lambda x: _scaled(x, ("", " k", " M", " B")), lambda r: r.n_params),
-    Column("FLOPs, a token", lambda x: _scaled(x, ("", " k", " M", " G")), lambda r: r.flops),
+    Column("FLOPs per token", lambda x: _scaled(x, ("", " k", " M", " G")), lambda r: r.flops),
     Column(
         "File",
         lambda x: _scaled(x, (" B", " kB", " MB", " GB")),
@@ -154,7 +154,7 @@ TIMES = (
         panel=Panel("Latency: prefill", "ms for the prompt, batch of 1"),
     ),
     Column(
-        "Decode, a token",
+        "Decode per token",
         lambda x: f"{x:.2f} ms",
         lambda r: r.decode_ms,
         panel=Panel("Latency: decode", "ms per generated token, batch of 1"),
@@ -168,15 +168,15 @@ def summarize(
     """Read the figures of every candidate; `latency` is by candidate name.
 
     Raises:
-        UserError: no candidates, or a folder without what it should hold.
+        UserError: no candidates, or a folder that lacks its files.
     """
     if not candidates:
-        raise UserError("a report of no models", "give at least one model folder")
+        raise UserError("no models to report", "give at least one model folder")
     return [_row(candidate, (latency or {}).get(candidate.name, {})) for candidate in candidates]
 
 
 def cells(rows: Sequence[Row]) -> list[list[Cell]]:
-    """One list a row, in the order of `columns(rows)`."""
+    """One list per row, in the order of `columns(rows)`."""
     return [[column.cell(row, rows[0]) for column in columns(rows)] for row in rows]
 
 
@@ -189,7 +189,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def _score_column(key: str, score: Score) -> Column:
-    """The column of a task's measure; the better end of a picture's axis is told by its title."""
+    """The column of a task's measure; the title of its picture says which direction is better."""
     measure = score.measure
     better = "higher" if measure.higher_is_better else "lower"
     panel = Panel(
@@ -208,7 +208,7 @@ def _score_column(key: str, score: Score) -> Column:
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """The table for a terminal, a column a model: `rich.print(summary_table(rows))`."""
+    """The table for a terminal, one column per model: `rich.print(summary_table(rows))`."""
     table = Table("", *(row.name for row in rows))
     for of_model in table.columns[1:]:
         of_model.justify = "right"

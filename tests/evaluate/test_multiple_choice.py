@@ -141,7 +141,7 @@ def test_an_export_scores_every_choice_as_its_checkpoint(
         ('{"ctx": "a", "endings": ["b", "c"]}', "label: Field required"),
         ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', r"label: .*found ''"),
         ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label 2 of 2 endings"),
-        ('{"ctx": "a", "endings": ["b"], "label": 0}', "1 choice"),
+        ('{"ctx": "a", "endings": ["b"], "label": 0}', "fewer than two choices"),
         ('{"ctx": "a", "endings": ["b", "[c]"], "label": 0}', "an empty prompt or choice"),
         ('{"ctx": "a", "endings": "bc", "label": 0}', "endings: "),
         (
@@ -179,7 +179,7 @@ def test_files_of_tasks_name_the_results() -> None:
         ([swag, ("multiple_choice", Path("b/swag.jsonl"))], "a second result named swag"),
         ([("multiple_choice", Path("text.jsonl"))], "a second result named text"),
         ([("multiple_choice", Path("a b.jsonl"))], "cannot name a result"),
-        ([("quiz", Path("a.jsonl"))], "no task 'quiz', but text, cloze, multiple_choice"),
+        ([("quiz", Path("a.jsonl"))], "no task 'quiz': Lathe has text, cloze, multiple_choice"),
     ):
         with pytest.raises(UserError, match=complaint):
             task_files(given)

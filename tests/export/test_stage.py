@@ -137,7 +137,7 @@ def test_a_changed_graph_fails_the_proof(
     graph = onnx.load(tmp_path / "model.onnx")
     change(graph)
     onnx.save(graph, tmp_path / "model.onnx")
-    said = "parts from torch's on the same input" if int8 else "logits differ from torch's"
+    said = "differs from torch's on the same input" if int8 else "logits differ from torch's"
     with pytest.raises(ProofError, match=said):
         prove(model, tmp_path, PROMPTS, 4, 1e-3)
 
@@ -191,7 +191,7 @@ def test_mistakes(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer) -> None
         export(RECIPE, folder, data, tmp_path / "out")
     folder = save(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path / "int8")
     half = Recipe(Export=ExportSettings(dtype="float16"))
-    with pytest.raises(UserError, match=r"an INT8 checkpoint, and Export\.dtype float16"):
+    with pytest.raises(UserError, match=r"an INT8 checkpoint, but Export\.dtype is float16"):
         export(half, folder, data, tmp_path / "out")
     folder = save(make_model(UNIFORM), byte_tokenizer, tmp_path / "checkpoint")
     (data / "heldout.txt").write_text("A few words.")

@@ -68,7 +68,7 @@ def test_a_format_of_its_own_for_every_linear() -> None:
         ({"quantize_embedding": False}, "quantize_embedding"),
         ({"activation_scales": {"h.0.attn.c_attn": 0.1}}, "quantize_embedding"),
         ({"linears": {"h.0.mlp.c_fc": {}}}, "weight"),
-        ({"linears": {"h.7.mlp.c_fc": WEIGHT_ALONE}}, "h.7.mlp.c_fc, which is no linear"),
+        ({"linears": {"h.7.mlp.c_fc": WEIGHT_ALONE}}, "h.7.mlp.c_fc, which is not a linear"),
         ({"linears": {"lm_head": WEIGHT_ALONE}}, "lm_head is in activation_scales and in linears"),
         ({"linears": {"h.0.mlp.c_fc": asdict(LinearFormat())}}, "go together"),
     ],

@@ -251,12 +251,12 @@ def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpt.decoder.norm.weight": np.zeros(4, np.int32)}, "is of int32, not floats"),
+        ({"gpt.decoder.norm.weight": np.zeros(4, np.int32)}, "holds int32, not floats"),
         ({"decoder.norm.weight": np.zeros(4, np.float32)}, "are the same tensor"),
-        ({"gpt.embeddings.word_embeddings.weight": np.zeros(4, np.float32)}, "not a whole GPT"),
-        ({"gpt.embeddings.word_embeddings.weight": np.zeros((4, 0), np.float32)}, "not a whole"),
-        ({"gpt.decoder.layers.0.linear1.weight": np.zeros(4, np.float32)}, "not a whole GPT"),
-        ({f"gpt.decoder.layers.{9**99}.linear1.weight": np.zeros(4, np.float32)}, "not a whole"),
+        ({"gpt.embeddings.word_embeddings.weight": np.zeros(4, np.float32)}, "not a complete GPT"),
+        ({"gpt.embeddings.word_embeddings.weight": np.zeros((4, 0), np.float32)}, "not a complete"),
+        ({"gpt.decoder.layers.0.linear1.weight": np.zeros(4, np.float32)}, "not a complete GPT"),
+        ({f"gpt.decoder.layers.{9**99}.linear1.weight": np.zeros(4, np.float32)}, "not a complete"),
     ],
     ids=range(6),
 )

@@ -115,7 +115,7 @@ def test_a_missing_environment_is_found(monkeypatch):
     found = problems("full", {"overrides": ["Compress.engine=paddle"]})
     assert [e.what.split(": ")[-1] for e in found] == [
         "Triton needs its own environment",
-        "Paddle has an environment of its own",
+        "Paddle needs its own environment",
     ]
     assert problems("pretrain", {}) == []
 

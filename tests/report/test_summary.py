@@ -33,7 +33,7 @@ def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
 def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> None:
     rows = summarize([make_candidate("dense", mb=4), make_candidate("INT8", 42.0, mb=1)])
     titles = [column.title for column in columns(rows)]
-    assert titles == ["Parameters", "FLOPs, a token", "File", "Perplexity", "Cloze accuracy"]
+    assert titles == ["Parameters", "FLOPs per token", "File", "Perplexity", "Cloze accuracy"]
     dense, int8 = ([str(cell) for cell in row] for row in cells(rows))
     assert dense[2:] == ["4.00 MB", "40.00 ± 0.50", "30.0 % ± 1.0"]
     assert int8[2:] == ["1.00 MB 0.25x", "42.00 ± 0.50 1.05x", "30.0 % ± 1.0"]

@@ -1,4 +1,4 @@
-"""The evaluation tasks, one file each; `lathe.evaluate.tasks.task` says what one is."""
+"""The evaluation tasks, one file each; `lathe.evaluate.tasks.task` has their interface."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from lathe.evaluate.tasks.text import TextPerplexity
 
 TEXT, CLOZE = TextPerplexity(), Cloze()
 TASKS: dict[str, Task[Any, Any]] = {task.name: task for task in (TEXT, CLOZE, MultipleChoice())}
-"""In the order of tables."""
+"""In the order in which tables show them."""
 
 SLOTS = (TEXT, CLOZE)
-"""Tasks that `metrics.json` has under their own names, each measured on one file at most."""
+"""Tasks with a key of their own in `metrics.json`, each measured on one file at most."""
 
 
 def task_named(name: str, hint: str) -> Task[Any, Any]:
-    """The task of a name.
+    """The task with this name.
 
     Raises:
-        UserError: there is none; `hint` is what to do.
+        UserError: no such task, with this `hint`.
     """
     if name not in TASKS:
-        raise UserError(f"no task {name!r}, but {', '.join(TASKS)}", hint)
+        raise UserError(f"no task {name!r}: Lathe has {', '.join(TASKS)}", hint)
     return TASKS[name]

@@ -1,4 +1,4 @@
-"""Cloze accuracy: does the model predict the last word of a passage; see
+"""Cloze accuracy: whether a model predicts the last word of a passage; see
 `lathe.evaluate.lambada`."""
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Multiple choice: is the right answer the likeliest one; the files are those of
-`lathe.evaluate.questions`.
+"""Multiple choice: whether the right answer is the most likely one; `lathe.evaluate.questions`
+reads the files.
 
-Both accuracies are lm-evaluation-harness's: `acc` takes the choice of the largest log-likelihood,
-`acc_norm` that of the largest log-likelihood a character.
+Both accuracies are lm-evaluation-harness's: `acc` takes the choice with the largest log-likelihood,
+`acc_norm` the one with the largest log-likelihood per character.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,14 @@ from lathe.evaluate.tasks.task import Task
 
 @dataclass(frozen=True)
 class QuestionScore:
-    """Attributes:
-    index: question of the file, from 0.
-    correct, correct_norm: whether `acc` and `acc_norm` count it.
-    log_likelihoods: of every choice, nats.
-    right: index of the right choice.
-    truncated: most tokens that were cut from the left of a choice's prompt.
+    """The score of one question.
+
+    Attributes:
+        index: question of the file, from 0.
+        correct, correct_norm: whether `acc` and `acc_norm` count it.
+        log_likelihoods: of every choice, nats.
+        right: index of the right choice.
+        truncated: most tokens that were cut from the left of a choice's prompt.
     """
 
     index: int
@@ -84,8 +86,8 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
             if longest > limits.max_length:
                 raise UserError(
                     f"{question.where}: a choice is {longest} tokens long, the model reads "
-                    f"{limits.max_length}",
-                    "take the line out of the file",
+                    f"{limits.max_length} at most",
+                    "remove the line from the file",
                 )
         requests = [request for question in examples for request in question.requests]
         answers = iter(answer(scorer, requests, limits.max_length, limits.token_budget, self.name))

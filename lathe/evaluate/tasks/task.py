@@ -1,4 +1,4 @@
-"""What an evaluation task is: all that measuring, the gate and the report need to know of one."""
+"""The interface of an evaluation task, which measuring, the gate and the report use."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Task(ABC, Generic[Examples, Unit]):
 
     Attributes:
         name: of the task, in `--task NAME=FILE` and in `metrics.json`.
-        unit: what the figures are means of, and the name of their number among the figures.
-        loss: the figure that is not finite where training diverged.
-        measures: the figures that models are compared by.
+        unit: what the figures average; also the key of the number of units among the figures.
+        loss: key of the figure that is not finite if training diverged.
+        measures: the figures by which models are compared.
     """
 
     name: ClassVar[str]
@@ -36,7 +36,7 @@ class Task(ABC, Generic[Examples, Unit]):
         """The encoded examples of a file.
 
         Raises:
-            UserError: no such file, or a broken one; names the line.
+            UserError: no such file, or a broken one; the message names the line.
         """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Task(ABC, Generic[Examples, Unit]):
         """The score of every unit, a dataclass: a line of the evaluation's JSONL file.
 
         Raises:
-            UserError: an example that the model is too short for.
+            UserError: an example that is too long for the model.
         """
 
     @abstractmethod
