@@ -21,6 +21,7 @@ QUEUE     ?=
 ROOT      ?=
 FOLLOW    ?=
 CRON      ?=
+WAIT      ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 IMAGES    ?=

@@ -80,6 +80,14 @@ def test_deploy_again_another_and_back(
     assert live(releases) == other.release
 
 
+@pytest.mark.slow
+def test_one_export_has_one_name(deployed: Path, tmp_path: Path) -> None:
+    """However often it is deployed, and whatever Triton's Python leaves there."""
+    made = deployed.parent
+    again = deploy(RECIPE, made / "onnx", made / "model", tmp_path / "again", made / "data")
+    assert name_of(again.repository) == name_of(deployed / "repository")
+
+
 def test_the_name_is_what_the_shell_says(deployed: Path) -> None:
     command = "find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
     said = subprocess.check_output(command, shell=True, cwd=deployed / "repository", text=True)

@@ -139,7 +139,9 @@ class FakeKfp:
             ("POST", f"{V2}/pipelines/upload_version", self._upload_version),
             ("GET", f"{V2}/pipelines/{one}/versions", self._list_versions),
             ("POST", f"{V2}/runs", self._create_run),
+            ("GET", f"{V2}/runs", self._list_runs),
             ("GET", f"{V2}/runs/{one}", self._get_run),
+            ("POST", f"{V2}/runs/{one}:terminate", self._terminate),
             ("GET", f"{V2}/recurringruns", self._list_recurring),
             ("POST", f"{V2}/recurringruns", self._create_recurring),
             ("POST", f"{V2}/recurringruns/{one}:(enable|disable)", self._set_mode),
@@ -188,6 +190,24 @@ class FakeKfp:
     def _get_run(self, request: Request, run_id: str) -> Json:
         now = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         return _known(self.runs, run_id) | now
+
+    def _list_runs(self, request: Request) -> Json:
+        """A run of a schedule goes on by a state every time that it is listed."""
+        for run in self.runs.values():
+            if states := run.get("states"):
+                orphaned = run["recurring_run_id"] not in self.recurring_runs
+                run["state"] = "RUNNING" if orphaned else states.pop(0)
+        return _listed(request, "runs", self.runs)
+
+    def _terminate(self, request: Request, run_id: str) -> Json:
+        _known(self.runs, run_id)["states"] = ["CANCELING", "CANCELING", "FAILED"]
+        return {}
+
+    def run_of_schedule(self, schedule: str, *states: str) -> str:
+        """Start a run as a schedule's time does; `states` are those that it goes through."""
+        body = {"display_name": f"lathe-{len(self.runs)}", "recurring_run_id": schedule}
+        made = _add(self.runs, "run_id", body | {"state": "RUNNING", "states": list(states)})
+        return str(made["run_id"])
 
     def _list_recurring(self, request: Request) -> Json:
         return _listed(request, "recurringRuns", self.recurring_runs)
