@@ -24,6 +24,7 @@ from pipelines.submit import (
     Nodes,
     Queue,
     Root,
+    Strict,
     Submission,
     machines,
     prepare,
@@ -145,13 +146,14 @@ def set_command(
     node_pool: NodePool = "",
     queue: Queue = "",
     root: Root = "",
+    strict: Strict = False,
 ) -> None:
     """Run a pipeline at these times, replacing its earlier schedule."""
     name = f"lathe-{pipeline}"
     arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
     with told():
         times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
-        submission = prepare(pipeline, arguments, root, fresh=True)
+        submission = prepare(pipeline, arguments, root, fresh=True, strict=strict)
         with answers():
             replaced = set_schedule(submission, name, cron)
     print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")

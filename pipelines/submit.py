@@ -39,6 +39,10 @@ Root = Annotated[
         envvar="LATHE_PIPELINE_ROOT", help="Where artifacts go, s3://...; default: the server's."
     ),
 ]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse a node pool without enough GPUs, as an autoscaled "
+    "one may be.")
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,13 @@ def _engine_of(recipes: list[str], overrides: list[str]) -> str:
     return Pool.engine
 
 
-def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False) -> Submission:
+def prepare(
+    name: str, arguments: dict[str, Any], root: str, fresh: bool = False, strict: bool = False
+) -> Submission:
     """Check all that can be checked, then put the pipeline on the server.
+
+    Args:
+        strict: whether machines that are not there now are an error; else a warning.
 
     Raises:
         ExceptionGroup: of UserErrors, everything that is wrong; nothing is on the server then.
@@ -108,7 +117,7 @@ def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False
     except UserError:  # which the check of the recipes tells
         pool = Pool()
     preflight.recipes(name, arguments, pool)
-    preflight.nodes(pool)
+    preflight.nodes(pool, strict)
     pipeline = build(name, pool, fresh)
     preflight.images(pipeline)
     for line in preflight.unchecked:
@@ -157,6 +166,7 @@ def main(
     node_pool: NodePool = "",
     queue: Queue = "",
     root: Root = "",
+    strict: Strict = False,
     is_followed: Annotated[
         bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
     ] = False,
@@ -164,7 +174,7 @@ def main(
     """Run a pipeline on the cluster."""
     arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
     with told():
-        submission = prepare(pipeline, arguments, root)
+        submission = prepare(pipeline, arguments, root, strict=strict)
         client = submission.client
         with answers():
             body = client.api_models.V2beta1Run(
