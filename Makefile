@@ -22,6 +22,7 @@ ROOT      ?=
 FOLLOW    ?=
 CRON      ?=
 WAIT      ?=
+LOGS      ?=
 STRICT    ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
@@ -57,6 +58,8 @@ machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
   $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
   $(if $(STRICT),--strict)
 
+logs     = $(if $(filter 0,$(LOGS)),--no-logs)
+
 .PHONY: help
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
@@ -70,7 +73,11 @@ run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
-	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow)
+	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow) $(logs)
+
+.PHONY: follow
+follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
+	@$(BIN)/python -m pipelines.follow $(call quote,$(RUN)) $(logs)
 
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first

@@ -158,8 +158,8 @@ def set_command(
             replaced = set_schedule(submission, name, cron)
     print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")
     print("next, in UTC unless the server's CRON_SCHEDULE_TIMEZONE is another:")
-    for time in times:
-        print(f"  {time:%a %Y-%m-%d %H:%M:%S}")
+    for at in times:
+        print(f"  {at:%a %Y-%m-%d %H:%M:%S}")
 
 
 @app.command("remove", epilog=HELP)

@@ -20,11 +20,11 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import FUNCTIONS, build
-from pipelines.follow import follow
+from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
 from pipelines.resources import SERVICE_ACCOUNT, Pool
-from pipelines.server import HELP, Client, answers
-from pipelines.told import fail, told
+from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
+from pipelines.told import told
 from pipelines.upload import experiment_id, upload, version_name
 
 EXPERIMENT = "lathe"
@@ -145,14 +145,6 @@ def machines(nodes: int | None, gpus: int | None, node_pool: str, queue: str) ->
     return [f"Launch.{key}={value}" for key, value in given.items() if value not in (None, "")]
 
 
-def tasks_of(pipeline: GraphComponent) -> set[str]:
-    """The names of the tasks that run something, in every branch and loop."""
-    spec = pipeline.component_spec.implementation.graph
-    dags = [spec.root.dag, *(c.dag for c in spec.components.values() if c.HasField("dag"))]
-    tasks = [(n, task.component_ref.name) for dag in dags for n, task in dag.tasks.items()]
-    return {name for name, component in tasks if spec.components[component].executor_label}
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -170,6 +162,7 @@ def main(
     is_followed: Annotated[
         bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
     ] = False,
+    logs: Logs = True,
 ) -> None:
     """Run a pipeline on the cluster."""
     arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
@@ -184,16 +177,10 @@ def main(
             run_id = client.runs.run_service_create_run(body).run_id
         page = client.page(f"runs/details/{run_id}")
         print(f"run {run_id}: {page}", flush=True)
-        if not is_followed:
-            return
-        try:
-            with answers():
-                state = follow(client, run_id, tasks_of(submission.pipeline))
-        except KeyboardInterrupt:
-            fail(f"no longer followed; the run goes on: {page}", 130)
-    if state != "SUCCEEDED":
-        fail(f"error: the run has {state.lower()}: {page}", 1)
-    print("the run has succeeded")
+        if page.startswith(LOCAL_UI):
+            print(f"for that page: {TO_UI}; or set LATHE_KFP_UI to the UI's address")
+        if is_followed:
+            follow_to_end(client, run_id, logs)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ failures `Launch.restarts` times; after a user's mistake never. The next attempt
 saved states that the workers mirror to the object store.
 
 All attempts have the same name, and each waits until the previous one is gone with its JobSet and
-all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a new pod) finds the
-TrainJob by that name and becomes its owner; a TrainJob that is being deleted because its owner is
-gone is waited for and created anew.
+all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
+new pod) finds the TrainJob by that name and becomes its owner; a TrainJob that is being deleted
+because its owner is gone is waited for and created anew.
 
 `run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
 the launcher's pod owns it, or else `lathe.cluster.janitor`.

@@ -40,9 +40,7 @@ def start(folder: Path, body: str, in_pod: bool = True) -> subprocess.Popen[str]
     variables |= {"PYTHONPATH": str(Path.cwd())} | ({"POD_NAME": "step"} if in_pod else {})
     command = [sys.executable, "-c", STEP.format(body=body)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True
-    )
+    return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)
 
 
 def attempts(folder: Path) -> int:

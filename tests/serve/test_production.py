@@ -16,6 +16,7 @@ from lathe.cli import app
 from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError, UserError
 from lathe.production import publish as production
+from lathe.production.deploy import deploy
 from lathe.production.publish import publish_release, roll_back
 from lathe.production.release import Pointer, Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
@@ -147,6 +148,7 @@ def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) 
 KILLED_AFTER_UPLOAD = """
 import os, pathlib, signal, sys
 from lathe.production import publish as production
+from lathe.production.deploy import deploy
 from lathe.config.settings import Recipe
 production.accept = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 production.publish_release(

@@ -77,6 +77,7 @@ class FakeKfp:
 
     Attributes:
         token, cookie: what a request must bring, where set.
+        has_pages: it is the UI, which passes requests on, and not the API server itself.
         logs: of pods, by name, from the API server; `ui_logs` from the UI's own page.
         failures: statuses with which the next requests are answered.
         refuse_recurring: there is no room for another recurring run.
@@ -90,6 +91,7 @@ class FakeKfp:
     ui_logs: dict[str, str] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
     is_a_login_page: bool = False
+    has_pages: bool = True
     refuse_recurring: bool = False
     requests: list[Request] = field(default_factory=list)
     experiments: dict[str, Json] = field(default_factory=dict)
@@ -111,6 +113,8 @@ class FakeKfp:
             raise Refused(self.failures.pop(0), "try again")
         if self.is_a_login_page:
             return "<html>Who are you?</html>"
+        if request.path == "/" and self.has_pages:
+            return "<html>Kubeflow Pipelines</html>"
         if request.path == f"{V2}/healthz":
             return {"multi_user": False, "pipeline_store": "database"}
         self._authorize(request)
@@ -296,6 +300,7 @@ def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]
                 answer = {"error": str(error), "code": 2, "message": str(error), "details": []}
                 status = error.status
             kind = "text/plain" if isinstance(answer, str) else "application/json"
+            kind = "text/html" if kind == "text/plain" and "<html>" in answer else kind
             text = answer if isinstance(answer, str) else json.dumps(answer)
             self.send_response(status)
             self.send_header("Content-Type", kind)

@@ -115,15 +115,18 @@ class Trainer(Controller):
                 self._start(event.object)
         if event.key.resource == TRAINJOBS and FOREGROUND in metadata.get("finalizers", []):
             self._waiting[event.key.name] = event.object
-        if event.key.resource == JOBSETS and event.type == "DELETED":
-            # Trainer 2.3 reconciles a TrainJob that waits for its dependents: once more, all pods
-            # start, and end when garbage collection finds that their owner is gone.
-            if job := self._waiting.pop(event.key.name, None):
-                self._start(job)
+        if (event.key.resource, event.type) == (JOBSETS, "DELETED"):
+            self._restart_deleted(event.key.name)
         if event.key.resource == "pods" and metadata["uid"] in self._pods:
             if "deletionTimestamp" in metadata:
                 self._pods[metadata["uid"]].told_to_end.set()
             self._judge(event.object)
+
+    def _restart_deleted(self, name: str) -> None:
+        """Trainer 2.3 reconciles a TrainJob that waits for its dependents: all pods start once
+        more, and end when garbage collection finds that their owner is gone."""
+        if job := self._waiting.pop(name, None):
+            self._start(job)
 
     def admit(self, name: str) -> None:
         """As Kueue does when the queue has the quota."""

@@ -36,7 +36,7 @@ def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="starts 3 processes or more .* torch sees 2 GPUs"):
+    with pytest.raises(UserError, match=r"starts 3 processes or more .* torch sees 2 GPUs"):
         choose_device(load_recipe("tiny"))
 
 
