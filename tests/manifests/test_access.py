@@ -30,6 +30,8 @@ EXPECTED = {
         *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
         *((KFP, "runs", verb) for verb in RUNS),
         *((KFP, "jobs", verb) for verb in JOBS),
+        ("", "pods", "list"),
+        ("", "pods/log", "get"),
         ("", "nodes", "list"),
     },
     "lathe-deploy": DEPLOY,
