@@ -21,6 +21,9 @@ QUEUE     ?=
 ROOT      ?=
 FOLLOW    ?=
 CRON      ?=
+WAIT      ?=
+LOGS      ?=
+STRICT    ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 IMAGES    ?=
@@ -52,14 +55,17 @@ arguments = $(call quote,$(PIPELINE)) \
   $(call option,--production,PRODUCTION) \
   $(foreach v,$(call dotted),$(call override,$(v)))
 machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
-  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT)
+  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
+  $(if $(STRICT),--strict)
+
+logs     = $(if $(filter 0,$(LOGS)),--no-logs)
 
 .PHONY: help
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= ENGINE=torch|paddle RUN='
-	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= (FOLLOW=1, CRON=)'
+	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
@@ -67,15 +73,19 @@ run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
-	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow)
+	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow) $(logs)
+
+.PHONY: follow
+follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
+	@$(BIN)/python -m pipelines.follow $(call quote,$(RUN)) $(logs)
 
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
 	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) --cron $(call quote,$(value CRON))
 
 .PHONY: unschedule
-unschedule: env ## Take a pipeline's schedule away
-	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE))
+unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 waits for it)
+	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
 
 .PHONY: serve
 serve: env serve-env ## Start the server on the model deployed last

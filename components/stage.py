@@ -5,11 +5,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from components.supervise import CRASHED, supervise
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.console import end_cleanly_on_sigterm, print_any_text
 from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_tied_shell
+from lathe.launch.shape import WorkerFailed
 
 MARK = "[lathe] "
 """Opens every line that is Lathe's own, so that a reader can pick it out of KFP's."""
@@ -23,8 +25,13 @@ class _MarkEveryLine(logging.Formatter):
 
 
 @contextmanager
-def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
-    """Yield the recipe; a mistake of the user ends the process with its message and status 2."""
+def stage(recipe: str, overrides: Sequence[str], restarts: int | None = None) -> Iterator[Recipe]:
+    """Yield the recipe; a mistake of the user ends the process with its message and status 2.
+
+    Args:
+        restarts: how often a step that is killed in its pod starts again; `Launch.restarts` of the
+            recipe where None.
+    """
     end_with_tied_shell()
     end_cleanly_on_sigterm()
     print_any_text()
@@ -34,12 +41,15 @@ def stage(recipe: str, overrides: Sequence[str]) -> Iterator[Recipe]:
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
     try:
-        yield load_recipe(recipe, overrides)
+        settings = load_recipe(recipe, overrides)
+        supervise(settings.Launch.restarts if restarts is None else restarts, MARK)
+        yield settings
     except ENDINGS as error:
         told = explain(error)
         for line in str(told).splitlines():
             log.error("%s%s", ERROR, line)
-        raise SystemExit(told.status) from error
+        was_killed = isinstance(error, WorkerFailed) and error.exit_code < 0
+        raise SystemExit(CRASHED if was_killed else told.status) from error
 
 
 def options(recipe: str, overrides: Sequence[str]) -> list[str]:

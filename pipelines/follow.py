@@ -1,17 +1,27 @@
-"""Follow a run on the cluster: tasks that start and end, and why a step failed."""
+"""Follow a run on the cluster: its steps, what they wait for, their logs, and why it failed.
 
-import re
+    python -m pipelines.follow RUN
+
+attaches to any run, at any time.
+"""
+
+import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime
-from typing import Any
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import kfp_server_api
+import typer
 import urllib3
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponential
 
-from pipelines.log import StageLog
-from pipelines.server import Client
+from lathe.errors import StageError, UserError
+from pipelines.failure import explain_failure
+from pipelines.pods import Pods, Step, open_pods
+from pipelines.server import HELP, Client, answers, connect
+from pipelines.told import fail, told
 
 WORDS = {
     "SUCCEEDED": "done in",
@@ -20,67 +30,126 @@ WORDS = {
     "CANCELED": "cancelled after",
 }
 ENDED = tuple(WORDS)
+OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """How long the server may be unreachable before following gives up; the run itself continues."""
 
-RETRY = re.compile(r"\(\d+\)$")
+Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Show the steps' logs as they come.")]
 
 
-def follow(client: Client, run_id: str, tasks: set[str]) -> str:
-    """Print the run's progress until it has ended.
+def follow(client: Client, run_id: str, logs: bool = True) -> str:
+    """Print the run's progress until it has ended, and if it failed, why.
 
     Args:
-        tasks: names of the pipeline's tasks; other entries of a run are KFP's own.
+        logs: whether to print the log of a step while it runs.
 
     Returns:
-        the run's last state, one of `ENDED`.
+        the run's last state, one of `ENDED`; CANCELED for a run that was told to end.
 
     Raises:
         ApiException, urllib3's HTTPError: the server has not answered for `PATIENCE_SECONDS`.
     """
-    progress = Progress(tasks)
+    screen = threading.Lock()
+
+    def show(line: str) -> None:
+        with screen:
+            print(line, flush=True)
+
+    pods = open_pods(run_id, client.namespace, (lambda line: show(f"    {line}")) if logs else None)
+    if isinstance(pods, str):
+        show(f"no logs, and no steps after a condition: {pods}")
+        pods = None
+    progress = Progress()
     wait = FIRST_WAIT_SECONDS
     while True:
         run = _get_run(client, run_id)
-        for line in progress.feed(_details(run)):
-            print(line, flush=True)
+        steps = _steps(run, pods)
+        for line in progress.feed(steps):
+            show(line)
             wait = FIRST_WAIT_SECONDS
         if run.state in ENDED:
             break
         time.sleep(wait)
         wait = min(wait * 1.5, LONGEST_WAIT_SECONDS)
+    if run.state == "FAILED" and any(s.state == "CANCELING" for s in run.state_history or []):
+        return "CANCELED"
     if run.state == "FAILED":
-        for line in _explain(client, run, tasks):
-            print(line, flush=True)
+        for line in explain_failure(client, run, steps, pods):
+            show(line)
     return str(run.state)
 
 
 class Progress:
-    """Turns the server's list of a run's tasks into lines about what has changed."""
+    """Turns the state of a run's steps into lines about what has changed."""
 
-    def __init__(self, tasks: set[str]) -> None:
-        self.tasks = tasks
-        self._states: dict[str, str] = {}
+    def __init__(self) -> None:
+        self._told: dict[str, Step] = {}
 
-    def feed(self, details: list[Any]) -> Iterator[str]:
-        """Yield a line for every task that began or ended since the last call."""
-        begun = [t for t in details if t.display_name in self.tasks and t.start_time]
-        for task in sorted(begun, key=lambda t: t.start_time):
-            if task.state in (None, "PENDING"):
+    def feed(self, steps: list[Step]) -> Iterator[str]:
+        """Yield a line for every step that waits, began, was tried again or ended since the last
+        call."""
+        for step in sorted(steps, key=lambda step: step.begun or datetime.max.replace(tzinfo=UTC)):
+            before = self._told.get(step.name)
+            if before == step:
                 continue
-            before = self._states.get(task.task_id)
-            self._states[task.task_id] = task.state
-            if before is None:
-                yield f"{_clock(task.start_time)}  {task.display_name}"
-            if before != task.state and task.state in ENDED:
-                end = task.end_time or task.start_time
-                took = (end - task.start_time).total_seconds()
-                yield f"{_clock(end)}  {task.display_name}: {WORDS[task.state]} {took:.0f} s"
+            self._told[step.name] = step
+            if step.state == "PENDING":
+                if step.why and (before is None or before.why != step.why):
+                    yield f"{_clock(datetime.now(UTC))}  {step.name} waits: {step.why}"
+                continue
+            if before is None or before.state == "PENDING":
+                yield f"{_clock(step.begun)}  {step.name}"
+            elif before.attempt != step.attempt:
+                lost = before.why or "its pod was lost"
+                yield f"{_clock(step.begun)}  {step.name}, attempt {step.attempt + 1}: {lost}"
+            if step.state in ENDED and (before is None or before.state != step.state):
+                yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {_seconds(step)}"
 
 
-def _clock(time: datetime) -> str:
-    return f"{time.astimezone():%H:%M:%S}"
+def tasks_of_run(run: Any) -> list[Step]:
+    """The steps as Pipelines lists them.
+
+    It lists each several times: `name-driver`, `name`, which holds its attempts, and every attempt
+    `name(0)`, with `executor` and `executor(0)` below it.
+    """
+    details = (run.run_details and run.run_details.task_details) or []
+    names = {task.display_name for task in details}
+    return [
+        Step(
+            name=task.display_name,
+            state=task.state or "PENDING",
+            begun=_time(task.start_time),
+            ended=_time(task.end_time),
+        )
+        for task in details
+        if task.display_name and f"{task.display_name}-driver" in names
+        if task.display_name != "root" and not task.display_name.startswith("condition-")
+    ]
+
+
+def _steps(run: Any, pods: Pods | None) -> list[Step]:
+    """By pods, where they can be read; those that ran without one, from the cache, by tasks."""
+    steps = {step.name: step for step in tasks_of_run(run)}
+    if pods:
+        with suppress(UserError, StageError):  # which pass, as the run's own answer does
+            steps |= {step.name: step for step in pods.steps()}
+    return list(steps.values())
+
+
+def _time(time: datetime | None) -> datetime | None:
+    """None for the zero that Go writes."""
+    return time if time and time.year > 1 else None
+
+
+def _clock(time: datetime | None) -> str:
+    return f"{(time or datetime.now(UTC)).astimezone():%H:%M:%S}"
+
+
+def _seconds(step: Step) -> str:
+    if not step.begun or not step.ended:
+        return "a moment"
+    return f"{(step.ended - step.begun).total_seconds():.0f} s"
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -99,80 +168,34 @@ def _get_run(client: Client, run_id: str) -> Any:
     return client.runs.run_service_get_run(run_id)
 
 
-def _details(run: Any) -> list[Any]:
-    """The step's name without the number of the attempt: `name(0)`, `name(1)` are one step."""
-    details = (run.run_details and run.run_details.task_details) or []
-    for task in details:
-        task.display_name = RETRY.sub("", task.display_name or "")
-    return details
+def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
+    """Follow a run, and end the process with its status: 1 if it failed or was cancelled."""
+    page = client.page(f"runs/details/{run_id}")
+    try:
+        with answers():
+            state = follow(client, run_id, logs)
+    except KeyboardInterrupt:
+        fail(
+            f"no longer followed; the run goes on: {page}\ncome back: make follow RUN={run_id}", 130
+        )
+    if state != "SUCCEEDED":
+        fail(f"error: the run has {OUTCOMES.get(state, state.lower())}: {page}", 1)
+    print("the run has succeeded")
 
 
-def _explain(client: Client, run: Any, tasks: set[str]) -> Iterator[str]:
-    """The failing steps' errors and last lines."""
-    details = _details(run)
-    failed = [task for task in details if task.state == "FAILED"]
-    by_node = {_node(task.pod_name): task for task in details if task.pod_name}
-    if run.error and run.error.message:
-        yield f"error: {run.error.message}"
-    for step in (task for task in failed if _step(task.display_name) in tasks):
-        pods = list(_failing_pods(step, by_node))
-        for task in [step, *pods]:
-            if task.error and task.error.message:
-                yield f"error: {step.display_name}: {task.error.message}"
-        for pod in pods[-1:]:  # the last attempt
-            log = _read_log(client, run.run_id, pod.pod_name)
-            if log:
-                yield f"error: {_last_words(step.display_name, log)}"
-            namespace = client.namespace or "NAMESPACE"
-            yield f"the whole log: kubectl -n {namespace} logs {pod.pod_name} -c main"
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def _step(name: str) -> str:
-    """Describe a failure, which may also happen in KFP's driver before the container starts."""
-    return name.removesuffix("-driver")
+@app.command(epilog=HELP)
+def main(
+    run: Annotated[str, typer.Argument(help="The run's id, as `make submit` prints it.")],
+    logs: Logs = True,
+) -> None:
+    """Follow a run that was submitted, to its end."""
+    with told():
+        client = connect()
+        follow_to_end(client, run, logs)
 
 
-def _node(name: str) -> str:
-    """What identifies an Argo node: the children of a task are listed by node, `run-x-<hash>`,
-    and a task itself by pod, `run-x-<template>-<hash>`."""
-    return name.rpartition("-")[2]
-
-
-def _failing_pods(task: Any, by_node: dict[str, Any]) -> Iterator[Any]:
-    """The failed leaf nodes below a task, possibly itself."""
-    nodes = [_node(child.pod_name) for child in task.child_tasks or [] if child.pod_name]
-    below = [by_node[node] for node in nodes if node in by_node]
-    below = [child for child in below if child.state == "FAILED"]
-    if not below and task.pod_name:
-        yield task
-    for child in below:
-        yield from _failing_pods(child, by_node)
-
-
-def _read_log(client: Client, run_id: str, pod: str) -> str:
-    """The pod's log: from the API server, or, where the UI is asked, from its own page."""
-    query = [("podname", pod), ("runid", run_id), ("podnamespace", client.namespace or "")]
-    for path, parameters in (
-        (f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log", []),
-        ("/k8s/pod/logs", query),
-    ):
-        try:
-            response = client.runs.api_client.call_api(
-                path, "GET", query_params=parameters, auth_settings=["Bearer"],
-                _preload_content=False, _return_http_data_only=True, _request_timeout=30,
-            )  # fmt: skip
-        except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
-            continue
-        if "html" not in response.headers.get("Content-Type", ""):
-            return str(response.data.decode(errors="replace"))
-    return ""
-
-
-def _last_words(step: str, log: str) -> str:
-    """The step's own error message, or else its last log lines."""
-    words = StageLog()
-    words.failed = step
-    for line in log.splitlines():
-        for _ in words.feed(line):
-            pass
-    return words.error()
+if __name__ == "__main__":
+    app()

@@ -10,7 +10,7 @@ from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 
 from lathe import backends, storage
-from lathe.cluster.nodes import check_node_pool
+from lathe.cluster.nodes import node_pool_shortage
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST
@@ -92,11 +92,20 @@ class Preflight(Inputs):
         for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
             self.check(f"image {image}", check_image, image)
 
-    def nodes(self, pool: Pool) -> None:
-        if pool.gpus:
-            context = os.environ.get("LATHE_KFP_CONTEXT")
-            machines = (pool.node_pool, pool.nodes, pool.gpus, context)
-            self.check(f"node pool {pool.node_pool}", check_node_pool, *machines)
+    def nodes(self, pool: Pool, strict: bool) -> None:
+        """Warn of machines that are not there now, or if `strict` refuse to wait for them."""
+        if not pool.gpus:
+            return
+        context = os.environ.get("LATHE_KFP_CONTEXT")
+        wanted = (pool.node_pool, pool.nodes, pool.gpus, context)
+        shortage = self.check(f"node pool {pool.node_pool}", node_pool_shortage, *wanted)
+        if shortage and strict:
+            self.problems.append(shortage)
+        elif shortage:
+            self.unchecked.append(
+                f"warning: {shortage.what}: pods wait until an autoscaler adds nodes, or you do\n"
+                f"  hint: {shortage.hint}; STRICT=1 (--strict) refuses to wait"
+            )
 
     def store(self, root: str) -> None:
         """Check that an object can be written and deleted below the pipeline root, if

@@ -78,10 +78,9 @@ def in_pool(pool: Pool) -> Iterator[None]:
 
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
-    """All GPUs of a machine; for multi-node training none, as the task only starts and follows
-    it."""
+    """All GPUs of a machine; multi-node training is only started and followed by the task."""
     pool = _POOL.get()
-    return _with_gpus(task, 0 if pool.nodes > 1 else pool.gpus, hours)
+    return waiting(task, hours) if pool.nodes > 1 else _with_gpus(task, pool.gpus, hours)
 
 
 def on_gpu(task: PipelineTask, hours: float) -> PipelineTask:
@@ -94,10 +93,16 @@ def with_engine(task: PipelineTask) -> PipelineTask:
     return task.set_container_image(PADDLE) if _POOL.get().engine == "paddle" else task
 
 
-def on_cpu(task: PipelineTask, hours: float, memory: str = "8Gi") -> PipelineTask:
+def on_cpu(task: PipelineTask, hours: float) -> PipelineTask:
     """Four cores of any node."""
-    task.set_cpu_request(str(CORES)).set_memory_request(memory)
+    task.set_cpu_request(str(CORES)).set_memory_request("8Gi")
     return _with_house_rules(task, hours, shared_memory_gib=2)
+
+
+def waiting(task: PipelineTask, hours: float) -> PipelineTask:
+    """Next to nothing: for tasks that read figures, or wait for others to work."""
+    task.set_cpu_request("100m").set_memory_request("512Mi")
+    return _with_house_rules(task, hours, shared_memory_gib=1)
 
 
 def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:

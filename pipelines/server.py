@@ -5,7 +5,8 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ HELP = "\n\n".join(["Environment:", *(f"{key}: {text}." for key, text in VARIABL
 """For `--help`."""
 
 KUBEFLOW = "kubeflow"
+LOCAL_UI = "http://localhost:8080"
+TO_UI = "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80"
 CONNECT_SECONDS = 5.0
 POD_TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
@@ -52,9 +55,22 @@ class Client(kfp.Client):
 
     def page(self, path: str) -> str:
         """Address of a page of the UI, such as `runs/details/<id>`."""
-        # Through the kube context, the API's address is not one that a browser can use.
-        address = os.environ.get("LATHE_KFP_UI") or endpoint() or "http://localhost:8080"
+        address = os.environ.get("LATHE_KFP_UI") or (endpoint() if self.has_pages() else LOCAL_UI)
         return f"{address.rstrip('/')}/#/{path}"
+
+    @cache  # noqa: B019 (one client a process)
+    def has_pages(self) -> bool:
+        """Whether the endpoint is the UI's. The API server has no pages, and through the kube
+        context neither is at an address that a browser can use."""
+        if not endpoint():
+            return False
+        with suppress(kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
+            answer = self.runs.api_client.call_api(
+                "/", "GET", auth_settings=["Bearer"], _preload_content=False,
+                _return_http_data_only=True, _request_timeout=CONNECT_SECONDS,
+            )  # fmt: skip
+            return "html" in str(answer.headers.get("Content-Type", ""))
+        return False
 
 
 def endpoint() -> str:

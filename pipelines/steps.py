@@ -19,7 +19,7 @@ from components.quantize.component import quantize
 from components.release.component import release
 from components.report.component import report
 from components.resolve.component import resolve
-from pipelines.resources import on_cpu, on_gpu, on_training_nodes, with_engine
+from pipelines.resources import on_cpu, on_gpu, on_training_nodes, waiting, with_engine
 
 
 class Steps:
@@ -29,7 +29,7 @@ class Steps:
         self.overrides = overrides
 
     def prepare(self, recipe: str, corpus: str, **inputs: Any) -> dsl.PipelineTask:
-        found = on_cpu(self._task(resolve, recipe, corpus=corpus), hours=0.5, memory="2Gi")
+        found = waiting(self._task(resolve, recipe, corpus=corpus), hours=0.5)
         found.set_caching_options(False)  # the newest corpus changes over time
         inputs["corpus"] = found.outputs["Output"]
         return on_cpu(self._task(prepare, recipe, **inputs), hours=4)
@@ -55,7 +55,7 @@ class Steps:
         return on_cpu(self._by_engine(component, recipe, **inputs), hours=2)
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_cpu(self._task(gate, recipe, **inputs), hours=0.5, memory="2Gi")
+        return waiting(self._task(gate, recipe, **inputs), hours=0.5)
 
     def choose(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(choose, recipe, **inputs), hours=2)
@@ -74,7 +74,7 @@ class Steps:
         return task.set_caching_options(False).set_retry(0)
 
     def report(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_cpu(self._task(report, recipe, **inputs), hours=1)
+        return waiting(self._task(report, recipe, **inputs), hours=1)
 
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str

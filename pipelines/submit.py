@@ -20,11 +20,11 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import FUNCTIONS, build
-from pipelines.follow import follow
+from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
 from pipelines.resources import SERVICE_ACCOUNT, Pool
-from pipelines.server import HELP, Client, answers
-from pipelines.told import fail, told
+from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
+from pipelines.told import told
 from pipelines.upload import experiment_id, upload, version_name
 
 EXPERIMENT = "lathe"
@@ -39,6 +39,10 @@ Root = Annotated[
         envvar="LATHE_PIPELINE_ROOT", help="Where artifacts go, s3://...; default: the server's."
     ),
 ]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse a node pool without enough GPUs, as an autoscaled "
+    "one may be.")
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,13 @@ def _engine_of(recipes: list[str], overrides: list[str]) -> str:
     return Pool.engine
 
 
-def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False) -> Submission:
+def prepare(
+    name: str, arguments: dict[str, Any], root: str, fresh: bool = False, strict: bool = False
+) -> Submission:
     """Check all that can be checked, then put the pipeline on the server.
+
+    Args:
+        strict: whether machines that are not there now are an error; else a warning.
 
     Raises:
         ExceptionGroup: of UserErrors, everything that is wrong; nothing is on the server then.
@@ -108,7 +117,7 @@ def prepare(name: str, arguments: dict[str, Any], root: str, fresh: bool = False
     except UserError:  # which the check of the recipes tells
         pool = Pool()
     preflight.recipes(name, arguments, pool)
-    preflight.nodes(pool)
+    preflight.nodes(pool, strict)
     pipeline = build(name, pool, fresh)
     preflight.images(pipeline)
     for line in preflight.unchecked:
@@ -136,14 +145,6 @@ def machines(nodes: int | None, gpus: int | None, node_pool: str, queue: str) ->
     return [f"Launch.{key}={value}" for key, value in given.items() if value not in (None, "")]
 
 
-def tasks_of(pipeline: GraphComponent) -> set[str]:
-    """The names of the tasks that run something, in every branch and loop."""
-    spec = pipeline.component_spec.implementation.graph
-    dags = [spec.root.dag, *(c.dag for c in spec.components.values() if c.HasField("dag"))]
-    tasks = [(n, task.component_ref.name) for dag in dags for n, task in dag.tasks.items()]
-    return {name for name, component in tasks if spec.components[component].executor_label}
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -157,14 +158,16 @@ def main(
     node_pool: NodePool = "",
     queue: Queue = "",
     root: Root = "",
+    strict: Strict = False,
     is_followed: Annotated[
         bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
     ] = False,
+    logs: Logs = True,
 ) -> None:
     """Run a pipeline on the cluster."""
     arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
     with told():
-        submission = prepare(pipeline, arguments, root)
+        submission = prepare(pipeline, arguments, root, strict=strict)
         client = submission.client
         with answers():
             body = client.api_models.V2beta1Run(
@@ -174,16 +177,10 @@ def main(
             run_id = client.runs.run_service_create_run(body).run_id
         page = client.page(f"runs/details/{run_id}")
         print(f"run {run_id}: {page}", flush=True)
-        if not is_followed:
-            return
-        try:
-            with answers():
-                state = follow(client, run_id, tasks_of(submission.pipeline))
-        except KeyboardInterrupt:
-            fail(f"no longer followed; the run goes on: {page}", 130)
-    if state != "SUCCEEDED":
-        fail(f"error: the run has {state.lower()}: {page}", 1)
-    print("the run has succeeded")
+        if page.startswith(LOCAL_UI):
+            print(f"for that page: {TO_UI}; or set LATHE_KFP_UI to the UI's address")
+        if is_followed:
+            follow_to_end(client, run_id, logs)
 
 
 if __name__ == "__main__":

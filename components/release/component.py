@@ -32,7 +32,7 @@ def release(
     from components.stage import stage
     from lathe.production.publish import publish_release
 
-    with stage(recipe, [*overrides, f"Production.releases={production}"]) as settings:
+    with stage(recipe, [*overrides, f"Production.releases={production}"], restarts=0) as settings:
         made = publish_release(settings, *local(deployed, evaluation))
         Path(released.path).write_text(made.to_json())
         record(made.acceptance, metrics, released)

@@ -1,15 +1,12 @@
 """Verbs that make training data."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import RUN, Output, Overrides, RecipeName, load
 from lathe.console import show
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(

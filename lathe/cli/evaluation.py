@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,9 +23,6 @@ from lathe.cli.options import (
 )
 from lathe.console import show, with_error
 from lathe.errors import UserError, printable
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")

@@ -1,7 +1,7 @@
 """Verbs that write a checkpoint in another format."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,9 +20,6 @@ from lathe.cli.options import (
 )
 from lathe.console import show
 from lathe.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")

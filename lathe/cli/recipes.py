@@ -1,15 +1,12 @@
 """The verb that prints and explains recipes."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import Overrides, load
 from lathe.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(epilog="Example: lathe recipe gpt-345m -o Model.num_layers=12 > mine.yaml")

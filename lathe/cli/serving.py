@@ -3,7 +3,7 @@
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from lathe.cli.options import RUN, Output, Overrides, RecipeName, input_argument
 from lathe.console import show
 from lathe.errors import UserError
 from lathe.inputs import argument_text
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,6 @@ from lathe.cli.app import app
 from lathe.cli.options import RUN, Data, Output, Overrides, RecipeName, input_option, load
 from lathe.cli.workers import train
 from lathe.console import show
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")

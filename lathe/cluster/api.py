@@ -24,6 +24,7 @@ from lathe.errors import StageError, UserError
 log = logging.getLogger(__name__)
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
+JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations of our TrainJobs
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -73,9 +74,18 @@ class Cluster:
         return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
 
     def delete(self, name: str) -> None:
-        """Delete it in the foreground, so that its pods have time to save their state."""
+        """Delete it; garbage collection then terminates its JobSet and pods.
+
+        Not in the foreground: Trainer 2.3 goes on reconciling a TrainJob that waits for its
+        dependents, and creates the JobSet again.
+        """
         deleting = self._custom.delete_namespaced_custom_object
-        self.ask(deleting, *self._jobs, name, propagation_policy="Foreground", unless=404)
+        self.ask(deleting, *self._jobs, name, propagation_policy="Background", unless=404)
+
+    def jobset(self, name: str) -> Any:
+        """The JobSet that Trainer created for the TrainJob of this name, or None."""
+        getting = self._custom.get_namespaced_custom_object
+        return self.ask(getting, *JOBSETS[:2], self.namespace, JOBSETS[2], name, unless=404)
 
     def pod(self, name: str) -> Any:
         """A V1Pod, or None."""

@@ -32,9 +32,7 @@ GRACE_SECONDS = 300
 
 STORE_SECRET = "lathe-s3"
 STORE_KEYS = {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
-PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
-PASSED_ON_PREFIX = "LATHE_"
-CREDENTIAL = re.compile("SECRET|TOKEN|PASSWORD|KEY|CREDENTIAL")
+PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "LATHE_NETWORK_TIMEOUT")
 
 
 @dataclass(frozen=True)
@@ -154,13 +152,8 @@ def _resources(settings: LaunchSettings) -> Any:
 
 
 def _environment() -> list[Any]:
-    """The endpoints of this process's environment and, by reference, the object store's keys."""
-    passed = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name in PASSED_ON or name.startswith(PASSED_ON_PREFIX)
-        if not CREDENTIAL.search(name)
-    }
+    """What this process's environment says of the store and, by reference, the store's keys."""
+    passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     passed["HOME"] = "/tmp"
     variables = [m.IoK8sApiCoreV1EnvVar(name=name, value=value) for name, value in passed.items()]
     for name, key in STORE_KEYS.items():

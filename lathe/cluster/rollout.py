@@ -12,6 +12,7 @@ from lathe.errors import StageError, UserError
 log = logging.getLogger("lathe")
 
 POLL_SECONDS = 2.0
+EVENTS = 3  # of each pod, in the message of a failed rollout
 
 
 class RolloutFailed(StageError):
@@ -69,11 +70,23 @@ def _wait(deployment: Deployment, release: str, seconds: float) -> None:
             passed = f"{time.monotonic() - started:.0f} s"
             raise RolloutFailed(
                 f"{release}: not rolled out in {passed}: {waits_for}; "
-                f"{rollout_pods.states(pods) or 'it has no pods'}{_last_lines(deployment, pods)}"
+                f"{rollout_pods.states(pods) or 'it has no pods'}{_warnings(deployment, pods)}"
+                f"{_last_lines(deployment, pods)}"
             )
         deployment.keep_lock()
         time.sleep(POLL_SECONDS)
     log.info("%s: %s is rolled out", deployment.name, release)
+
+
+def _warnings(deployment: Deployment, pods: Sequence[Any]) -> str:
+    """The events that say what a pod lacks, such as a secret, indented."""
+    said = []
+    for pod in pods:
+        try:
+            said += deployment.warnings(pod.metadata.name)[-EVENTS:]
+        except (StageError, UserError) as error:
+            return f"\n  (its events cannot be read: {str(error).splitlines()[0]})"
+    return "".join(f"\n  {text}" for text in dict.fromkeys(said))
 
 
 def _last_lines(deployment: Deployment, pods: Sequence[Any]) -> str:

@@ -7,10 +7,10 @@ reads the cause and decides. After a preemption it always restarts, until the de
 failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes from the
 saved states that the workers mirror to the object store.
 
-All attempts have the same name, and each waits until the previous one is gone with all of its pods,
-so two never write to the same output. A restarted launcher (a step's retry, in a new pod) finds the
-TrainJob by that name and becomes its owner; a TrainJob that is being deleted because its owner is
-gone is waited for and created anew.
+All attempts have the same name, and each waits until the previous one is gone with its JobSet and
+all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
+new pod) finds the TrainJob by that name and becomes its owner; a TrainJob that is being deleted
+because its owner is gone is waited for and created anew.
 
 `run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
 the launcher's pod owns it, or else `lathe.cluster.janitor`.
@@ -92,7 +92,7 @@ class _Attempts:
     def begin(self) -> TrainJob:
         """Adopt the TrainJob that an earlier launcher of this run left, or create one.
 
-        Waits for a TrainJob that is being deleted, as its pods may still write.
+        Waits for what is left of a deleted TrainJob, as its pods may still write.
         """
         told = False
         while True:
@@ -100,7 +100,7 @@ class _Attempts:
             if found and "deletionTimestamp" not in found["metadata"]:
                 if self._adopt(found):
                     return found
-            elif found or self._cluster.pods(pods_of(self.name)):
+            elif found or self._cluster.jobset(self.name) or self._cluster.pods(pods_of(self.name)):
                 if not told:
                     log.info("TrainJob %s is being deleted: waiting for its pods to end", self.name)
                     told = True

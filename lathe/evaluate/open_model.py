@@ -38,7 +38,7 @@ def open_model(
     if not onnx.is_file():
         if endpoint is not None:
             raise UserError(f"{onnx}: no such file", "give the export folder that is served")
-        device = choose_device(recipe.Global.device)
+        device = choose_device(recipe)
         return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
     folder = onnx.parent
     open_export(folder)

@@ -89,6 +89,11 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             max(1, (os.cpu_count() or 1) // on_this_machine)
         )
         worker = [f"OMP_NUM_THREADS={threads}", *tied([sys.executable, "-u", *arguments])]
+        if not alone:
+            # Nodes wait for each other in C++, where Python's handlers do not run. There is nothing
+            # to clean up yet; with the workers, the agent gets handlers of its own.
+            for name in HANDLED:
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
         try:
             elastic_launch(config, "env")(*worker)
         except ChildFailedError as error:

@@ -33,7 +33,7 @@ from lathe.train.batches import calibration_batches
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
     """See `lathe.compress.sensitivity.analyze.analyze`."""
-    paddle.set_device(choose_device(recipe.Global.device))
+    paddle.set_device(choose_device(recipe))
     checkpoint = load_checkpoint(model)
 
     def open_model(tokens: TokenDataset, journal: Journal) -> PaddleModel:

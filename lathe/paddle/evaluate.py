@@ -37,7 +37,7 @@ def evaluate(
     """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is computed with PaddleSlim's
     fake quantization."""
     require_supported("evaluate", recipe)
-    device = choose_device(recipe.Global.device)
+    device = choose_device(recipe)
     paddle.set_device(device)
     checkpoint = load_checkpoint(model)
     net, plan = checkpoint.model, checkpoint.model.config.quantization

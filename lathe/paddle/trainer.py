@@ -22,7 +22,7 @@ from lathe.paddle.gpt import GPT, next_token_loss
 from lathe.paddle.parallel import axis_of
 from lathe.paddle.sharding import GradientSums
 from lathe.paddle.workers import Workers, seed_everything
-from lathe.train.loop import Gradients, Loop, Progress
+from lathe.train.loop import Asked, Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
 from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.schedule import is_decayed
@@ -69,7 +69,7 @@ class Trainer(Loop):
             self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
         self.states = StateFolder(output / STATE, self.engine.save_load.keep, workers)
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
         self.model.train()
         seed_everything(self.recipe.Global.seed, self.at.step, self.workers.data_rank)
         losses = []
@@ -81,13 +81,13 @@ class Trainer(Loop):
         self.sums.sum()
         share = self._squared_norm()
         own = sum(losses) / len(losses) / self.workers.size
-        loss, squares, asking = self.workers.sum([own, share, float(asked)])
+        loss, squares, *counts = self.workers.sum([own, share, *map(float, asked)])
         factor = self.loss_scale.value * self.workers.data_size
         norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
         if not bad and not math.isfinite(share):
             bad = list(range(len(losses)))
-        return Gradients(loss, norm, asking > 0, bad)
+        return Gradients(loss, norm, Asked(*(count > 0 for count in counts)), bad)
 
     @paddle.no_grad()
     def update(self, rate: float, norm: float) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lathe.backends.paddle_support import require_no_gpu_needed
 from lathe.config.settings import DistributedSettings, Recipe
 from lathe.errors import UserError
+from lathe.train.missing_gpu import missing_gpu
 
 log = logging.getLogger("lathe")
 
@@ -101,7 +102,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     """
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", 1))
     dp, mp, sharding = degrees(recipe.Distributed, size)
-    paddle.set_device(choose_device(recipe.Global.device))
+    paddle.set_device(choose_device(recipe))
     require_device(recipe)
     if size == 1:
         yield Workers()
@@ -170,16 +171,20 @@ def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:
     return dp, mp, sharding
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(recipe: Recipe) -> str:
     """Paddle's name of the device of `Global.device`.
 
     Raises:
-        UserError: it is a GPU, and Paddle finds none.
+        UserError: see `lathe.train.workers.choose_device`.
     """
-    count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
-    if wanted == "gpu" and not count:
-        raise UserError("Global.device is gpu, but Paddle finds none", "-o Global.device=auto")
-    return "cpu" if wanted == "cpu" or not count else "gpu"
+    wanted, has_cuda = recipe.Global.device, bool(paddle.is_compiled_with_cuda())
+    if wanted == "cpu":
+        return "cpu"
+    if has_cuda and paddle.device.cuda.device_count():
+        return "gpu"
+    if wanted == "gpu" or recipe.Launch.gpus_per_node:
+        raise missing_gpu(recipe, f"Paddle {paddle.__version__}", has_cuda)
+    return "cpu"
 
 
 def require_device(recipe: Recipe) -> None:

@@ -21,7 +21,7 @@ from lathe.errors import UserError
 from lathe.production.acceptance import Acceptance, accept
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
-from lathe.serve.repository import require_whole
+from lathe.serve.repository import remove_bytecode, require_whole
 
 log = logging.getLogger("lathe")
 
@@ -66,6 +66,7 @@ def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = No
     releases, deployment = releases_of(recipe), _deployment(recipe.Production)
     golden = golden_of(deployed, evaluation)
     require_whole(deployed / REPOSITORY)
+    remove_bytecode(deployed / REPOSITORY)  # of a server that still runs on it
     release = releases.publish(deployed / REPOSITORY, golden)
     acceptance = accept(releases, release, recipe)
     before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)

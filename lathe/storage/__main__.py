@@ -2,10 +2,11 @@
 
 import argparse
 import logging
+import signal
 import sys
 from pathlib import Path
 
-from lathe.console import print_any_text
+from lathe.console import end_cleanly_on_sigterm, print_any_text
 from lathe.errors import ENDINGS, explain
 from lathe.storage import fetch, upload
 
@@ -23,6 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
         "uri", help="s3://bucket/key, s3://bucket/prefix/, file:///folder or https://..."
     )
     verb.add_argument("folder", type=Path)
+    verb.add_argument(
+        "--wait",
+        action="store_true",
+        help="with an empty uri, wait until terminated: a server's pod before its first release",
+    )
     verb = verbs.add_parser("put", help="a file to an object, or a folder to a prefix")
     verb.add_argument("path", type=Path)
     verb.add_argument("uri", help="s3://bucket/key, s3://bucket/prefix/ or file:///path")
@@ -30,7 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     print_any_text()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        if given.verb == "fetch":
+        if given.verb == "fetch" and given.wait and not given.uri:
+            end_cleanly_on_sigterm()
+            print("nothing is released yet: waiting for the first release", flush=True)
+            signal.pause()
+        elif given.verb == "fetch":
             print(fetch(given.uri, given.folder))
         else:
             upload(given.path, given.uri)

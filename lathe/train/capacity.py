@@ -35,7 +35,7 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
     leanest = replace(layout, micro_batch=1, recompute="full")
     memory = estimate(config, recipe, leanest)
     needed = memory.weights + memory.gradients + memory.optimizer
-    device = choose_device(recipe.Global.device)
+    device = choose_device(recipe)
     held = memory_of(device)
     if needed > held:
         shape = {

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,19 +42,26 @@ class Progress:
     seconds: float = 0.0
 
 
+class Asked(NamedTuple):
+    """What a process asks all of them for; together, what any of them asked for."""
+
+    end: bool
+    save: bool
+
+
 @dataclass(frozen=True)
 class Gradients:
     """Results of a step's backward passes.
 
     Attributes:
         loss, norm: mean loss and gradient norm of the global batch; not finite after an overflow.
-        asked: whether any process was asked to end.
+        asked: what any process asked for.
         bad: this process's micro-batches that caused a value that is not finite.
     """
 
     loss: float
     norm: float
-    asked: bool
+    asked: Asked
     bad: Sequence[int] = ()
 
     @property
@@ -85,6 +93,7 @@ class Loop(ABC):
             log.warning("the validation part cannot fill one sequence: no validation loss")
         self.loss_scale = LossScale.of(self.engine.mix_precision)
         self.at = Progress()
+        self._saved = time.monotonic()
 
     @abstractmethod
     def resume(self) -> None:
@@ -99,7 +108,7 @@ class Loop(ABC):
         """Commit a save that has been written in the background."""
 
     @abstractmethod
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
         """Compute gradients, times the loss scale, of all processes' micro-batches (micro, T +
         1)."""
 
@@ -129,16 +138,17 @@ class Loop(ABC):
             if self.at.step == 0:
                 self.at.first_eval_loss = self._evaluate(trace)
             while self.at.step < steps:
-                record, preempted = self._step(asked_to_end())
+                record, asked = self._step(Asked(asked_to_end(), self._save_is_due()))
                 if trace:
                     trace.step(record, progress)
                 ended = record.step == steps
                 if record.step % self.engine.eval_freq == 0 or ended:
                     self._evaluate(trace)
-                if record.step % self.engine.save_load.save_steps == 0 or ended or preempted:
+                if record.step % self.engine.save_load.save_steps == 0 or ended or any(asked):
                     self.save()
+                    self._saved = time.monotonic()
                 self.go_on_saving(wait=False)
-                if preempted and not ended:
+                if asked.end and not ended:
                     break
             self.go_on_saving(wait=True)
         if self.at.step < steps:
@@ -147,8 +157,13 @@ class Loop(ABC):
             )
         return self.at
 
-    def _step(self, asked: bool) -> tuple[StepRecord, bool]:
-        """Perform one update; returns whether any process was asked to end."""
+    def _save_is_due(self) -> bool:
+        """Whether `save_minutes` have passed since the last save, by the first process's clock."""
+        minutes = self.engine.save_load.save_minutes
+        return self.group.is_first and time.monotonic() - self._saved >= 60 * minutes
+
+    def _step(self, asked: Asked) -> tuple[StepRecord, Asked]:
+        """Perform one update; returns what any process asked for."""
         started, step = time.perf_counter(), self.at.step
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         batches = [self.batches(step, i) for i in range(self.batch.accumulate_steps)]

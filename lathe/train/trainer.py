@@ -23,7 +23,7 @@ from lathe.train.gradients import (
     settle_partial,
     squared_norm,
 )
-from lathe.train.loop import Gradients, Loop, Progress
+from lathe.train.loop import Asked, Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
@@ -74,7 +74,7 @@ class Trainer(Loop):
             self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: bool) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
         for stage in self.stages:
             stage.train()
         tokens = [self._to_device(batch) for batch in batches]
@@ -86,17 +86,17 @@ class Trainer(Loop):
             counted = [p for p in counted if p is not self.tied.table]
         norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
         copies = self.workers.data_size * self.workers.mesh["mp"].size()
-        shares = torch.stack(
-            [losses.sum() / copies, norm_share, torch.tensor(float(asked)).to(losses.device)]
-        )
-        loss, squares, asking = self.workers.sum(shares).tolist()
+        asking = torch.tensor(asked, dtype=torch.float32).to(losses.device)
+        shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), asking])
+        loss, squares, *counts = self.workers.sum(shares).tolist()
+        agreed = Asked(*(count > 0 for count in counts))
         norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
         if math.isfinite(loss) and math.isfinite(norm):
-            return Gradients(loss, norm, asking > 0)
+            return Gradients(loss, norm, agreed)
         bad = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
         if not bad and not math.isfinite(float(norm_share)):
             bad = list(range(len(losses)))
-        return Gradients(loss, norm, asking > 0, bad)
+        return Gradients(loss, norm, agreed, bad)
 
     def update(self, rate: float, norm: float) -> None:
         factor = min(1.0, self.recipe.Optimizer.grad_clip.clip_norm / (norm + 1e-6))

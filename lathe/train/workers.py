@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lathe.config.settings import DistributedSettings, Recipe
 from lathe.errors import UserError
+from lathe.train.missing_gpu import missing_gpu
 
 DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
@@ -94,7 +95,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     Raises:
         UserError: the recipe's degrees do not multiply to the number of processes.
     """
-    device = choose_device(recipe.Global.device)
+    device = choose_device(recipe)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = mesh_shape(recipe.Distributed, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -138,16 +139,27 @@ def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int,
     return pp, dp, sharding, mp
 
 
-def choose_device(wanted: str) -> torch.device:
+def choose_device(recipe: Recipe) -> torch.device:
     """The device of `Global.device`: a GPU of this process's own where there is one.
 
     Raises:
-        UserError: `gpu`, and torch sees none.
+        UserError: the recipe asks for a GPU, by Global.device or Launch.gpus_per_node, and torch
+            sees none.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    wanted = recipe.Global.device
+    if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("Global.device is gpu and torch sees none", "-o Global.device=auto")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if wanted == "auto" and not recipe.Launch.gpus_per_node:
+            return torch.device("cpu")
+        raise missing_gpu(recipe, f"torch {torch.__version__}", torch.version.cuda is not None)
+    place, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if place >= count:
+        raise UserError(
+            f"Distributed starts {place + 1} processes or more on this machine, and torch sees "
+            f"{count} GPUs",
+            "lower the degrees, or ask for as many GPUs (Launch.gpus_per_node)",
+        )
+    device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     return device

@@ -7,7 +7,7 @@ from tests.hostile.case import SECRET, Case
 from tests.hostile.child import Outcome
 from tests.hostile.sandbox import Entry, added, altered, outside
 
-SLOW_SECONDS = 10
+SLOW_SECONDS = 15
 ERROR = re.compile(r"^(?:\[lathe\] )?(?:error|preempted): (?!\s*hint:)", re.MULTILINE)
 Finding = tuple[str, str]
 

@@ -1,7 +1,9 @@
 """The local launcher with real processes: a group that works, fails, is killed."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from lathe.launch.local import run
+from lathe.launch.node import Node
 from lathe.launch.shape import Shape, WorkerFailed
+from tests.support.s3 import free_port
 
 TWO = Shape(processes_per_node=2)
 TWO_NODES = Shape(nodes=2, processes_per_node=2)
@@ -130,3 +134,25 @@ def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
         launcher.send_signal(number)
         assert launcher.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
     assert wait_for(lambda: not any(alive(int(p.read_text())) for p in pids), 5)
+
+
+NODE = """
+from pathlib import Path
+from lathe.console import end_cleanly_on_sigterm
+from lathe.launch.node import main
+end_cleanly_on_sigterm()
+main(Path("outcome"), 30, ["-c", "pass"])
+"""
+
+
+def test_a_node_that_waits_for_the_others_ends_at_once(tmp_path: Path) -> None:
+    port = free_port()
+    environment = os.environ | Node(Shape(2, 1), 0, "127.0.0.1", port).environment()
+    with subprocess.Popen([sys.executable, "-c", NODE], env=environment, cwd=tmp_path) as node:
+        for _ in range(600):  # the first node listens, and waits for the second
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        time.sleep(1)
+        node.terminate()
+        assert node.wait(timeout=5) == -signal.SIGTERM

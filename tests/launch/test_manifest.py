@@ -25,6 +25,8 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-for-the-manifest")
     monkeypatch.setenv("LATHE_S3_SECRET_DIR", "/secrets")
     monkeypatch.setenv("UNRELATED", "value")
+    monkeypatch.setenv("LATHE_SERVE_PORT", "tcp://10.96.0.7:8001")  # the Service's, by Kubernetes
+    monkeypatch.setenv("LATHE_NETWORK_TIMEOUT", "60")
     settings = {"gpus_per_node": 2, "node_pool": "a100", "queue": "training", "priority": "high"}
     trainer = play(in_pod, succeed)
     launch(nodes=2, processes=2, shared_memory="4Gi", **settings)
@@ -32,6 +34,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     said = json.dumps(job)
     assert "an-access-key" not in said and "not-for-the-manifest" not in said
     assert "UNRELATED" not in said and "LATHE_S3_SECRET_DIR" not in said
+    assert "LATHE_SERVE_PORT" not in said and "LATHE_NETWORK_TIMEOUT" in said
     assert re.fullmatch("lathe-pretrain-[0-9a-f]{12}", job["metadata"]["name"])
     assert job["metadata"]["labels"] == {
         "app.kubernetes.io/name": "lathe",

@@ -9,8 +9,10 @@ import pytest
 import yaml
 from kubernetes.config import kube_config
 
-from lathe.cluster.nodes import check_node_pool
-from lathe.errors import StageError, UserError
+from lathe.cluster.nodes import node_pool_shortage
+from lathe.errors import StageError
+from pipelines.preflight import Preflight
+from pipelines.resources import Pool
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
 
@@ -64,28 +66,49 @@ def cluster(tmp_path, monkeypatch):
 
 def test_a_pool_that_is_large_enough(cluster):
     cluster("right")
-    check_node_pool("a100", nodes=2, gpus=8)
-    check_node_pool("a100", nodes=3, gpus=4, context="x")
+    assert node_pool_shortage("a100", nodes=2, gpus=8) is None
+    assert node_pool_shortage("a100", nodes=3, gpus=4, context="x") is None
+
+
+def test_pods_may_share_a_node(cluster):
+    cluster("right")
+    assert node_pool_shortage("a100", nodes=5, gpus=4) is None
+    assert node_pool_shortage("a100", nodes=20, gpus=1) is None
+    assert node_pool_shortage("a100", nodes=6, gpus=4)
 
 
 def test_one_that_is_not_says_what_it_has(cluster):
     cluster("right")
     listed = "a100-1 has 8, a100-2 has 8, a100-3 has 4, a100-4 has 0"
-    with pytest.raises(UserError, match=f"3 nodes with 8 GPUs each are wanted, and {listed}"):
-        check_node_pool("a100", nodes=3, gpus=8)
+    shortage = node_pool_shortage("a100", nodes=3, gpus=8)
+    assert shortage and f"3 pods with 8 GPUs each are wanted, and {listed}" in shortage.what
 
 
 def test_no_such_pool(cluster):
     cluster("right")
-    with pytest.raises(UserError, match="no node has the label lathe/node-pool=h100"):
-        check_node_pool("h100", nodes=1, gpus=1)
+    shortage = node_pool_shortage("h100", nodes=1, gpus=1)
+    assert shortage and "no node has the label lathe/node-pool=h100" in shortage.what
+
+
+def test_submit_warns_and_strict_refuses(cluster):
+    cluster("right")
+    pool = Pool(nodes=1, gpus=1, node_pool="scaled-to-zero")
+    patient, strict = Preflight(), Preflight()
+    patient.nodes(pool, strict=False)
+    (warning,) = patient.unchecked
+    assert not patient.problems
+    assert warning.startswith("warning: node pool scaled-to-zero: no node has the label")
+    assert "pods wait until an autoscaler adds nodes" in warning
+    strict.nodes(pool, strict=True)
+    (problem,) = strict.problems
+    assert "no node has the label" in str(problem) and not strict.unchecked
 
 
 def test_what_cannot_be_asked(cluster):
     with pytest.raises(StageError, match="no kube context"):
-        check_node_pool("a100", nodes=1, gpus=1)
+        node_pool_shortage("a100", nodes=1, gpus=1)
     cluster("wrong")
     with pytest.raises(StageError, match="does not list its nodes: Forbidden"):
-        check_node_pool("a100", nodes=1, gpus=1)
+        node_pool_shortage("a100", nodes=1, gpus=1)
     with pytest.raises(StageError, match="no kube context"):
-        check_node_pool("a100", nodes=1, gpus=1, context="other")
+        node_pool_shortage("a100", nodes=1, gpus=1, context="other")

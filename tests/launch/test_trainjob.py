@@ -100,6 +100,7 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
     assert len(trainer.created) == 3
     assert all(job["metadata"]["annotations"]["lathe/failures"] == "0" for job in trainer.created)
     assert len({job["metadata"]["name"] for job in trainer.created}) == 1
+    assert trainer.pods_made == 3 * 2  # none of a JobSet that Trainer made again
 
 
 def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> None:

@@ -9,6 +9,7 @@ DEPLOY = {
     *(("apps", "deployments:lathe-serve", verb) for verb in ("get", "patch")),
     ("", "pods", "list"),
     ("", "pods/log", "get"),
+    ("", "events", "list"),
 }
 TRAINJOBS = ("create", "get", "list", "patch", "delete")
 KINDS = ("pipelines", "pipelines/versions", "experiments")
@@ -17,6 +18,7 @@ JOBS = ("create", "get", "list", "delete", "enable", "disable")
 EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
+        ("jobset.x-k8s.io", "jobsets", "get"),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
         ("", "configmaps:kfp-launcher", "get"),
         *(("", f"secrets:{key}", "get") for key in ("mlpipeline-minio-artifact", "lathe-s3")),
@@ -28,6 +30,8 @@ EXPECTED = {
         *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
         *((KFP, "runs", verb) for verb in RUNS),
         *((KFP, "jobs", verb) for verb in JOBS),
+        ("", "pods", "list"),
+        ("", "pods/log", "get"),
         ("", "nodes", "list"),
     },
     "lathe-deploy": DEPLOY,

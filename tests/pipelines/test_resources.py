@@ -14,6 +14,7 @@ from pipelines.compile import FUNCTIONS, build
 from pipelines.resources import Pool
 
 TRAINING, ONE_GPU = {"pretrain", "prune", "quantize"}, {"analyze", "evaluate"}
+WAITING = {"resolve", "gate", "report"}
 ONE = Pool()
 MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")
 NODE = Pool(gpus=8, node_pool="a100", queue="research")
@@ -70,7 +71,10 @@ def test_gpus_and_where_they_are(compiled, name, pool):
         gpus, machines = gpus_of(stage, POOLS[pool]), POOLS[pool]
         resources, labels = container["resources"], settings["podMetadata"]["labels"]
         if not gpus:
-            assert "accelerator" not in resources and resources["resourceCpuRequest"] == "4"
+            waits = stage in WAITING or (stage in TRAINING and machines.nodes > 1)
+            asked = ("100m", "512Mi") if waits else ("4", "8Gi")
+            assert (resources["resourceCpuRequest"], resources["resourceMemoryRequest"]) == asked
+            assert "accelerator" not in resources
             assert "nodeSelector" not in settings and "tolerations" not in settings
             assert "kueue.x-k8s.io/queue-name" not in labels
             continue

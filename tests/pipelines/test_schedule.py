@@ -79,6 +79,44 @@ def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):
     assert names == ["lathe-full", "lathe-pretrain"]
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_run_of_the_schedule_ends_before_the_schedule_goes(kfp, monkeypatch, wait):
+    monkeypatch.setattr("pipelines.schedule.POLL_SECONDS", 0.01)
+    assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
+    (made,) = kfp.recurring_runs
+    kfp.run_of_schedule("another", *["RUNNING"] * 99)
+    run = kfp.run_of_schedule(made, "RUNNING", "RUNNING", "RUNNING", "SUCCEEDED")
+    result = schedule("remove", "full", *(["--wait"] if wait else []))
+    assert result.exit_code == 0, result.output
+    assert ("waiting for lathe-1" if wait else "ending lathe-1") in result.output
+    assert f"#/runs/details/{run}" in result.output and "lathe-0" not in result.output
+    assert kfp.runs[run]["state"] == ("SUCCEEDED" if wait else "FAILED")
+    assert kfp.recurring_runs == {} and max(kfp.active) == 1
+    assert kfp.active[-1] == 0  # it was disabled first
+
+
+def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch):
+    monkeypatch.setattr("pipelines.schedule.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("pipelines.schedule.END_SECONDS", 0.1)
+    assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
+    (made,) = kfp.recurring_runs
+    kfp.run_of_schedule(made, *["RUNNING"] * 999)
+    monkeypatch.setattr(type(kfp), "_terminate", lambda *_: {})
+    result = schedule("remove", "full")
+    assert result.exit_code == 1 and "told to end, and still running" in result.output
+    assert list(kfp.recurring_runs) == [made]
+
+
+def test_an_update_lets_a_run_that_has_started_go_on(kfp):
+    assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
+    (old,) = kfp.recurring_runs
+    kfp.run_of_schedule(old, "RUNNING", "SUCCEEDED")
+    assert schedule("set", "full", "--cron", DAILY).exit_code == 0
+    assert kfp.recurring_runs[old]["mode"] == "DISABLE" and len(kfp.recurring_runs) == 2
+    assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0  # by now it has ended
+    assert len(kfp.recurring_runs) == 1 and max(kfp.active) == 1
+
+
 def test_a_schedule_that_cannot_be_replaced_is_active_as_before(kfp):
     schedule("set", "pretrain", "--cron", WEEKLY)
     (before,) = kfp.recurring_runs.values()

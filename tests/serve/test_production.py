@@ -16,6 +16,7 @@ from lathe.cli import app
 from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError, UserError
 from lathe.production import publish as production
+from lathe.production.deploy import deploy
 from lathe.production.publish import publish_release, roll_back
 from lathe.production.release import Pointer, Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
@@ -80,6 +81,14 @@ def test_deploy_again_another_and_back(
     assert live(releases) == other.release
 
 
+@pytest.mark.slow
+def test_one_export_has_one_name(deployed: Path, tmp_path: Path) -> None:
+    """However often it is deployed, and whatever Triton's Python leaves there."""
+    made = deployed.parent
+    again = deploy(RECIPE, made / "onnx", made / "model", tmp_path / "again", made / "data")
+    assert name_of(again.repository) == name_of(deployed / "repository")
+
+
 def test_the_name_is_what_the_shell_says(deployed: Path) -> None:
     command = "find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
     said = subprocess.check_output(command, shell=True, cwd=deployed / "repository", text=True)
@@ -139,6 +148,7 @@ def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) 
 KILLED_AFTER_UPLOAD = """
 import os, pathlib, signal, sys
 from lathe.production import publish as production
+from lathe.production.deploy import deploy
 from lathe.config.settings import Recipe
 production.accept = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 production.publish_release(

@@ -77,6 +77,7 @@ class FakeKfp:
 
     Attributes:
         token, cookie: what a request must bring, where set.
+        has_pages: it is the UI, which passes requests on, and not the API server itself.
         logs: of pods, by name, from the API server; `ui_logs` from the UI's own page.
         failures: statuses with which the next requests are answered.
         refuse_recurring: there is no room for another recurring run.
@@ -90,6 +91,7 @@ class FakeKfp:
     ui_logs: dict[str, str] = field(default_factory=dict)
     failures: list[int] = field(default_factory=list)
     is_a_login_page: bool = False
+    has_pages: bool = True
     refuse_recurring: bool = False
     requests: list[Request] = field(default_factory=list)
     experiments: dict[str, Json] = field(default_factory=dict)
@@ -111,6 +113,8 @@ class FakeKfp:
             raise Refused(self.failures.pop(0), "try again")
         if self.is_a_login_page:
             return "<html>Who are you?</html>"
+        if request.path == "/" and self.has_pages:
+            return "<html>Kubeflow Pipelines</html>"
         if request.path == f"{V2}/healthz":
             return {"multi_user": False, "pipeline_store": "database"}
         self._authorize(request)
@@ -139,7 +143,9 @@ class FakeKfp:
             ("POST", f"{V2}/pipelines/upload_version", self._upload_version),
             ("GET", f"{V2}/pipelines/{one}/versions", self._list_versions),
             ("POST", f"{V2}/runs", self._create_run),
+            ("GET", f"{V2}/runs", self._list_runs),
             ("GET", f"{V2}/runs/{one}", self._get_run),
+            ("POST", f"{V2}/runs/{one}:terminate", self._terminate),
             ("GET", f"{V2}/recurringruns", self._list_recurring),
             ("POST", f"{V2}/recurringruns", self._create_recurring),
             ("POST", f"{V2}/recurringruns/{one}:(enable|disable)", self._set_mode),
@@ -188,6 +194,24 @@ class FakeKfp:
     def _get_run(self, request: Request, run_id: str) -> Json:
         now = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         return _known(self.runs, run_id) | now
+
+    def _list_runs(self, request: Request) -> Json:
+        """A run of a schedule goes on by a state every time that it is listed."""
+        for run in self.runs.values():
+            if states := run.get("states"):
+                orphaned = run["recurring_run_id"] not in self.recurring_runs
+                run["state"] = "RUNNING" if orphaned else states.pop(0)
+        return _listed(request, "runs", self.runs)
+
+    def _terminate(self, request: Request, run_id: str) -> Json:
+        _known(self.runs, run_id)["states"] = ["CANCELING", "CANCELING", "FAILED"]
+        return {}
+
+    def run_of_schedule(self, schedule: str, *states: str) -> str:
+        """Start a run as a schedule's time does; `states` are those that it goes through."""
+        body = {"display_name": f"lathe-{len(self.runs)}", "recurring_run_id": schedule}
+        made = _add(self.runs, "run_id", body | {"state": "RUNNING", "states": list(states)})
+        return str(made["run_id"])
 
     def _list_recurring(self, request: Request) -> Json:
         return _listed(request, "recurringRuns", self.recurring_runs)
@@ -276,6 +300,7 @@ def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]
                 answer = {"error": str(error), "code": 2, "message": str(error), "details": []}
                 status = error.status
             kind = "text/plain" if isinstance(answer, str) else "application/json"
+            kind = "text/html" if kind == "text/plain" and "<html>" in answer else kind
             text = answer if isinstance(answer, str) else json.dumps(answer)
             self.send_response(status)
             self.send_header("Content-Type", kind)

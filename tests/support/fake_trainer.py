@@ -24,6 +24,7 @@ import yaml
 
 from lathe.backends.paddle_process import find_python
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
+from tests.support.fake_store import FOREGROUND
 
 RUNTIMES = Path(__file__).parents[2] / "manifests" / "base" / "runtimes"
 TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
@@ -90,6 +91,7 @@ class Trainer(Controller):
     Attributes:
         created: every TrainJob that came, as it came.
         admits: whether jobs with a queue start at once; else they are suspended until `admit`.
+        pods_made: how many pods there have been, of all TrainJobs.
     """
 
     def __init__(self, server: FakeKubernetes, script: Script) -> None:
@@ -98,6 +100,8 @@ class Trainer(Controller):
         self.created: list[Object] = []
         self._attempts: Counter[str] = Counter()
         self._pods: dict[str, Pod] = {}
+        self._waiting: dict[str, Object] = {}  # deleted in the foreground
+        self.pods_made = 0
 
     def handle(self, event: Event) -> None:
         metadata = event.object["metadata"]
@@ -109,10 +113,20 @@ class Trainer(Controller):
                 self._set(event.key.name, "Suspended", "Suspended", "TrainJob is suspended")
             else:
                 self._start(event.object)
+        if event.key.resource == TRAINJOBS and FOREGROUND in metadata.get("finalizers", []):
+            self._waiting[event.key.name] = event.object
+        if (event.key.resource, event.type) == (JOBSETS, "DELETED"):
+            self._restart_deleted(event.key.name)
         if event.key.resource == "pods" and metadata["uid"] in self._pods:
             if "deletionTimestamp" in metadata:
                 self._pods[metadata["uid"]].told_to_end.set()
             self._judge(event.object)
+
+    def _restart_deleted(self, name: str) -> None:
+        """Trainer 2.3 reconciles a TrainJob that waits for its dependents: all pods start once
+        more, and end when garbage collection finds that their owner is gone."""
+        if job := self._waiting.pop(name, None):
+            self._start(job)
 
     def admit(self, name: str) -> None:
         """As Kueue does when the queue has the quota."""
@@ -130,6 +144,7 @@ class Trainer(Controller):
             made = self.server.create("pods", _pod(job, jobset, node, port))
             pod = Pod(self.server, made, node, self._attempts[name])
             self._pods[made["metadata"]["uid"]] = pod
+            self.pods_made += 1
             threading.Thread(target=self._play, args=(pod,), daemon=True).start()
         timer = threading.Timer(job["spec"]["activeDeadlineSeconds"], self._expire, (name,))
         timer.daemon = True

@@ -196,3 +196,16 @@ def test_the_newest_states_are_kept(small_data: Path, tmp_path: Path) -> None:
     process = start("pretrain", small_data, tmp_path / "run", overrides=keep)
     kill_after_saves(process, tmp_path / "run", 3, newer_than=8)
     assert 3 <= len(saved_steps(tmp_path / "run" / "state")) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_state_is_saved_by_the_clock_too(
+    small_data: Path, tmp_path: Path, workers: int
+) -> None:
+    clock = ("Engine.save_load.save_steps=1000", "Engine.save_load.save_minutes=0.005")
+    settings = (*clock, "Engine.max_steps=100000")
+    process = start("pretrain", small_data, tmp_path / "run", overrides=settings, workers=workers)
+    kill_after_saves(process, tmp_path / "run", 2, newer_than=2)
+    saved = [int(s.name.removeprefix("step_")) for s in saved_steps(tmp_path / "run" / "state")]
+    assert saved and all(0 < step < 1000 for step in saved)

@@ -57,7 +57,7 @@ class TorchModel:
         self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
     ) -> None:
         validation = validation_batches(recipe, data)
-        device = choose_device(recipe.Global.device)
+        device = choose_device(recipe)
         batches = calibration_batches(recipe, data)
         self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
         self.model = without_quantization(checkpoint.model).to(device).eval()

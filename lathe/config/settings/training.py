@@ -59,6 +59,8 @@ class SaveLoad(Settings):
     save_steps: Positive = 1000
     """Updates between two saved states; one more is saved after the last update and when the run
     is told to stop."""
+    save_minutes: Annotated[float, Field(gt=0)] = 5.0
+    """Minutes after which the state is saved anyway: the most that a killed run loses."""
     keep: Positive = 2
     """Saved states to keep; older ones are deleted."""
 

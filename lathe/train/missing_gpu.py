@@ -1,0 +1,26 @@
+"""A GPU that was asked for and is not there: never a reason to train on the CPU in silence."""
+
+from lathe.config.settings import Recipe
+from lathe.errors import UserError
+
+
+def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:
+    """The error of a backend that sees no GPU.
+
+    Args:
+        library: name and version of what looked for it.
+        has_cuda: whether it was built for GPUs.
+    """
+    gpus = recipe.Launch.gpus_per_node
+    asked = f"Launch.gpus_per_node is {gpus}" if gpus else "Global.device is gpu"
+    if not has_cuda:
+        return UserError(
+            f"{asked}, and {library} is built for CPUs only",
+            "use images of the other flavour (make images FLAVOUR=cuda), or GPUS=0 "
+            "(-o Launch.gpus_per_node=0) to train on CPUs",
+        )
+    return UserError(
+        f"{asked}, and {library}, which is built for GPUs, sees none on this machine",
+        "see whether `nvidia-smi` finds a GPU and its driver there, and in a cluster whether the "
+        "pod was given one; GPUS=0 (-o Launch.gpus_per_node=0) trains on CPUs",
+    )

@@ -1,0 +1,90 @@
+"""A step that is killed in its pod."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STEP = """
+import os, signal, sys, time
+from pathlib import Path
+from components.stage import stage
+from lathe.errors import StageError, UserError
+from lathe.launch.shape import WorkerFailed
+
+def attempt():
+    with open("attempts", "a") as file:
+        file.write("x")
+    return len(Path("attempts").read_text())
+
+with stage("tiny", ["Launch.restarts=2"]) as settings:
+    n = attempt()
+    print("attempt", n, flush=True)
+    {body}
+print("outputs written")
+"""
+KILLED_TWICE = "if n < 3: os.kill(os.getpid(), signal.SIGKILL)"
+ALWAYS = "os.kill(os.getpid(), signal.SIGSEGV)"
+RANK = "if n == 1: raise WorkerFailed(1, -9, 'step 7')"
+MISTAKE = "raise UserError('corpus.txt: empty', 'give text')"
+FAILED = "raise StageError('the store does not answer')"
+WAITS = "time.sleep(60)"
+
+
+def start(folder: Path, body: str, in_pod: bool = True) -> subprocess.Popen[str]:
+    variables = {k: v for k, v in os.environ.items() if k != "POD_NAME"}
+    variables |= {"PYTHONPATH": str(Path.cwd())} | ({"POD_NAME": "step"} if in_pod else {})
+    command = [sys.executable, "-c", STEP.format(body=body)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)
+
+
+def attempts(folder: Path) -> int:
+    path = folder / "attempts"
+    return len(path.read_text()) if path.exists() else 0
+
+
+def test_it_starts_again_and_says_so(tmp_path: Path) -> None:
+    out, _ = (step := start(tmp_path, KILLED_TWICE)).communicate(timeout=120)
+    assert step.returncode == 0 and attempts(tmp_path) == 3
+    assert out.count("outputs written") == 1
+    assert "[lathe] the step was killed by SIGKILL" in out and "restarts left: 1" in out
+
+
+def test_a_lost_worker_process_is_such_a_death(tmp_path: Path) -> None:
+    out, _ = (step := start(tmp_path, RANK)).communicate(timeout=120)
+    assert step.returncode == 0 and attempts(tmp_path) == 2
+    assert "rank 1 ended with exit code -9" in out and "the step lost a worker process" in out
+
+
+def test_not_for_ever(tmp_path: Path) -> None:
+    out, _ = (step := start(tmp_path, ALWAYS)).communicate(timeout=120)
+    assert step.returncode == 128 + signal.SIGSEGV and attempts(tmp_path) == 3
+    assert "error: the step was killed by SIGSEGV; restarts left: 0" in out
+
+
+@pytest.mark.parametrize(("body", "status"), [(MISTAKE, 2), (FAILED, 1)])
+def test_what_would_fail_again_is_not_repeated(tmp_path: Path, body: str, status: int) -> None:
+    step = start(tmp_path, body)
+    step.communicate(timeout=120)
+    assert step.returncode == status and attempts(tmp_path) == 1
+
+
+def test_elsewhere_there_is_one_process(tmp_path: Path) -> None:
+    step = start(tmp_path, KILLED_TWICE, in_pod=False)
+    step.communicate(timeout=120)
+    assert step.returncode == -signal.SIGKILL and attempts(tmp_path) == 1
+
+
+def test_a_signal_reaches_the_work(tmp_path: Path) -> None:
+    step = start(tmp_path, WAITS)
+    while attempts(tmp_path) == 0:
+        time.sleep(0.05)
+    step.terminate()
+    out, _ = step.communicate(timeout=20)
+    assert step.returncode == 128 + signal.SIGTERM and attempts(tmp_path) == 1
+    assert "starting it again" not in out

@@ -1,0 +1,231 @@
+"""Following a run: what real servers said of theirs, and pods on a fake Kubernetes."""
+
+import json
+import re
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from kubernetes.config import kube_config
+from typer.testing import CliRunner
+
+from pipelines.follow import app
+from tests.support.fake_kfp import frame, task
+from tests.support.fake_kubernetes import FakeKubernetes
+
+RECORDED = Path(__file__).with_name("recorded")
+BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
+ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   hint: give another"
+
+
+@pytest.fixture
+def run(kfp):
+    """The id of a run that the server knows."""
+    kfp.runs["one"] = {"run_id": "one", "state": "RUNNING"}
+    return "one"
+
+
+@pytest.fixture
+def cluster(monkeypatch, tmp_path):
+    """A Kubernetes that the kube context names."""
+    with FakeKubernetes() as server:
+        path = str(server.kubeconfig(tmp_path))
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+        yield server
+
+
+def follow(run: str, *options: str):
+    return CliRunner().invoke(app, [run, *options])
+
+
+def told(output: str) -> list[str]:
+    """The lines about steps, without the time of day and durations."""
+    lines = [line.split("  ", 1)[1] for line in output.splitlines() if line[2:3] == ":"]
+    return [re.sub(r" \d+ s$", "", line) for line in lines]
+
+
+def recorded(name: str) -> dict:
+    return json.loads((RECORDED / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "last"),
+    [
+        ("pretrain-pod-lost", 0, "evaluate-dense: done in"),
+        ("pretrain-step-killed", 1, "pretrain: failed after"),
+        ("pretrain-terminated", 1, "pretrain: failed after"),
+        ("full-failed-step", 1, "pretrain: failed after"),
+        ("full-succeeded", 0, "gate: done in"),
+    ],
+)
+def test_every_step_of_a_real_run_is_told_once(kfp, run, name, status, last):
+    kfp.script = [recorded(name)]
+    result = follow(run)
+    assert result.exit_code == status, result.output
+    lines = told(result.output)
+    assert len(lines) == len(set(lines)) and last in lines
+    assert all(re.match(r"[a-z]+(-(dense|pruned|int8))?(: .*)?$", line) for line in lines)
+    assert not any(line.startswith(("root", "executor", "condition")) for line in lines)
+    assert "no logs, and no steps after a condition: no kube context" in result.output
+    if name == "pretrain-terminated":
+        assert "error: the run has been cancelled: " in result.output
+    elif status:
+        assert f"error: the run has failed: {kfp.url}/#/runs/details/one" in result.output
+        selector = "-l pipeline/runid=.*,lathe/stage=pretrain -c main"
+        assert re.search(
+            f"error: pretrain: its log: kubectl -n kubeflow logs {selector}", result.output
+        )
+
+
+def pod(cluster: FakeKubernetes, stage: str, phase: str, name: str = "", **state: object) -> str:
+    """Make the pod of a step, or move it on."""
+    name = name or f"run-{stage}"
+    main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    waiting = {"waiting": {"reason": "ContainerCreating"}}
+    status = {"phase": phase, "containerStatuses": [main | {"state": state or waiting}]}
+    if not any(found["metadata"]["name"] == name for found in cluster.list("pods")):
+        labels = {"pipeline/runid": "one", "lathe/stage": stage}
+        cluster.create(
+            "pods",
+            {
+                "metadata": {"name": name, "labels": labels},
+                "spec": {"containers": [{"name": "main", "image": "i"}]},
+            },
+        )
+    cluster.patch("pods", name, {"status": status})
+    return name
+
+
+def began(seconds: int) -> str:
+    return (BEGAN + timedelta(seconds=seconds)).isoformat()
+
+
+def running(seconds: int) -> dict:
+    return {"running": {"startedAt": began(seconds)}}
+
+
+def ended(first: int, last: int, code: int = 0, reason: str = "Completed") -> dict:
+    times = {"startedAt": began(first), "finishedAt": began(last)}
+    return {"terminated": {"exitCode": code, "reason": reason, **times}}
+
+
+class Story(list):
+    """What happens each time that the server is asked for the run; the last frame stays."""
+
+    def __init__(self, *scenes) -> None:
+        super().__init__(scenes)
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)()
+
+    def pop(self, index=0):
+        return super().pop(index)()
+
+
+def test_steps_within_a_condition_what_they_wait_for_and_their_logs(kfp, run, cluster):
+    prepare = (task("prepare-driver", "SUCCEEDED"), task("prepare", "SUCCEEDED"))
+
+    def from_the_cache():
+        return frame("RUNNING", *prepare, task("condition-branches-1-driver", "RUNNING"))
+
+    def waits():
+        name = pod(cluster, "deploy", "Pending")
+        message = "0/1 nodes are available: 1 Insufficient memory."
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        cluster.patch("pods", name, {"status": {"conditions": [condition | {"message": message}]}})
+        return from_the_cache()
+
+    def runs():
+        name = pod(cluster, "deploy", "Running", **running(60))
+        cluster.patch("pods", name, {"status": {"conditions": []}})
+        cluster.log(name, "[KFP Executor 1]: noise")
+        cluster.log(name, "[lathe] 8 of 8 prompts the same")
+        return from_the_cache()
+
+    def listens():
+        time.sleep(1.0)
+        return from_the_cache()
+
+    def ends():
+        pod(cluster, "deploy", "Succeeded", **ended(60, 90))
+        return frame("SUCCEEDED", *prepare)
+
+    kfp.script = Story(from_the_cache, waits, runs, listens, ends, ends)
+    result = follow(run)
+    assert result.exit_code == 0, result.output
+    assert told(result.output) == [
+        "prepare",
+        "prepare: done in",
+        "deploy waits: 0/1 nodes are available: 1 Insufficient memory.",
+        "deploy",
+        "deploy: done in",
+    ]
+    assert "    deploy: 8 of 8 prompts the same\n" in result.output and "noise" not in result.output
+    assert "deploy: done in 30 s" in result.output
+
+
+def test_a_lost_pod_is_another_attempt(kfp, run, cluster):
+    def lost():
+        pod(cluster, "pretrain", "Running", "first", **running(0))
+        return frame("RUNNING")
+
+    def again():
+        pod(cluster, "pretrain", "Failed", "first", **ended(0, 50, 143, "Error"))
+        time.sleep(1.1)  # pods are ordered by the second in which they were made
+        pod(cluster, "pretrain", "Running", "second", **running(60))
+        return frame("RUNNING")
+
+    def done():
+        pod(cluster, "pretrain", "Succeeded", "second", **ended(60, 160))
+        return frame("SUCCEEDED")
+
+    kfp.script = Story(lost, again, done, done)
+    lines = told(follow(run, "--no-logs").output)
+    assert lines[0] == "pretrain" and lines[-1] == "pretrain: done in"
+    assert next(line for line in lines if "attempt" in line).startswith("pretrain, attempt 2: ")
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_failed_step_says_why(kfp, run, cluster, logs):
+    def runs():
+        name = pod(cluster, "prepare", "Running", **running(0))
+        cluster.log(name, "[lathe] reading corpus.txt")
+        return frame("RUNNING")
+
+    def fails():
+        for line in ERROR.splitlines():
+            cluster.log("run-prepare", line)
+        pod(cluster, "prepare", "Failed", **ended(0, 12, 2, "Error"))
+        return frame("FAILED")
+
+    kfp.script = Story(runs, fails, fails)
+    result = follow(run, "--logs" if logs else "--no-logs")
+    assert result.exit_code == 1
+    assert "prepare: failed after 12 s" in result.output
+    assert ("    prepare: reading corpus.txt" in result.output) == logs
+    assert "last lines of prepare:\n    [lathe] reading corpus.txt\n" in result.output
+    assert "error: prepare: corpus.txt: no text in it\n  hint: give another" in result.output
+    assert "kubectl -n lathe logs run-prepare -c main" in result.output
+    assert "error: the run has failed" in result.output
+
+
+def test_without_the_right_to_read_pods(kfp, run, cluster):
+    cluster.denied.add(("list", "pods"))
+    kfp.script = [recorded("pretrain-pod-lost")]
+    result = follow(run)
+    assert result.exit_code == 0
+    assert "the Kubernetes API does not list pods: Forbidden" in result.output
+    assert "pretrain: done in" in told(result.output)
+
+
+def test_a_page_that_the_api_server_has_not(kfp, run):
+    kfp.has_pages = False
+    kfp.script = [frame("FAILED")]
+    assert "http://localhost:8080/#/runs/details/one" in follow(run).output
+
+
+def test_a_run_that_is_unknown(kfp):
+    result = follow("two")
+    assert result.exit_code == 1 and "404" in result.output
