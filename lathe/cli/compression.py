@@ -52,7 +52,7 @@ def analyze(
 
     Sensitivity.mode ptq (the default) quantizes one at a time, qat takes one at a time of a
     quantized MODEL back to float, fisher estimates all at once from gradients. The cost is in
-    Sensitivity.metric loss, kl or accuracy; the fewest layers stay float that bring what is
+    Sensitivity.metric loss, kl or accuracy; as few layers stay in float as bring what is
     predicted for the others within Sensitivity.budget. Pictures are in sensitivity.html.
     """
     settings = load(recipe, override)
@@ -82,7 +82,7 @@ def quantize(
     override: Overrides = None,
     output: Output = RUN / "int8",
 ) -> None:
-    """Train a model to bear INT8 weights and activations (quantization-aware training)."""
+    """Finetune a model with simulated INT8 weights and activations (quantization-aware training)."""
     settings = load(recipe, override)
     from lathe import backends
 

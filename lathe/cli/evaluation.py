@@ -128,7 +128,7 @@ def report(
 ) -> None:
     """Compare models in one self-contained HTML page: quality, size, latency, curves, samples.
 
-    NAME is what the page calls a model, its folder's name where none is given.
+    NAME is what the page calls a model; the default is its folder's name.
 
     Beside a MODEL it finds MODEL-eval and MODEL-onnx, where `lathe evaluate` and `lathe export`
     put them. The last one is judged against the first by the recipe's Gate.

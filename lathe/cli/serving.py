@@ -67,9 +67,9 @@ def stop() -> None:
 @app.command(epilog='Example: lathe client "Once upon a time" --max-tokens 40 --greedy')
 def client(
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to go on from; default: line by line from the input.")
+        str | None, typer.Argument(help="Prompt; default: one per line of standard input.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="At most so many new tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of new tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from this probability.")] = None,
@@ -143,7 +143,9 @@ def bench_serve(
     clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests a second, at random times, whoever has been answered."),
+        typer.Option(
+            help="Requests per second, at random times, whether or not earlier ones are answered."
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100,
     tokens: Annotated[
@@ -192,7 +194,7 @@ def bench_serve(
 )
 def generate(
     model: Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")],
-    prompts: Annotated[list[str], typer.Argument(help="Texts to go on from.")],
+    prompts: Annotated[list[str], typer.Argument(help="Prompts.")],
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:

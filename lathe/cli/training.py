@@ -22,7 +22,7 @@ def pretrain(
     override: Overrides = None,
     output: Output = RUN / "dense",
 ) -> None:
-    """Train a GPT on a token data set; a run that was stopped goes on where it was saved.
+    """Train a GPT on a token data set; a run that was stopped resumes from its last saved state.
 
     With -o Distributed.dp_degree=2 it starts two worker processes; under torchrun it is one.
     """

@@ -84,9 +84,9 @@ VERDICTS = (
 )
 """`destroyed`: a user's file was lost or altered. `accepted`: status 0 with a wrong input.
 `leaked`: the secret is in an output. `leftover`: a refused run left a trace, or a run wrote beside
-its output. `slow`: over a quarter of a minute, or never. `unclear`: refused without the name or the hint, or
-with another status. `failed`: refused what is right. `skipped`: what it
-needs is not on this machine."""
+its output. `slow`: over 15 seconds, or never. `unclear`: refused without the name or the hint, or
+with another status. `failed`: refused what is right. `skipped`: what it needs is not on this
+machine."""
 
 
 @dataclass(frozen=True)
