@@ -52,8 +52,8 @@ def analyze(
 
     Sensitivity.mode ptq (the default) quantizes one at a time, qat takes one at a time of a
     quantized MODEL back to float, fisher estimates all at once from gradients. The cost is in
-    Sensitivity.metric loss, kl or accuracy; as few layers stay in float as bring what is
-    predicted for the others within Sensitivity.budget. Pictures are in sensitivity.html.
+    Sensitivity.metric loss, kl or accuracy. As few layers stay in float as possible while the
+    predicted cost of the others is within Sensitivity.budget. Pictures are in sensitivity.html.
     """
     settings = load(recipe, override)
     from lathe import backends
@@ -82,7 +82,7 @@ def quantize(
     override: Overrides = None,
     output: Output = RUN / "int8",
 ) -> None:
-    """Finetune a model with simulated INT8 weights and activations (quantization-aware training)."""
+    """Finetune a model with simulated INT8 arithmetic (quantization-aware training)."""
     settings = load(recipe, override)
     from lathe import backends
 

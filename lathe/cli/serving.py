@@ -143,9 +143,7 @@ def bench_serve(
     clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(
-            help="Requests per second, at random times, whether or not earlier ones are answered."
-        ),
+        typer.Option(help="Requests per second, at random times (open loop)."),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100,
     tokens: Annotated[
