@@ -19,6 +19,7 @@ from lathe.cli.options import (
     input_argument,
     input_option,
     load,
+    model_argument,
     output_option,
 )
 from lathe.console import show, with_error
@@ -27,8 +28,9 @@ from lathe.errors import UserError, printable
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
 def evaluate(
-    model: Annotated[Path, input_argument("Checkpoint, HF GPT-2, or `lathe export`, folder.")] = RUN
-    / "int8",
+    model: Annotated[
+        Path, model_argument("Folder of a checkpoint, HF GPT-2 or `lathe export`.")
+    ] = RUN / "int8",
     data: Annotated[
         Path | None, input_option("Folder of `lathe prepare`, for its held-out sets.")
     ] = None,

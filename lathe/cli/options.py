@@ -39,9 +39,22 @@ def input_argument(help: str) -> Any:
     return typer.Argument(help=help, parser=input_path)
 
 
+def model_argument(help: str) -> Any:
+    """An argument that takes a model: also `hf://NAME`, of the Hugging Face hub."""
+    return typer.Argument(help=f"{help} It may be an address, or hf://NAME.", parser=_model_path)
+
+
 def output_option(help: str) -> Any:
     """An option that takes the path or address of an output."""
     return typer.Option(help=help, parser=_output_path, metavar="PATH")
+
+
+def _model_path(text: str) -> Path:
+    if not text.startswith("hf://"):
+        return input_path(text)
+    from lathe.model.folder import resolve
+
+    return resolve(text)
 
 
 def _output_path(text: str) -> Path:
@@ -61,7 +74,9 @@ def upload_outputs(*_: object, **__: object) -> None:
 
 
 Data = Annotated[Path, input_option("Folder that `lathe prepare` wrote.")]
-Model = Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")]
+
+
+Model = Annotated[Path, model_argument("Folder of a checkpoint or HF GPT-2.")]
 Output = Annotated[Path, output_option("Folder to write.")]
 Tasks = Annotated[
     list[str] | None,

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from lathe.cli.app import app
-from lathe.cli.options import RUN, Output, Overrides, RecipeName, input_argument, input_option, load
+from lathe.cli.options import (
+    RUN,
+    Model,
+    Output,
+    Overrides,
+    RecipeName,
+    input_argument,
+    input_option,
+    load,
+)
 from lathe.console import show
 from lathe.errors import UserError
 from lathe.inputs import argument_text
@@ -191,7 +200,7 @@ def bench_serve(
     epilog='Example: lathe generate run/dense "The day" -o Generation.decode_strategy=beam_search'
 )
 def generate(
-    model: Annotated[Path, input_argument("Checkpoint, or HF GPT-2, folder.")],
+    model: Model,
     prompts: Annotated[list[str], typer.Argument(help="Prompts.")],
     recipe: RecipeName = "tiny",
     override: Overrides = None,

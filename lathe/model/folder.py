@@ -27,6 +27,7 @@ from lathe.model.config import GPTConfig, read_config
 from lathe.storage import sha256
 from lathe.storage.verified import require_intact
 
+HUB = "hf://"
 WEIGHTS = "model.safetensors"
 MARKER = CHECKPOINT.metadata_file
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -49,14 +50,21 @@ def resolve(folder: Path | str) -> Path:
     """The local folder; `hf://NAME` is downloaded from the Hugging Face hub.
 
     Raises:
-        UserError: no such folder.
+        UserError: no such folder, or no such model on the hub.
     """
     name = str(folder)
-    if name.startswith("hf://"):
+    if name.startswith(HUB):
         from huggingface_hub import snapshot_download
 
         patterns = ["config.json", WEIGHTS, "tokenizer.json", "vocab.json", "merges.txt"]
-        return Path(snapshot_download(name.removeprefix("hf://"), allow_patterns=patterns))
+        try:
+            return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
+        except (OSError, ValueError) as error:  # no such model, or no network
+            raise UserError(
+                f"{name}: cannot be downloaded: {str(error).splitlines()[0]}",
+                "check the name, as in hf://openai-community/gpt2, and the network; or give the "
+                "folder of a local copy",
+            ) from None
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: no such folder", "give the folder of a checkpoint")
     return Path(folder)
