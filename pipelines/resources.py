@@ -102,7 +102,7 @@ def on_cpu(task: PipelineTask, hours: float) -> PipelineTask:
 def waiting(task: PipelineTask, hours: float) -> PipelineTask:
     """Next to nothing: for tasks that read figures, or wait for others to work."""
     task.set_cpu_request("100m").set_memory_request("512Mi")
-    return _with_house_rules(task, hours, shared_memory_gib=1)
+    return _with_house_rules(task, hours, shared_memory_gib=2)
 
 
 def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:
