@@ -16,11 +16,17 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
 from lathe.model.folder import MARKER
+from lathe.report.training import training_page
 from lathe.storage import fetch, is_remote
+from lathe.train.trace import TRACE
 
 
 def train(
-    settings: Recipe, command: Sequence[object], output: dsl.Model, stage: Callable[[], object]
+    settings: Recipe,
+    command: Sequence[object],
+    output: dsl.Model,
+    page: dsl.HTML,
+    stage: Callable[[], object],
 ) -> dict[str, Any]:
     """Run a training verb of the command line in the processes that the recipe asks for.
 
@@ -29,6 +35,7 @@ def train(
             which shares no disk with this pod, for its address.
         output: the checkpoint. Where it has an address its saved states are kept beside it, so
             that a retry on another machine goes on.
+        page: shows the loss curve.
         stage: the same work in this process, where one is enough.
 
     Returns:
@@ -45,22 +52,26 @@ def train(
             machines = machines.model_copy(update={"runtime": runtime})
         run([_address(part) for part in command], shape_of(settings), machines)
         with tempfile.TemporaryDirectory() as folder:
-            return _figures(fetch(f"{output.uri}/{MARKER}", Path(folder)))
+            for name in (MARKER, TRACE):
+                fetch(f"{output.uri}/{name}", Path(folder))
+            return _finish(Path(folder), page)
     mirror = None
     if is_remote(output.uri):
         mirror = Mirror.make(Path(output.path), output.uri)
         mirror.restore()
     if not backends.start_workers([_path(part) for part in command], settings):
         stage()
-    figures = _figures(Path(output.path) / MARKER)
+    figures = _finish(Path(output.path), page)
     if mirror:
         mirror.finish()
         shutil.rmtree(output.path)  # KFP records the address, and has nothing left to upload
     return figures
 
 
-def _figures(metadata: Path) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(metadata.read_text(encoding="utf-8"))["metrics"]
+def _finish(checkpoint: Path, page: dsl.HTML) -> dict[str, Any]:
+    training_page(checkpoint, Path(page.path))
+    marker = (checkpoint / MARKER).read_text(encoding="utf-8")
+    figures: dict[str, Any] = json.loads(marker)["metrics"]
     return figures
 
 

@@ -11,10 +11,11 @@ from kfp.dsl.graph_component import GraphComponent
 
 from pipelines.compress import compress
 from pipelines.full import full
+from pipelines.groups import with_groups
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
-from pipelines.resources import Pool, in_pool
+from pipelines.resources import Pool, Variant, compiling
 
 ENGINE = "Compress.engine"
 FUNCTIONS: dict[str, Callable[..., None]] = {
@@ -39,25 +40,18 @@ def defaults(name: str, overrides: list[str]) -> dict[str, str]:
     return {}
 
 
-def build(name: str, pool: Pool = Pool(), fresh: bool = False) -> GraphComponent:  # noqa: B008
-    """The pipeline `name` for the machines of `pool`.
+def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B008
+    """The pipeline `name` for `variant`.
 
-    Its default `overrides` include these machines and the engine, so that a run started from the UI
-    trains on what its tasks request.
-
-    Args:
-        fresh: disable caching of `prepare`, so that a changed corpus at the same address is noticed
-            and the stages run again.
+    Its default `overrides` include the variant's machines and engine, so that a run started from
+    the UI trains on what its tasks request.
     """
+    pool = variant.pool
     overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
     overrides += pool.overrides
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
-    with in_pool(pool):
-        pipeline = dsl.pipeline(name=name)(function)
-    if fresh:
-        tasks = pipeline.component_spec.implementation.graph.root.dag.tasks
-        tasks["prepare"].caching_options.enable_cache = False
-    return pipeline
+    with compiling(variant), with_groups():
+        return dsl.pipeline(name=name)(function)
 
 
 def _with_default(function: Callable[..., None], **defaults: object) -> Callable[..., None]:
@@ -75,16 +69,16 @@ def _with_default(function: Callable[..., None], **defaults: object) -> Callable
 
 @functools.cache
 def built(name: str) -> GraphComponent:
-    """The pipeline `name` for the usual pool, built when it is first needed."""
+    """The usual variant of the pipeline `name`, built when it is first needed."""
     return build(name)
 
 
-def write(folder: Path, pool: Pool = Pool()) -> list[Path]:  # noqa: B008
+def write(folder: Path) -> list[Path]:
     """Compile each pipeline to `<folder>/<name>.yaml`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.yaml" for name in FUNCTIONS]
     for path in paths:
-        compiler.Compiler().compile(build(path.stem, pool), str(path))
+        compiler.Compiler().compile(built(path.stem), str(path))
     return paths
 
 

@@ -54,4 +54,6 @@ def compress(
         evaluations=dsl.Collected(trial_scored.outputs["evaluation"]),
         exports=dsl.Collected(trial_exported.outputs["exported"]),
     )
-    steps.deploy(recipe, exported=best.outputs["exported"], model=best.outputs["chosen"], data=data)
+    steps.rehearse(
+        recipe, exported=best.outputs["exported"], model=best.outputs["chosen"], data=data
+    )

@@ -5,7 +5,6 @@ from lathe.progress import duration
 # About the seconds of each stage of `full` with its defaults on two free cores, in proportion to
 # the CPU time that they were measured to take.
 SECONDS = {
-    "resolve": 2,
     "prepare": 8,
     "pretrain": 110,
     "prune": 38,
@@ -18,7 +17,7 @@ SECONDS = {
     "evaluate-int8": 13,
     "export-int8": 6,
     "gate": 2,
-    "deploy": 10,
+    "rehearse": 10,
     "report": 6,
 }
 TRUST = 20.0  # seconds of stages from which on this machine's own pace counts for more

@@ -1,5 +1,6 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
+from pipelines.groups import groups, judge_and_release
 from pipelines.steps import Steps
 
 
@@ -20,7 +21,7 @@ def full(
         recipe: Name or path of the recipe that trains, evaluates, exports and serves.
         prune_recipe: Name or path of the pruning recipe.
         qat_recipe: Name or path of the quantization recipe.
-        corpus: File, folder, address, data set name, or newest:PLACE; the recipe's when empty.
+        corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the recipe's when empty.
         model: Checkpoint folder whose weights to start from; random weights when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
@@ -28,14 +29,17 @@ def full(
             goes live; none does when empty.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
-    steps = Steps(overrides)
-    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer).outputs["data"]
-    dense = steps.pretrain(recipe, data=data, init=model).outputs["model"]
-    pruned = steps.prune(prune_recipe, model=dense, data=data).outputs["pruned"]
-    ranked = steps.analyze(qat_recipe, model=pruned, data=data).outputs["sensitivity"]
-    int8 = steps.quantize(qat_recipe, model=pruned, data=data, sensitivity=ranked).outputs[
-        "quantized"
-    ]
-    variants = {"dense": dense, "pruned": pruned, "int8": int8}
-    results = steps.compare(recipe, variants, data, cloze)
-    steps.ship(recipe, data, results | {"sensitivity": ranked}, cloze, production)
+    trained = (
+        groups()
+        .train(recipe=recipe, overrides=overrides, corpus=corpus, tokenizer=tokenizer, model=model)
+        .outputs
+    )
+    data, dense = trained["data"], trained["model"]
+    pruned = Steps(overrides).prune(prune_recipe, model=dense, data=data).outputs["pruned"]
+    quantized = (
+        groups()
+        .quantization(recipe=qat_recipe, overrides=overrides, model=pruned, data=data)
+        .outputs
+    )
+    models = {"dense": dense, "pruned": pruned, "int8": quantized["model"]}
+    judge_and_release(recipe, overrides, models, quantized["sensitivity"], data, cloze, production)

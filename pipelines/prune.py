@@ -25,5 +25,5 @@ def prune(
     dense = imported(model)
     data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer, model=dense).outputs["data"]
     pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
-    results = steps.compare(recipe, {"dense": dense, "pruned": pruned}, data, cloze)
-    steps.report(recipe, **results)
+    models = {"dense": dense, "pruned": pruned}
+    steps.report(recipe, models, **steps.compare(recipe, models, data, cloze))

@@ -1,5 +1,6 @@
 """Model -> INT8 model on Triton."""
 
+from pipelines.groups import groups, judge_and_release
 from pipelines.steps import Steps, imported
 
 
@@ -17,7 +18,7 @@ def qat(
     Args:
         model: Path or address of a checkpoint folder, dense or pruned.
         recipe: Name or path of the quantization recipe.
-        corpus: File, folder, address, data set name, or newest:PLACE; the recipe's when empty.
+        corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         production: Address of the releases, among which a model that is as good as the live one
@@ -27,7 +28,8 @@ def qat(
     steps = Steps(overrides)
     dense = imported(model)
     data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer, model=dense).outputs["data"]
-    ranked = steps.analyze(recipe, model=dense, data=data).outputs["sensitivity"]
-    int8 = steps.quantize(recipe, model=dense, data=data, sensitivity=ranked).outputs["quantized"]
-    results = steps.compare(recipe, {"dense": dense, "int8": int8}, data, cloze)
-    steps.ship(recipe, data, results | {"sensitivity": ranked}, cloze, production)
+    quantized = (
+        groups().quantization(recipe=recipe, overrides=overrides, model=dense, data=data).outputs
+    )
+    models = {"dense": dense, "int8": quantized["model"]}
+    judge_and_release(recipe, overrides, models, quantized["sensitivity"], data, cloze, production)

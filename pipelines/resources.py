@@ -62,35 +62,53 @@ class Pool:
         return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What a pipeline is compiled for.
+
+    Attributes:
+        fresh: whether `prepare` reads the corpus in every run, so that a changed corpus at the same
+            address is noticed and the stages run again.
+    """
+
+    pool: Pool = Pool()
+    fresh: bool = False
+
+
 # KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
 # be around it.
-_POOL: ContextVar[Pool] = ContextVar("pool")
+_VARIANT: ContextVar[Variant] = ContextVar("variant")
 
 
 @contextmanager
-def in_pool(pool: Pool) -> Iterator[None]:
-    """Pipelines traced inside ask for the machines of `pool`."""
-    token = _POOL.set(pool)
+def compiling(variant: Variant) -> Iterator[None]:
+    """Pipelines traced inside are for this variant."""
+    token = _VARIANT.set(variant)
     try:
         yield
     finally:
-        _POOL.reset(token)
+        _VARIANT.reset(token)
+
+
+def cached_unless_fresh(task: PipelineTask) -> PipelineTask:
+    """For the step that reads the corpus."""
+    return task.set_caching_options(not _VARIANT.get().fresh)
 
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
     """All GPUs of a machine; multi-node training is only started and followed by the task."""
-    pool = _POOL.get()
+    pool = _VARIANT.get().pool
     return waiting(task, hours) if pool.nodes > 1 else _with_gpus(task, pool.gpus, hours)
 
 
 def on_gpu(task: PipelineTask, hours: float) -> PipelineTask:
     """One GPU, if the pool has any."""
-    return _with_gpus(task, min(1, _POOL.get().gpus), hours)
+    return _with_gpus(task, min(1, _VARIANT.get().pool.gpus), hours)
 
 
 def with_engine(task: PipelineTask) -> PipelineTask:
     """Use the image of the run's engine, for a task that it may perform."""
-    return task.set_container_image(PADDLE) if _POOL.get().engine == "paddle" else task
+    return task.set_container_image(PADDLE) if _VARIANT.get().pool.engine == "paddle" else task
 
 
 def on_cpu(task: PipelineTask, hours: float) -> PipelineTask:
@@ -108,7 +126,7 @@ def waiting(task: PipelineTask, hours: float) -> PipelineTask:
 def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:
     if not gpus:
         return on_cpu(task, hours)
-    pool = _POOL.get()
+    pool = _VARIANT.get().pool
     task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(gpus)
     task.set_cpu_request(str(CORES * gpus)).set_memory_request(f"{MEMORY_GIB * gpus}Gi")
     kubernetes.add_node_selector(task, label_key=NODE_POOL, label_value=pool.node_pool)

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.data.newest import NEWEST
+from lathe.data.newest import resolve
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.storage import is_remote
@@ -70,12 +70,17 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
         StageFailed: with the stage's own message.
     """
     recipes = check(name, folder, arguments)
+    screen = Screen()
+    corpus = arguments.get("corpus") or json.loads(recipes[0])["Prepare"]["source"]
+    if (found := resolve(corpus)) != corpus:
+        screen.show(f"{corpus} is {found}")
+        arguments = arguments | {"corpus": found}
     folder = folder.absolute()
     cache = folder / CACHE / fingerprint(arguments, recipes)
     command = [sys.executable, "-u", "-m", "pipelines.local"]
     command += [name, str(folder), str(cache), json.dumps(arguments)]
     forecast = Forecast() if name == "full" and not any(arguments.values()) else None
-    log, screen = StageLog(forecast), Screen()
+    log = StageLog(forecast)
     if forecast:
         screen.show(forecast.start())
     with (
@@ -123,8 +128,8 @@ def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
     parts = ("lathe", "components", "pipelines")
     files = [f for part in parts for f in sorted((REPOSITORY / part).rglob("*.py"))]
     for value in arguments.values():
-        if isinstance(value, str) and not is_remote(value.removeprefix(NEWEST)):
-            path = Path(value.removeprefix(NEWEST))
+        if isinstance(value, str) and not is_remote(value):
+            path = Path(value)
             files += sorted(path.rglob("*")) if path.is_dir() else [path]
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
     return hashlib.sha256(json.dumps([recipes, stamps]).encode()).hexdigest()[:16]

@@ -6,7 +6,6 @@ from typing import Any
 from kfp import dsl
 
 from components.analyze.component import analyze
-from components.challenge.component import challenge
 from components.choose.component import choose
 from components.deploy.component import deploy
 from components.evaluate.component import evaluate
@@ -18,8 +17,14 @@ from components.prune.component import prune
 from components.quantize.component import quantize
 from components.release.component import release
 from components.report.component import report
-from components.resolve.component import resolve
-from pipelines.resources import on_cpu, on_gpu, on_training_nodes, waiting, with_engine
+from pipelines.resources import (
+    cached_unless_fresh,
+    on_cpu,
+    on_gpu,
+    on_training_nodes,
+    waiting,
+    with_engine,
+)
 
 
 class Steps:
@@ -28,11 +33,8 @@ class Steps:
     def __init__(self, overrides: list[str]) -> None:
         self.overrides = overrides
 
-    def prepare(self, recipe: str, corpus: str, **inputs: Any) -> dsl.PipelineTask:
-        found = waiting(self._task(resolve, recipe, corpus=corpus), hours=0.5)
-        found.set_caching_options(False)  # the newest corpus changes over time
-        inputs["corpus"] = found.outputs["Output"]
-        return on_cpu(self._task(prepare, recipe, **inputs), hours=4)
+    def prepare(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return cached_unless_fresh(on_cpu(self._task(prepare, recipe, **inputs), hours=4))
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
@@ -60,21 +62,17 @@ class Steps:
     def choose(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(choose, recipe, **inputs), hours=2)
 
-    def deploy(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        task = on_cpu(self._task(deploy, recipe, **inputs), hours=1)
-        return task.set_caching_options(False)  # it has side effects: never cached
-
-    def challenge(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        task = on_cpu(self._task(challenge, recipe, **inputs), hours=6)
-        return task.set_caching_options(False)  # what is in production changes
+    def rehearse(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._task(_named(deploy, "rehearse"), recipe, **inputs), hours=1)
 
     def release(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        task = on_cpu(self._task(release, recipe, **inputs), hours=2)
-        # A release that was refused or rolled back must not be retried.
+        task = on_cpu(self._task(release, recipe, **inputs), hours=6)
+        # What is live changes, and a release that was refused or rolled back must not be retried.
         return task.set_caching_options(False).set_retry(0)
 
-    def report(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return waiting(self._task(report, recipe, **inputs), hours=1)
+    def report(self, recipe: str, models: dict[str, Any], **results: Any) -> dsl.PipelineTask:
+        results |= {f"{variant}_model": model for variant, model in models.items()}
+        return waiting(self._task(report, recipe, **results), hours=1)
 
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str
@@ -85,37 +83,10 @@ class Steps:
             scored = self.evaluate(variant, recipe, model=model, data=data, cloze=cloze)
             exported = self.export(variant, recipe, model=model, data=data)
             results |= {
-                f"{variant}_model": model,
                 f"{variant}_evaluation": scored.outputs["evaluation"],
                 f"{variant}_export": exported.outputs["exported"],
             }
         return results
-
-    def ship(
-        self, recipe: str, data: Any, results: dict[str, Any], cloze: str, production: str
-    ) -> None:
-        """Deploy the INT8 model if it is as good as the dense one, and report either way; where
-        `production` names the releases, make it live if it is as good as the live one, too.
-
-        The report is in both branches, since nothing outside of a branch can use its outputs.
-        """
-        passed = self.gate(
-            recipe, baseline=results["dense_evaluation"], candidate=results["int8_evaluation"]
-        ).outputs["Output"]
-        exported, model = results["int8_export"], results["int8_model"]
-        with dsl.If(passed == True, "gate-passed"):  # noqa: E712
-            deployed = self.deploy(recipe, exported=exported, model=model, data=data)
-            self.report(recipe, deployed=deployed.outputs["deployed"], **results)
-            with dsl.If(production != "", "to-production"):
-                scores = results["int8_evaluation"]
-                better = self.challenge(
-                    recipe, production=production, candidate=scores, data=data, cloze=cloze
-                ).outputs["Output"]
-                with dsl.If(better == True, "as-good-as-live"):  # noqa: E712
-                    inputs = {"deployed": deployed.outputs["deployed"], "evaluation": scores}
-                    self.release(recipe, production=production, **inputs)
-        with dsl.Else("gate-failed"):
-            self.report(recipe, **results)
 
     def _by_engine(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return with_engine(self._task(component, recipe, **inputs))

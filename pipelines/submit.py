@@ -17,12 +17,13 @@ from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
 from lathe.config.recipe import load_recipe
+from lathe.data.newest import NEWEST
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import FUNCTIONS, build
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
-from pipelines.resources import SERVICE_ACCOUNT, Pool
+from pipelines.resources import SERVICE_ACCOUNT, Pool, Variant
 from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.told import told
 from pipelines.upload import experiment_id, upload, version_name
@@ -72,17 +73,20 @@ class Submission:
         }
 
 
-def choose_pool(name: str, arguments: dict[str, Any]) -> Pool:
-    """The machines that the first recipe's group Launch asks for; `Pool`'s own where it is silent.
+def choose_variant(name: str, arguments: dict[str, Any], fresh: bool) -> Variant:
+    """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is silent;
+    fresh also where the newest corpus of a place is to be read.
 
     Raises:
         UserError: that recipe is wrong.
     """
     names = list(recipe_names(name, arguments).values())
-    launch = load_recipe(names[0], arguments["overrides"]).Launch
+    recipe = load_recipe(names[0], arguments["overrides"])
+    launch, corpus = recipe.Launch, arguments.get("corpus") or recipe.Prepare.source
     gpus = launch.gpus_per_node if "gpus_per_node" in launch.model_fields_set else Pool.gpus
     engine = _engine_of(names, arguments["overrides"])
-    return Pool(launch.nodes, gpus, launch.node_pool or Pool.node_pool, launch.queue, engine)
+    pool = Pool(launch.nodes, gpus, launch.node_pool or Pool.node_pool, launch.queue, engine)
+    return Variant(pool, fresh or corpus.startswith(NEWEST))
 
 
 def _engine_of(recipes: list[str], overrides: list[str]) -> str:
@@ -113,12 +117,13 @@ def prepare(
     if name not in FUNCTIONS:
         preflight.finish()
     try:
-        pool = choose_pool(name, arguments)
+        variant = choose_variant(name, arguments, fresh)
     except UserError:  # which the check of the recipes tells
-        pool = Pool()
+        variant = Variant()
+    pool = variant.pool
     preflight.recipes(name, arguments, pool)
     preflight.nodes(pool, strict)
-    pipeline = build(name, pool, fresh)
+    pipeline = build(name, variant)
     preflight.images(pipeline)
     for line in preflight.unchecked:
         print(line)
@@ -127,7 +132,7 @@ def prepare(
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / f"{name}.yaml"
         compiler.Compiler().compile(pipeline, str(compiled))
-        version = version_name(pool, fresh)
+        version = version_name(variant)
         with answers():
             ids = upload(client, f"lathe-{name}", version, compiled)
             experiment = experiment_id(client, EXPERIMENT)

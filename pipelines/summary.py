@@ -33,8 +33,9 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
         print(f"report  {folder / 'report.html'}")
     if pipeline not in ("qat", "compress", "full"):
         return
-    repository = newest(folder, "deploy/deployed")
-    if repository is None:
+    repository, verdict = newest(folder, "rehearse/deployed"), newest(folder, "gate/verdict")
+    passed = verdict is None or json.loads(verdict.read_text(encoding="utf-8"))["passed"]
+    if repository is None or not passed:
         print("not deployed: the INT8 model did not pass the gate")
         return
     if deployed.is_symlink():

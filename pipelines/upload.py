@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe.storage import digest, sha256
-from pipelines.resources import Pool
+from pipelines.resources import Pool, Variant
 from pipelines.server import Client
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -15,16 +15,16 @@ SHORT = 8
 EQUALS = 1
 
 
-def version_name(pool: Pool, fresh: bool) -> str:
+def version_name(variant: Variant) -> str:
     """The commit, what makes the tree differ from it, and the pool if it is not the default's.
 
     Without a repository, as in an image, `unversioned`: the content then makes the difference.
     """
     parts = [_commit()]
-    if pool != Pool():
-        parts.append(digest(repr(pool))[:SHORT])
-    if fresh:
-        parts.append("scheduled")
+    if variant.pool != Pool():
+        parts.append(digest(repr(variant.pool))[:SHORT])
+    if variant.fresh:
+        parts.append("fresh")
     return "-".join(parts)
 
 

@@ -12,6 +12,7 @@ def analyze(
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     sensitivity: dsl.Output[dsl.Dataset],
+    page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Rank the linear layers by what INT8 costs in each and choose the fewest to leave in float.
@@ -21,17 +22,20 @@ def analyze(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to examine.
         data: Token data set to calibrate and measure on.
-        sensitivity: Folder with the ranked list, the layers to skip, and a page of pictures.
+        sensitivity: Folder with the ranked list and the layers to skip.
+        page: The cost of INT8 in every layer, and the distributions of weights and inputs.
         metrics: Baseline, budget, predicted cost, and rank correlation with the estimate.
     """
+    import shutil
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import stage
     from lathe import backends
+    from lathe.compress.sensitivity.result import PAGE
 
     with stage(recipe, overrides) as settings:
-        result = backends.of(settings).analyze(
-            settings, *local(model, data), Path(sensitivity.path)
-        )
-        record(result, metrics, sensitivity)
+        folder = Path(sensitivity.path)
+        result = backends.of(settings).analyze(settings, *local(model, data), folder)
+        shutil.copyfile(folder / PAGE, page.path)
+        record(result, metrics, sensitivity, page)

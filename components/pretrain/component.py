@@ -11,6 +11,7 @@ def pretrain(
     overrides: list[str],
     data: dsl.Input[dsl.Dataset],
     model: dsl.Output[dsl.Model],
+    page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     init: str = "",
 ):
@@ -22,6 +23,7 @@ def pretrain(
         data: Token data set.
         init: Checkpoint folder whose weights to start from; random weights when empty.
         model: Checkpoint folder with the training log.
+        page: The loss curve.
         metrics: Steps, loss, perplexity at the first and last evaluation, tokens a second.
     """
     from pathlib import Path
@@ -40,4 +42,4 @@ def pretrain(
             start = input_path(init) if init else None
             return pretrain(settings, *local(data), Path(model.path), start)
 
-        record(train(settings, command, model, work), metrics, model)
+        record(train(settings, command, model, page, work), metrics, model, page)

@@ -14,6 +14,7 @@ def prune(
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     pruned: dsl.Output[dsl.Model],
+    page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     ratio: Optional[float] = None,  # noqa: UP045 (KFP knows no `float | None`)
 ):
@@ -25,6 +26,7 @@ def prune(
         model: Checkpoint folder to prune.
         data: Token data set to finetune on.
         pruned: Checkpoint folder of the smaller model.
+        page: The loss curve.
         metrics: Parameters before and after, loss and perplexity.
         ratio: Replaces the recipe's Compress.Prune.ratio, where given.
     """
@@ -44,4 +46,4 @@ def prune(
         def work():
             return backends.of(settings).prune(settings, *local(model, data), Path(pruned.path))
 
-        record(train(settings, command, pruned, work), metrics, pruned)
+        record(train(settings, command, pruned, page, work), metrics, pruned, page)

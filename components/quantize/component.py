@@ -13,6 +13,7 @@ def quantize(
     data: dsl.Input[dsl.Dataset],
     sensitivity: dsl.Input[dsl.Dataset],
     quantized: dsl.Output[dsl.Model],
+    page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Train with fake quantization: INT8 weights and activations.
@@ -24,6 +25,7 @@ def quantize(
         data: Token data set to train on.
         sensitivity: The analysis that names the layers to leave in float.
         quantized: Checkpoint folder with the quantization plan.
+        page: The loss curve.
         metrics: Loss and perplexity.
     """
     from pathlib import Path
@@ -41,4 +43,4 @@ def quantize(
             inputs, output = local(model, data), Path(quantized.path)
             return backends.of(settings).quantize(settings, *inputs, output, *local(sensitivity))
 
-        record(train(settings, command, quantized, work), metrics, quantized)
+        record(train(settings, command, quantized, page, work), metrics, quantized, page)

@@ -1,4 +1,4 @@
-"""Rehearsed repository -> release in production."""
+"""Rehearsed repository -> release in production, if it is as good as the live one."""
 
 from kfp import dsl
 
@@ -12,27 +12,41 @@ def release(
     production: str,
     deployed: dsl.Input[dsl.Model],
     evaluation: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    verdict: dsl.Output[dsl.Artifact],
     released: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
+    cloze: str = "",
 ):
-    """Publish a model repository, test the published bytes, and roll the Deployment to them.
+    """Compare the model with the live one, publish it, test the published bytes, and roll the
+    Deployment to them. A model that is worse than the live one is not released.
 
     Args:
-        recipe: Name or path of the recipe (groups Production and Serving).
+        recipe: Name or path of the recipe (groups Production, Offline_Eval, Gate and Serving).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         production: Address of the releases.
         deployed: The rehearsal of the deployment, with the repository.
         evaluation: Of the model, whose figures the release keeps.
-        released: JSON file: the release, its address, and the one that was live before.
+        data: Token data set that it was evaluated on.
+        cloze: LAMBADA-format file that it was evaluated on; the data set's when empty.
+        verdict: JSON file: pass, fail or inconclusive beside the live release, with the intervals.
+        released: JSON file: the release, its address, and the one that was live before; none where
+            the live one stays.
         metrics: Golden prompts answered, requests refused, 99th percentiles under load.
     """
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.production.publish import publish_release
+    from lathe.artifacts.remote import input_path
+    from lathe.production.succeed import succeed
 
     with stage(recipe, [*overrides, f"Production.releases={production}"], restarts=0) as settings:
-        made = publish_release(settings, *local(deployed, evaluation))
-        Path(released.path).write_text(made.to_json())
-        record(made.acceptance, metrics, released)
+        folders = local(deployed, evaluation, data)
+        examples = input_path(cloze) if cloze else None
+        made = succeed(settings, *folders, examples, Path(verdict.path))
+        if made:
+            Path(released.path).write_text(made.to_json())
+            record(made.acceptance, metrics, verdict, released)
+        else:
+            record({"released": False}, metrics, verdict)

@@ -1,6 +1,5 @@
 """One self-contained HTML page about a run: no scripts, nothing loaded from elsewhere."""
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import yaml
 
 from lathe.artifacts.kinds import (
-    CHECKPOINT,
     EVALUATION,
     EXPORT,
     SENSITIVITY,
@@ -20,14 +18,13 @@ from lathe.artifacts.kinds import (
 from lathe.artifacts.metadata import DeploymentMetadata
 from lathe.compress.sensitivity.page import section
 from lathe.compress.sensitivity.result import read_analysis
-from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
 from lathe.evaluate.results import read_metrics
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
 from lathe.report.achieved import find_achieved
-from lathe.report.figures import Measure, comparison, loss_curve
+from lathe.report.figures import Measure, comparison
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -35,10 +32,8 @@ from lathe.report.summary import (
     columns,
     summarize,
 )
+from lathe.report.training import HINT, checkpoint_metadata, curve
 from lathe.storage import atomic_file
-
-HINT = "give the folder that the stage wrote, or run the stage again"
-STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
 
 
 def report(
@@ -75,7 +70,7 @@ def report(
         columns=[column.title for column in columns(rows)],
         rows=list(zip(rows, cells(rows), strict=True)),
         comparisons=_comparisons(rows) if len(rows) > 1 else [],
-        curves=_curves(candidates),
+        curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
         sensitivity=ranked,
         samples=_samples(candidates),
         deployment=_deployment(deployed) if deployed else None,
@@ -112,35 +107,6 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
         alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
         pictures.append(picture(title, alt, partial(comparison, measure)))
     return pictures
-
-
-def _curves(candidates: Sequence[Candidate]) -> list[Picture]:
-    pictures = []
-    for index, candidate in enumerate(candidates):
-        path = candidate.model / "train.jsonl"
-        records = _read_lines(path) if path.is_file() else []
-        if not records:
-            continue
-        stage = _meta(candidate).get("stage", "training")
-        title = f"{candidate.name}: {STAGES.get(stage, stage)}"
-        alt = f"Loss of {title}, step {records[0]['step']} to {records[-1]['step']}"
-        pictures.append(picture(title, alt, partial(loss_curve, records, index)))
-    return pictures
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSONL file that may still be growing."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    try:
-        return [json.loads(line) for line in lines if line.endswith("}\n")]
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON lines: {error}", HINT) from None
-
-
-def _meta(candidate: Candidate) -> dict[str, Any]:
-    """`lathe.json`; empty for a plain HF folder."""
-    path = candidate.model / CHECKPOINT.metadata_file
-    return read_json(path, HINT) if path.is_file() else {}
 
 
 def _deployment(folder: Path) -> dict[str, Any]:
@@ -191,7 +157,7 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
     """(step, engine that computed it) of every step that records one."""
     found = []
     for candidate in candidates:
-        name, meta = candidate.name, _meta(candidate)
+        name, meta = candidate.name, checkpoint_metadata(candidate.model)
         if "engine" in meta:
             found.append((f"{name}: {meta['stage']}", meta["engine"]))
         if candidate.evaluation:
@@ -212,7 +178,7 @@ def _recipes(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
     return [
         (c.name, yaml.safe_dump(recipe, sort_keys=False))
         for c in candidates
-        if (recipe := _meta(c).get("recipe"))
+        if (recipe := checkpoint_metadata(c.model).get("recipe"))
     ]
 
 

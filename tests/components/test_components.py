@@ -18,8 +18,8 @@ def name(request):
 
 
 def test_all_stages_are_here():
-    stages = "analyze challenge choose deploy evaluate export gate prepare pretrain prune quantize"
-    assert [*stages.split(), "release", "report", "resolve"] == NAMES
+    stages = "analyze choose deploy evaluate export gate prepare pretrain prune quantize"
+    assert [*stages.split(), "release", "report"] == NAMES
 
 
 def test_interface(name):

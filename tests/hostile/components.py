@@ -22,13 +22,9 @@ GIVEN: dict[str, dict[str, Any]] = {
     "gate": {"recipe": SMALL, "baseline": "dense-eval", "candidate": "int8-eval"},
     "export": {"recipe": SMALL, "model": "dense", "data": "data"},
     "deploy": {"recipe": SMALL, "exported": "dense-onnx", "model": "dense", "data": "data"},
-    "challenge": {
-        **{"recipe": SMALL, "production": STORE, "candidate": "dense-eval", "data": "data"},
-        "cloze": "cloze.jsonl",
-    },
     "release": {
         **{"recipe": SMALL, "production": STORE, "deployed": "deployed"},
-        "evaluation": "dense-eval",
+        **{"evaluation": "dense-eval", "data": "data", "cloze": "cloze.jsonl"},
     },
     "report": {
         **{"recipe": SMALL, "dense_model": "dense", "dense_evaluation": "dense-eval"},
@@ -39,7 +35,6 @@ GIVEN: dict[str, dict[str, Any]] = {
         **{"dense_evaluation": "dense-eval", "dense_export": "dense-onnx", "models": ["int8"]},
         **{"evaluations": ["int8-eval"], "exports": ["int8-onnx"]},
     },
-    "resolve": {"recipe": SMALL, "corpus": "corpus.jsonl"},
 }
 KINDS = {
     "corpus": "corpus",
@@ -88,7 +83,7 @@ METADATA_FILES = {
 }
 CONTENTS = {"{}": b"{}", "[]": b"[]", "deep lists": b"[" * 100_000}
 OPTIONAL = ("corpus", "cloze", "init")
-EXPENSIVE = ("deploy", "release", "challenge", "report", "choose")
+EXPENSIVE = ("deploy", "release", "report", "choose")
 METRICS = "metrics"
 
 
@@ -96,7 +91,7 @@ def cases() -> Iterator[Case]:
     for name, given in GIVEN.items():
         for parameter, value in given.items():
             kind = KINDS.get(parameter)
-            if kind and name != "resolve":  # it chooses, and reads nothing
+            if kind:
                 yield from _odd(name, given, parameter, kind)
                 yield from _metadata_files(name, given, parameter, kind, value)
         for recipe in ("nope", LONG):
@@ -126,7 +121,7 @@ def _odd(name: str, given: Mapping[str, Any], parameter: str, kind: str) -> Iter
 def _metadata_files(
     name: str, given: Mapping[str, Any], parameter: str, kind: str, value: Any
 ) -> Iterator[Case]:
-    if kind not in METADATA_FILES or name in ("release", "challenge", "prepare"):
+    if kind not in METADATA_FILES or name in ("release", "prepare"):
         return
     file = METADATA_FILES[kind]
     artifact = file.split("/")[0]
@@ -190,7 +185,7 @@ def _case(
         make=make,
         expect="works" if works else "refused",
         status=(1, 2),
-        writes=("out", "metrics-file"),
+        writes=("out", "metrics-file", "page", "verdict"),
     )
 
 

@@ -28,7 +28,7 @@ runner = local.DockerRunner(
     user="10001:10001", read_only=True, cap_drop=["ALL"], tmpfs={"/tmp": ""}, network_mode="none"
 )
 local.init(runner=runner, pipeline_root=root)
-build(name, Pool(engine=engine))(**arguments)
+build(name, Variant(Pool(engine=engine)))(**arguments)
 """
 
 

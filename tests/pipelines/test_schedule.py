@@ -37,7 +37,7 @@ def test_made_updated_and_removed(kfp):
     assert parameters["corpus"] == "s3://texts/new/"
     assert "Launch.gpus_per_node=2" in parameters["overrides"]
     version = kfp.versions[first["pipeline_version_reference"]["pipeline_version_id"]]
-    assert version["display_name"].endswith("-scheduled")
+    assert version["display_name"].endswith("-fresh")
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
     assert "enableCache" not in spec["root"]["dag"]["tasks"]["prepare"].get("cachingOptions", {})
 

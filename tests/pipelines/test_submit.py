@@ -16,7 +16,7 @@ from components.images import PADDLE, TRAIN
 from lathe.storage import list_uris
 from pipelines import upload
 from pipelines.compile import build
-from pipelines.resources import Pool
+from pipelines.resources import Pool, Variant
 from pipelines.server import VARIABLES
 from pipelines.submit import app
 from tests.support import fake_kfp
@@ -401,18 +401,18 @@ def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeyp
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     monkeypatch.setattr(upload, "REPOSITORY", tmp_path)
-    assert upload.version_name(Pool(), fresh=False) == "unversioned"
+    assert upload.version_name(Variant()) == "unversioned"
     git("init", "-q")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "--short=12", "HEAD").strip()
-    assert upload.version_name(Pool(), fresh=False) == commit
-    assert upload.version_name(Pool(), fresh=True) == f"{commit}-scheduled"
+    assert upload.version_name(Variant()) == commit
+    assert upload.version_name(Variant(fresh=True)) == f"{commit}-fresh"
     names = set()
     for file, text in (("a", "2"), ("a", "3"), ("b", "new"), ("b", "newer")):
         (tmp_path / file).write_text(text)
-        names.add(upload.version_name(Pool(), fresh=False))
-    names.add(upload.version_name(Pool(gpus=2), fresh=False))
+        names.add(upload.version_name(Variant()))
+    names.add(upload.version_name(Variant(Pool(gpus=2))))
     assert len(names) == 5
     assert all(re.fullmatch(commit + "-dirty-[0-9a-f]{8}(-[0-9a-f]{8})?", n) for n in names)

@@ -1,0 +1,77 @@
+"""The loss curve of a training, as a picture of a report and as a page of its own."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lathe.artifacts.kinds import CHECKPOINT, read_json
+from lathe.errors import UserError
+from lathe.pages.html import Picture, picture, render
+from lathe.report.figures import loss_curve
+from lathe.storage import atomic_file
+from lathe.train.trace import TRACE
+
+HINT = "give the folder that the stage wrote, or run the stage again"
+STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
+
+
+def curve(name: str, checkpoint: Path, series: int = 0) -> Picture | None:
+    """The losses that a checkpoint folder records; None if it records none.
+
+    Args:
+        name: of the model, for the title.
+        series: index of the model, which sets the colour.
+
+    Raises:
+        UserError: the folder's records are damaged.
+    """
+    path = checkpoint / TRACE
+    records = _read_lines(path) if path.is_file() else []
+    if not records:
+        return None
+    stage = checkpoint_metadata(checkpoint).get("stage", "training")
+    title = f"{name}: {STAGES.get(stage, stage)}"
+    alt = f"Loss of {title}, step {records[0]['step']} to {records[-1]['step']}"
+    return picture(title, alt, partial(loss_curve, records, series))
+
+
+def training_page(checkpoint: Path, output: Path) -> None:
+    """Write a page with the loss curve and the figures of a trained checkpoint.
+
+    Args:
+        checkpoint: its folder, or one that has its `lathe.json` and `train.jsonl` alone.
+
+    Raises:
+        UserError: the folder's records are damaged.
+    """
+    known = checkpoint_metadata(checkpoint)
+    stage = known.get("stage", "training")
+    figures = {
+        key.replace("_", " "): f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
+        for key, value in known.get("metrics", {}).items()
+        if isinstance(value, int | float)
+    }
+    page = render(
+        "report/training.html.j2",
+        f"Lathe {STAGES.get(stage, stage)}",
+        curve=curve("loss", checkpoint),
+        figures=figures,
+    )
+    with atomic_file(output) as work:
+        work.write_text(page, encoding="utf-8")
+
+
+def checkpoint_metadata(checkpoint: Path) -> dict[str, Any]:
+    """`lathe.json`; empty for a plain HF folder."""
+    path = checkpoint / CHECKPOINT.metadata_file
+    return read_json(path, HINT) if path.is_file() else {}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSONL file that may still be growing."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("}\n")]
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON lines: {error}", HINT) from None
