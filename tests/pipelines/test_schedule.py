@@ -39,7 +39,8 @@ def test_made_updated_and_removed(kfp):
     version = kfp.versions[first["pipeline_version_reference"]["pipeline_version_id"]]
     assert version["display_name"].endswith("-fresh")
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
-    assert "enableCache" not in spec["root"]["dag"]["tasks"]["prepare"].get("cachingOptions", {})
+    prepare = spec["components"]["comp-train"]["dag"]["tasks"]["prepare"]
+    assert "enableCache" not in prepare.get("cachingOptions", {})
 
     result = schedule("set", "full", "--cron", DAILY, *corpus)
     assert f"schedule lathe-full: updated, {DAILY}" in result.output
@@ -62,7 +63,7 @@ def test_with_paddle(kfp):
     assert "Compress.engine=paddle" in parameters["overrides"]
     assert parameters["prune_recipe"] == "tiny-prune-paddle"
     (version,) = kfp.versions.values()
-    assert re.fullmatch("0123456789ab-[0-9a-f]{8}-scheduled", version["display_name"])
+    assert re.fullmatch("0123456789ab-[0-9a-f]{8}-fresh", version["display_name"])
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
     executors = spec["deploymentSpec"]["executors"]
     assert executors["exec-prune"]["container"]["image"] == PADDLE
