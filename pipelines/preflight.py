@@ -17,7 +17,7 @@ from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
-from pipelines.arguments import recipe_names, wrong_names
+from pipelines.arguments import argument, recipe_names, wrong_names
 from pipelines.inputs import Inputs
 from pipelines.registry import check_image
 from pipelines.resources import Pool
@@ -68,15 +68,9 @@ class Preflight(Inputs):
     def recipes(self, name: str, arguments: dict[str, Any], pool: Pool) -> None:
         """Check every recipe of the pipeline: settings, backend support, and layout on the pool."""
         for key, recipe in recipe_names(name, arguments).items():
-            if Path(recipe).is_file():
-                self.problems.append(
-                    UserError(
-                        f"{key} {recipe}: a file of this machine, and the steps run in an image",
-                        "put it into lathe/recipes/, make images, make push, and give its name; "
-                        "or give its settings with -o",
-                    )
-                )
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
+            if settings and key == "recipe":
+                self.recipes_sources(name, arguments, settings)
             stages = STAGES[name][key]
             if settings:
                 for stage in stages:
@@ -84,6 +78,15 @@ class Preflight(Inputs):
             if settings and stages != ("evaluate",) and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
+
+    def recipes_sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
+        """Check the text and tokenizer that the recipe names, where no argument replaces them."""
+        for key, value in (
+            ("corpus", recipe.Prepare.source),
+            ("tokenizer", recipe.Prepare.tokenizer),
+        ):
+            if argument(name, key) is not None and not arguments.get(key):
+                self.check(key, _check_reachable, key, value)
 
     def images(self, pipeline: GraphComponent) -> None:
         """Check that the pipeline's images exist in their registries."""

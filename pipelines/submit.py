@@ -16,7 +16,7 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe.config.recipe import load_recipe
+from lathe.config.recipe import load_recipe, recipe_text
 from lathe.data.newest import NEWEST
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
@@ -140,8 +140,14 @@ def prepare(
     state = "uploaded" if is_new else "there already"
     print(f"pipeline lathe-{name}, version {version}: {state}")
     overrides = list(dict.fromkeys([*arguments["overrides"], *pool.overrides]))
-    parameters = recipe_names(name, arguments) | arguments | {"overrides": overrides}
+    recipes = {key: _sent(recipe) for key, recipe in recipe_names(name, arguments).items()}
+    parameters = arguments | recipes | {"overrides": overrides}
     return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
+
+
+def _sent(recipe: str) -> str:
+    """What the steps get for a recipe: they run in an image, which has those that ship only."""
+    return recipe_text(Path(recipe)) if Path(recipe).is_file() else recipe
 
 
 def machines(nodes: int | None, gpus: int | None, node_pool: str, queue: str) -> list[str]:

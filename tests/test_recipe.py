@@ -5,9 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from lathe.config.recipe import load_recipe, shipped_recipes
+from lathe.config.recipe import SHIPPED, load_recipe, recipe_text, shipped_recipes
 from lathe.config.settings import Recipe
+from lathe.config.text import Mistake, parse
+from lathe.config.text import write as write_values
 from lathe.errors import UserError
 from lathe.train.pretrain import model_config
 
@@ -255,6 +259,41 @@ def test_a_mistake_in_an_override_names_the_override(
 ) -> None:
     message = mistake(write(tmp_path, "Engine: {eval_freq: 5}\n"), override)
     assert re.search(says, message, re.DOTALL), message
+
+
+def test_a_recipes_text_stands_for_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "_base_: tiny\nEngine: {eval_freq: 5}\n", "base.yaml")
+    path = write(tmp_path, "_base_: base.yaml\nGlobal: {seed: '${Engine.eval_freq}'}\n")
+    text, overrides = recipe_text(path), ["Engine.eval_freq=6"]
+    assert load_recipe(text) == load_recipe(path)
+    assert load_recipe(text, overrides).Global.seed == 6
+    with pytest.raises(UserError, match="text:2: unknown key Engine"):
+        load_recipe("# mine\nEngine: {eval_freqs: 5}\n")
+    with pytest.raises(UserError, match="it has a _base_"):
+        load_recipe("_base_: tiny\nEngine: {eval_freq: 5}\n")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_shipped_recipes_text_is_the_same_recipe(name: str) -> None:
+    assert load_recipe(recipe_text(SHIPPED / f"{name}.yaml")) == load_recipe(name)
+
+
+KEYS = st.from_regex(r"\A\w+\Z")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_what_is_written_is_read_again(values: object) -> None:
+    try:
+        written = write_values(values)
+        again, _ = parse(written.encode())
+    except Mistake:
+        assume(False)
+    assert again == values, written
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:

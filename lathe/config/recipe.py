@@ -1,6 +1,7 @@
 """Read a YAML recipe: `_base_` inheritance, `-o A.B.c=v` overrides, typed and checked.
 
-A recipe is named by a path, or by the bare name of one that ships in `lathe/recipes/`.
+A recipe is named by a path, or by the bare name of one that ships in `lathe/recipes/`. What has a
+line break is no name: it is a recipe's text, which a run on a cluster carries with it.
 """
 
 import difflib
@@ -19,7 +20,7 @@ from pydantic_core import ErrorDetails
 from lathe.config import fleetx
 from lathe.config.references import check_references, place, resolve_references
 from lathe.config.settings import Recipe
-from lathe.config.text import MOST_BYTES, Mistake, parse
+from lathe.config.text import MOST_BYTES, Mistake, parse, write
 from lathe.errors import UserError, printable
 
 log = logging.getLogger("lathe")
@@ -54,24 +55,44 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             wrong type or out of range; each names the file and line, or the override, it is from.
             Of a file that is no recipe it tells keys at most.
     """
-    path = _find(name)
-    layer = _read_file(path, path.parent, ())
+    layer, shown = _read(name)
     for override in overrides:
         layer = _read_override(override).over(layer)
     if layer.ignored:
         keys = fleetx.listed(layer.ignored)
-        log.warning("%s: ignored, without a meaning here: %s", name, keys)
+        log.warning("%s: ignored, without a meaning here: %s", shown, keys)
     try:
         return Recipe.model_validate(
-            resolve_references(layer.values, layer.origins, _shown(path)),
+            resolve_references(layer.values, layer.origins, shown),
         )
     except ValidationError as error:
-        raise _explain(error.errors(), layer.origins, path) from None
+        raise _explain(error.errors(), layer.origins, shown) from None
+
+
+def recipe_text(path: Path) -> str:
+    """A recipe file merged with its bases, as text that `load_recipe` takes for a name.
+
+    Raises:
+        UserError: as `load_recipe`, as far as the files can be read.
+    """
+    layer = _read_file(_find(path), _find(path).parent, ())
+    return f"# {printable(path.name)}\n{write(layer.values)}"
 
 
 def shipped_recipes() -> list[str]:
     """The names of the recipes that come with Lathe."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def _read(name: str | Path) -> tuple[_Layer, str]:
+    """A recipe merged with its bases, and what messages call it."""
+    if "\n" in str(name):
+        layer = _read_text(str(name).encode(), "the recipe's text")
+        if "_base_" in layer.values:
+            raise UserError("the recipe's text: it has a _base_", "send it merged with its bases")
+        return layer.over(_Layer({}, {}, [])), "the recipe's text"
+    path = _find(name)
+    return _read_file(path, path.parent, ()), _shown(path)
 
 
 def _find(name: str | Path) -> Path:
@@ -120,13 +141,23 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
     if path in chain:
         circle = " -> ".join(_shown(p) for p in (*chain, path))
         raise UserError(f"_base_ goes in a circle: {circle}", "remove one of these _base_ lines")
-    file = _shown(path)
     try:
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
-        values, lines = parse(content)
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}", "give a file that can be read") from None
+        raise UserError(
+            f"{_shown(path)}: {error.strerror}", "give a file that can be read"
+        ) from None
+    layer = _read_text(content, _shown(path))
+    base = layer.values.pop("_base_", None)
+    if base is None:
+        return layer.over(_Layer({}, {}, []))
+    return layer.over(_read_file(_find_base(base, path, root), root, (*chain, path)))
+
+
+def _read_text(content: bytes, file: str) -> _Layer:
+    try:
+        values, lines = parse(content)
     except Mistake as mistake:
         at = f" at line {mistake.line}" if mistake.line else ""
         raise UserError(f"{file}: not YAML{at}: {mistake.reason}", "mend the file") from None
@@ -135,11 +166,7 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
     if not isinstance(values, dict):
         raise UserError(f"{file}: not a mapping of groups", "write Group: {key: value}")
     origins = {key: f"{file}:{line}" for key, line in lines.items()}
-    layer = _layer(values, origins, file)
-    base = layer.values.pop("_base_", None)
-    if base is None:
-        return layer.over(_Layer({}, {}, []))
-    return layer.over(_read_file(_find_base(base, path, root), root, (*chain, path)))
+    return _layer(values, origins, file)
 
 
 def _find_base(base: Any, path: Path, root: Path) -> Path:
@@ -196,10 +223,10 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _explain(errors: list[ErrorDetails], origins: dict[str, str], path: Path) -> UserError:
+def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) -> UserError:
     """The first mistake, in the recipe's words."""
     dotted = _setting(errors[0]["loc"])
-    origin = place(tuple(dotted.split(".")), origins, _shown(path))
+    origin = place(tuple(dotted.split(".")), origins, shown)
     if errors[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"

@@ -94,6 +94,26 @@ def parse(content: bytes) -> tuple[Any, dict[str, int]]:
         raise Mistake("a number of too many digits") from None
 
 
+def write(values: Any) -> str:
+    """The text of which `parse` makes these values, where they came from one."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """It quotes what only this module's reading of YAML takes for something else than text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent(dumper: _Dumper, text: str) -> yaml.Node:
+    is_plain = not any(re.fullmatch(pattern, text) for pattern in _PLAIN.values())
+    return dumper.represent_scalar(_TEXT, text, style=None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _represent)
+
+
 def _check(
     loader: _Loader, node: yaml.Node, path: str = "", level: int = 0
 ) -> Iterator[tuple[str, int]]:

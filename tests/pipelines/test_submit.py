@@ -13,6 +13,7 @@ from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
 from components.images import PADDLE, TRAIN
+from lathe.config.recipe import load_recipe
 from lathe.storage import list_uris
 from pipelines import upload
 from pipelines.compile import build
@@ -100,6 +101,21 @@ def test_the_recipe_too_says_which_machines(kfp):
         "Launch.gpus_per_node=2",  # the last one holds
         "Launch.node_pool=gpu",
     ]
+
+
+def test_a_recipe_of_ones_own_is_sent_as_text(kfp, tmp_path):
+    (tmp_path / "base.yaml").write_text("_base_: tiny\nEngine: {eval_freq: 7}\n")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("_base_: base.yaml\nEngine: {max_steps: 9}\n")
+    result = submit("pretrain", "--recipe", str(mine), "-o", "Launch.gpus_per_node=0")
+    assert result.exit_code == 0, result.output
+    (run,) = kfp.runs.values()
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters["recipe"].startswith("# mine.yaml\n")
+    mine.unlink()
+    sent = load_recipe(parameters["recipe"], parameters["overrides"])
+    assert (sent.Engine.max_steps, sent.Engine.eval_freq) == (9, 7)
+    assert sent.Model == load_recipe("tiny").Model and sent.Launch.gpus_per_node == 0
 
 
 def images(kfp) -> list[dict[str, str]]:
@@ -345,21 +361,20 @@ def test_help_names_every_variable():
 def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
     monkeypatch.setenv("LATHE_KFP_ENDPOINT", "http://127.0.0.1:9")
     local = tmp_path / "mine.yaml"
-    local.write_text("Engine: {max_steps: 3}\n")
+    local.write_text("_base_: gpt-1.3b-dp8\nPrepare: {source: mine.txt}\n")
     result = submit(
-        "full", "--corpus", "corpus.txt", "--cloze", "/data/cloze.jsonl", "--budget", "all=1",
-        "--recipe", "gpt-1.3b-dp8", "--gpus", "4", "--prune-recipe", str(local),
-        "--qat-recipe", "tiny-qta",
+        "full", "--tokenizer", "tokenizer.json", "--cloze", "/data/cloze.jsonl",
+        "--budget", "all=1", "--recipe", str(local), "--gpus", "4", "--qat-recipe", "tiny-qta",
     )  # fmt: skip
     assert result.exit_code == 2
     errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
     wanted = [
         "http://127.0.0.1:9: no answer",
         "pipeline full has no budget",
-        "corpus corpus.txt: a path of this machine",
+        "tokenizer tokenizer.json: a path of this machine",
         "cloze /data/cloze.jsonl: a path of this machine",
-        "recipe gpt-1.3b-dp8 with NODES=1 GPUS=4: Distributed asks for 8",
-        "prune_recipe .*mine.yaml: a file of this machine",
+        "corpus mine.txt: a path of this machine",
+        "recipe .*mine.yaml with NODES=1 GPUS=4: Distributed asks for 8",
         "no recipe 'tiny-qta'",
     ]
     assert len(errors) == len(wanted), result.output
