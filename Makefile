@@ -18,6 +18,8 @@ NODES     ?=
 GPUS      ?=
 NODE_POOL ?=
 QUEUE     ?=
+CPUS      ?=
+MEMORY    ?=
 ROOT      ?=
 FOLLOW    ?=
 CRON      ?=
@@ -56,6 +58,7 @@ arguments = $(call quote,$(PIPELINE)) \
   $(foreach v,$(call dotted),$(call override,$(v)))
 machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
   $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
+  $(call option,--cpus,CPUS) $(call option,--memory,MEMORY) \
   $(if $(STRICT),--strict)
 
 logs     = $(if $(filter 0,$(LOGS)),--no-logs)
@@ -65,7 +68,7 @@ help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= ENGINE=torch|paddle RUN='
-	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
+	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton

@@ -48,7 +48,7 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     """
     pool = variant.pool
     overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
-    overrides += pool.overrides
+    overrides += variant.overrides
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     with compiling(variant), with_groups():
         return dsl.pipeline(name=name)(function)

@@ -20,7 +20,7 @@ from lathe.train.workers import mesh_shape
 from pipelines.arguments import argument, recipe_names, wrong_names
 from pipelines.inputs import Inputs
 from pipelines.registry import check_image
-from pipelines.resources import Pool
+from pipelines.resources import Pool, Variant
 from pipelines.server import Client, connect
 
 STAGES = {
@@ -65,8 +65,9 @@ class Preflight(Inputs):
                 self.check(key, _check_reachable, key, value)
         self.goal(name, arguments)
 
-    def recipes(self, name: str, arguments: dict[str, Any], pool: Pool) -> None:
+    def recipes(self, name: str, arguments: dict[str, Any], variant: Variant) -> None:
         """Check every recipe of the pipeline: settings, backend support, and layout on the pool."""
+        pool = variant.pool
         for key, recipe in recipe_names(name, arguments).items():
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             if settings and key == "recipe":
@@ -76,7 +77,7 @@ class Preflight(Inputs):
                 for stage in stages:
                     self.check(recipe, _check_support, recipe, stage, settings, pool)
             if settings and stages != ("evaluate",) and pool.gpus:
-                settings = load_recipe(recipe, [*arguments["overrides"], *pool.overrides])
+                settings = load_recipe(recipe, [*arguments["overrides"], *variant.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
 
     def recipes_sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:

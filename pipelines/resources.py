@@ -12,6 +12,7 @@ from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
 from components.images import PADDLE
+from pipelines.sizes import LIMIT, Sizes, quantity
 
 ACCELERATOR = "nvidia.com/gpu"
 TAINT = ACCELERATOR
@@ -29,7 +30,8 @@ POD_FIELDS = {
 RETRIES = 2
 HOUR = 3600
 CORES, MEMORY_GIB, SHARED_MEMORY_GIB = 4, 32, 8
-"""Of a GPU."""
+"""Of a GPU; the memory where the model's size is not known."""
+CPU_MEMORY_GIB = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Pool:
         node_pool: value of the node label lathe/node-pool.
         queue: Kueue's LocalQueue, through which GPUs are given out.
         engine: Compress.engine; `paddle` if one recipe of the run says so.
+        cpus: cores that every step which works asks for; by its kind where None.
+        memory: the same of memory, which is its limit too; estimated where None.
     """
 
     nodes: int = 1
@@ -49,17 +53,8 @@ class Pool:
     node_pool: str = "gpu"
     queue: str | None = None
     engine: str = "torch"
-
-    @property
-    def overrides(self) -> list[str]:
-        """The same machines as recipe overrides, for the process that starts the workers.
-
-        The engine is not included, as the recipes of a run may have different ones.
-        """
-        settings = {"nodes": self.nodes, "gpus_per_node": self.gpus, "queue": self.queue}
-        if self.gpus:
-            settings["node_pool"] = self.node_pool
-        return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+    cpus: int | None = None
+    memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,10 +64,27 @@ class Variant:
     Attributes:
         fresh: whether `prepare` reads the corpus in every run, so that a changed corpus at the same
             address is noticed and the stages run again.
+        sizes: what the steps need; None where the model is not known.
     """
 
     pool: Pool = Pool()
     fresh: bool = False
+    sizes: Sizes | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """The pool's machines as recipe overrides, for the process that starts the workers.
+
+        The engine is not included, as the recipes of a run may have different ones.
+        """
+        pool, sizes = self.pool, self.sizes
+        settings: dict[str, object] = {"nodes": pool.nodes, "gpus_per_node": pool.gpus}
+        settings |= {"queue": pool.queue, "node_pool": pool.node_pool if pool.gpus else None}
+        settings |= {"cpus_per_node": pool.cpus, "memory_per_node": pool.memory}
+        if pool.nodes > 1 and sizes:
+            settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
+            settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training)
+        return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
 
 
 # KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
@@ -97,24 +109,27 @@ def cached_unless_fresh(task: PipelineTask) -> PipelineTask:
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
     """All GPUs of a machine; multi-node training is only started and followed by the task."""
-    pool = _VARIANT.get().pool
-    return waiting(task, hours) if pool.nodes > 1 else _with_gpus(task, pool.gpus, hours)
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
+    if pool.nodes > 1:
+        return waiting(task, hours)
+    return _working(task, hours, pool.gpus, sizes.training if sizes else None)
 
 
-def on_gpu(task: PipelineTask, hours: float) -> PipelineTask:
-    """One GPU, if the pool has any."""
-    return _with_gpus(task, min(1, _VARIANT.get().pool.gpus), hours)
+def on_gpu(task: PipelineTask, hours: float, copies: int) -> PipelineTask:
+    """One GPU, if the pool has any, and memory for so many copies of the model's weights."""
+    gpus, sizes = min(1, _VARIANT.get().pool.gpus), _VARIANT.get().sizes
+    return _working(task, hours, gpus, sizes.holding(copies, bool(gpus)) if sizes else None)
+
+
+def on_cpu(task: PipelineTask, hours: float, copies: int) -> PipelineTask:
+    """CPU cores of any node, and memory for so many copies of the model's weights."""
+    sizes = _VARIANT.get().sizes
+    return _working(task, hours, 0, sizes.holding(copies) if sizes else None)
 
 
 def with_engine(task: PipelineTask) -> PipelineTask:
     """Use the image of the run's engine, for a task that it may perform."""
     return task.set_container_image(PADDLE) if _VARIANT.get().pool.engine == "paddle" else task
-
-
-def on_cpu(task: PipelineTask, hours: float) -> PipelineTask:
-    """Four cores of any node."""
-    task.set_cpu_request(str(CORES)).set_memory_request("8Gi")
-    return _with_house_rules(task, hours, shared_memory_gib=2)
 
 
 def waiting(task: PipelineTask, hours: float) -> PipelineTask:
@@ -123,17 +138,28 @@ def waiting(task: PipelineTask, hours: float) -> PipelineTask:
     return _with_house_rules(task, hours, shared_memory_gib=2)
 
 
-def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:
-    if not gpus:
-        return on_cpu(task, hours)
-    pool = _VARIANT.get().pool
-    task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(gpus)
-    task.set_cpu_request(str(CORES * gpus)).set_memory_request(f"{MEMORY_GIB * gpus}Gi")
-    kubernetes.add_node_selector(task, label_key=NODE_POOL, label_value=pool.node_pool)
-    kubernetes.add_toleration(task, key=TAINT, operator="Exists", effect="NoSchedule")
-    if pool.queue:
-        kubernetes.add_pod_label(task, QUEUE, pool.queue)
-    return _with_house_rules(task, hours, SHARED_MEMORY_GIB * gpus)
+def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> PipelineTask:
+    """GPUs of the pool, or CPU cores of any node.
+
+    Args:
+        gib: of memory; None where the model is not known, and there is no limit then.
+    """
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
+    cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
+    task.set_cpu_request(str(pool.cpus or cores))
+    if pool.memory:
+        task.set_memory_request(pool.memory).set_memory_limit(pool.memory)
+    elif gib is not None:
+        task.set_memory_request(quantity(gib)).set_memory_limit(quantity(LIMIT * gib))
+    else:
+        task.set_memory_request(f"{MEMORY_GIB * gpus or CPU_MEMORY_GIB}Gi")
+    if gpus:
+        task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(gpus)
+        kubernetes.add_node_selector(task, label_key=NODE_POOL, label_value=pool.node_pool)
+        kubernetes.add_toleration(task, key=TAINT, operator="Exists", effect="NoSchedule")
+        if pool.queue:
+            kubernetes.add_pod_label(task, QUEUE, pool.queue)
+    return _with_house_rules(task, hours, SHARED_MEMORY_GIB * gpus or 2)
 
 
 def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:

@@ -18,19 +18,9 @@ from pipelines.arguments import Pipeline, takes_arguments
 from pipelines.cron import HINT, parse_cron
 from pipelines.follow import ENDED
 from pipelines.server import HELP, Client, answers, connect
-from pipelines.submit import (
-    Gpus,
-    NodePool,
-    Nodes,
-    Queue,
-    Root,
-    Strict,
-    Submission,
-    machines,
-    prepare,
-    told,
-)
+from pipelines.submit import Root, Strict, Submission, prepare, told
 from pipelines.upload import find
+from pipelines.variants import takes_machines
 
 PAGE = 100
 POLL_SECONDS = 2.0
@@ -137,20 +127,16 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 
 @app.command("set", epilog=HELP)
 @takes_arguments
+@takes_machines
 def set_command(
     pipeline: str,
     arguments: dict[str, Any],
     cron: Annotated[str, typer.Option(help=HINT)],
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    node_pool: NodePool = "",
-    queue: Queue = "",
     root: Root = "",
     strict: Strict = False,
 ) -> None:
     """Run a pipeline at these times, replacing its earlier schedule."""
     name = f"lathe-{pipeline}"
-    arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
     with told():
         times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
         submission = prepare(pipeline, arguments, root, fresh=True, strict=strict)

@@ -34,7 +34,7 @@ class Steps:
         self.overrides = overrides
 
     def prepare(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return cached_unless_fresh(on_cpu(self._task(prepare, recipe, **inputs), hours=4))
+        return cached_unless_fresh(on_cpu(self._task(prepare, recipe, **inputs), hours=4, copies=2))
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
@@ -43,30 +43,30 @@ class Steps:
         return on_training_nodes(self._by_engine(prune, recipe, **inputs), hours=72)
 
     def analyze(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._by_engine(analyze, recipe, **inputs), hours=6)
+        return on_gpu(self._by_engine(analyze, recipe, **inputs), hours=6, copies=6)
 
     def quantize(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(self._by_engine(quantize, recipe, **inputs), hours=72)
 
     def evaluate(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(evaluate, f"evaluate-{variant}")
-        return on_gpu(self._by_engine(component, recipe, **inputs), hours=6)
+        return on_gpu(self._by_engine(component, recipe, **inputs), hours=6, copies=3)
 
     def export(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(export, f"export-{variant}")
-        return on_cpu(self._by_engine(component, recipe, **inputs), hours=2)
+        return on_cpu(self._by_engine(component, recipe, **inputs), hours=2, copies=10)
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return waiting(self._task(gate, recipe, **inputs), hours=0.5)
 
     def choose(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_cpu(self._task(choose, recipe, **inputs), hours=2)
+        return on_cpu(self._task(choose, recipe, **inputs), hours=2, copies=10)
 
     def rehearse(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_cpu(self._task(_named(deploy, "rehearse"), recipe, **inputs), hours=1)
+        return on_cpu(self._task(_named(deploy, "rehearse"), recipe, **inputs), hours=1, copies=6)
 
     def release(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        task = on_cpu(self._task(release, recipe, **inputs), hours=6)
+        task = on_cpu(self._task(release, recipe, **inputs), hours=6, copies=6)
         # What is live changes, and a release that was refused or rolled back must not be retried.
         return task.set_caching_options(False).set_retry(0)
 

@@ -5,7 +5,6 @@
 What a run needs to know of the server is in the environment: see --help.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,24 +15,20 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe.config.recipe import load_recipe, recipe_text
-from lathe.data.newest import NEWEST
+from lathe.config.recipe import recipe_text
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import FUNCTIONS, build
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
-from pipelines.resources import SERVICE_ACCOUNT, Pool, Variant
+from pipelines.resources import SERVICE_ACCOUNT, Variant
 from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.told import told
 from pipelines.upload import experiment_id, upload, version_name
+from pipelines.variants import choose_variant, takes_machines
 
 EXPERIMENT = "lathe"
 
-Nodes = Annotated[int | None, typer.Option(help="Machines of a training; default 1.")]
-Gpus = Annotated[int | None, typer.Option(help="GPUs of a machine; 0 for none, default 1.")]
-NodePool = Annotated[str, typer.Option(help="Value of the node label lathe/node-pool.")]
-Queue = Annotated[str, typer.Option(help="Kueue LocalQueue through which GPUs are given out.")]
 Root = Annotated[
     str,
     typer.Option(
@@ -73,31 +68,6 @@ class Submission:
         }
 
 
-def choose_variant(name: str, arguments: dict[str, Any], fresh: bool) -> Variant:
-    """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is silent;
-    fresh also where the newest corpus of a place is to be read.
-
-    Raises:
-        UserError: that recipe is wrong.
-    """
-    names = list(recipe_names(name, arguments).values())
-    recipe = load_recipe(names[0], arguments["overrides"])
-    launch, corpus = recipe.Launch, arguments.get("corpus") or recipe.Prepare.source
-    gpus = launch.gpus_per_node if "gpus_per_node" in launch.model_fields_set else Pool.gpus
-    engine = _engine_of(names, arguments["overrides"])
-    pool = Pool(launch.nodes, gpus, launch.node_pool or Pool.node_pool, launch.queue, engine)
-    return Variant(pool, fresh or corpus.startswith(NEWEST))
-
-
-def _engine_of(recipes: list[str], overrides: list[str]) -> str:
-    """`paddle` if one of the recipes says so."""
-    for recipe in recipes:
-        with suppress(UserError):  # which the check of the recipes tells
-            if load_recipe(recipe, overrides).Compress.engine == "paddle":
-                return "paddle"
-    return Pool.engine
-
-
 def prepare(
     name: str, arguments: dict[str, Any], root: str, fresh: bool = False, strict: bool = False
 ) -> Submission:
@@ -120,9 +90,8 @@ def prepare(
         variant = choose_variant(name, arguments, fresh)
     except UserError:  # which the check of the recipes tells
         variant = Variant()
-    pool = variant.pool
-    preflight.recipes(name, arguments, pool)
-    preflight.nodes(pool, strict)
+    preflight.recipes(name, arguments, variant)
+    preflight.nodes(variant.pool, strict)
     pipeline = build(name, variant)
     preflight.images(pipeline)
     for line in preflight.unchecked:
@@ -139,7 +108,7 @@ def prepare(
     pipeline_id, version_id, is_new = ids
     state = "uploaded" if is_new else "there already"
     print(f"pipeline lathe-{name}, version {version}: {state}")
-    overrides = list(dict.fromkeys([*arguments["overrides"], *pool.overrides]))
+    overrides = list(dict.fromkeys([*arguments["overrides"], *variant.overrides]))
     recipes = {key: _sent(recipe) for key, recipe in recipe_names(name, arguments).items()}
     parameters = arguments | recipes | {"overrides": overrides}
     return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
@@ -150,24 +119,15 @@ def _sent(recipe: str) -> str:
     return recipe_text(Path(recipe)) if Path(recipe).is_file() else recipe
 
 
-def machines(nodes: int | None, gpus: int | None, node_pool: str, queue: str) -> list[str]:
-    """The options about machines in a recipe's words."""
-    given = {"nodes": nodes, "gpus_per_node": gpus, "node_pool": node_pool, "queue": queue}
-    return [f"Launch.{key}={value}" for key, value in given.items() if value not in (None, "")]
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command(epilog=HELP)
 @takes_arguments
+@takes_machines
 def main(
     pipeline: str,
     arguments: dict[str, Any],
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    node_pool: NodePool = "",
-    queue: Queue = "",
     root: Root = "",
     strict: Strict = False,
     is_followed: Annotated[
@@ -176,7 +136,6 @@ def main(
     logs: Logs = True,
 ) -> None:
     """Run a pipeline on the cluster."""
-    arguments["overrides"] = [*arguments["overrides"], *machines(nodes, gpus, node_pool, queue)]
     with told():
         submission = prepare(pipeline, arguments, root, strict=strict)
         client = submission.client

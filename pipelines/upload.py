@@ -3,11 +3,12 @@
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lathe.storage import digest, sha256
-from pipelines.resources import Pool, Variant
+from pipelines.resources import Variant
 from pipelines.server import Client
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -16,13 +17,13 @@ EQUALS = 1
 
 
 def version_name(variant: Variant) -> str:
-    """The commit, what makes the tree differ from it, and the pool if it is not the default's.
+    """The commit, what makes the tree differ from it, and what it is compiled for.
 
     Without a repository, as in an image, `unversioned`: the content then makes the difference.
     """
     parts = [_commit()]
-    if variant.pool != Pool():
-        parts.append(digest(repr(variant.pool))[:SHORT])
+    if replace(variant, fresh=False) != Variant():
+        parts.append(digest(repr(variant))[:SHORT])
     if variant.fresh:
         parts.append("fresh")
     return "-".join(parts)

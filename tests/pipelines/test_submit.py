@@ -100,6 +100,8 @@ def test_the_recipe_too_says_which_machines(kfp):
         "Launch.gpus_per_node=4",
         "Launch.gpus_per_node=2",  # the last one holds
         "Launch.node_pool=gpu",
+        "Launch.cpus_per_node=8",
+        "Launch.memory_per_node=16640Mi",
     ]
 
 
@@ -193,8 +195,8 @@ def test_no_such_engine(kfp):
 
 
 def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
-    submit(*PRETRAIN)
     monkeypatch.setattr("pipelines.submit.version_name", lambda *_: "0123456789ab")
+    submit(*PRETRAIN)
     machines = ("--gpus", "4")
     assert "uploaded" in submit(*PRETRAIN, *machines).output
     assert "there already" in submit(*PRETRAIN, *machines).output
