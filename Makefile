@@ -24,6 +24,9 @@ CRON      ?=
 WAIT      ?=
 LOGS      ?=
 STRICT    ?=
+LIMIT     ?=
+OUTPUT    ?=
+OPEN      ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 IMAGES    ?=
@@ -78,6 +81,19 @@ submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_E
 .PHONY: follow
 follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
 	@$(BIN)/python -m pipelines.follow $(call quote,$(RUN)) $(logs)
+
+.PHONY: runs
+runs: env ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
+	@$(BIN)/python -m pipelines.runs list $(call option,--limit,LIMIT)
+
+.PHONY: report
+report: env ## Fetch the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
+	@$(BIN)/python -m pipelines.runs report $(call quote,$(RUN)) $(call option,--output,OUTPUT) \
+	  $(if $(filter 0,$(OPEN)),--no-open)
+
+.PHONY: compare
+compare: env ## Show runs side by side: make compare RUN=id,id
+	@$(BIN)/python -m pipelines.runs compare $(call quote,$(RUN))
 
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first

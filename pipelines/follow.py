@@ -20,7 +20,9 @@ from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponenti
 from lathe.errors import StageError, UserError
 from pipelines.failure import explain_failure
 from pipelines.pods import Pods, Step, open_pods
+from pipelines.results import ResultsReader
 from pipelines.server import HELP, Client, answers, connect
+from pipelines.summary import wide_console
 from pipelines.told import fail, told
 
 WORDS = {
@@ -180,7 +182,26 @@ def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
         )
     if state != "SUCCEEDED":
         fail(f"error: the run has {OUTCOMES.get(state, state.lower())}: {page}", 1)
+    show_results(client, run_id)
     print("the run has succeeded")
+
+
+def show_results(client: Client, run_id: str) -> None:
+    """Print the figures of a run that has ended, the gate's verdict, and where the report is; or
+    why they cannot be read from here."""
+    try:
+        with answers():
+            results = ResultsReader(client).read(_get_run(client, run_id))
+    except (UserError, StageError) as error:
+        hint = f"; {error.hint}" if isinstance(error, UserError) else ""
+        print(f"no figures: {getattr(error, 'what', error)}{hint}")
+        return
+    if results.rows or results.best:
+        wide_console().print(results.table())
+    if results.verdict:
+        print("\n".join([f"gate    {results.verdict}", *(f"    {r}" for r in results.reasons)]))
+    if results.page:
+        print(f"report  {results.page}\nfetch it: make report RUN={run_id}")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -4,7 +4,6 @@ Pipelines' own list of tasks ends at a condition and has no reasons and no pods'
 Kubernetes API has all of it, where the user may read pods.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,10 +11,11 @@ from typing import Any
 
 import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
-from kubernetes import config
 
 from lathe.cluster.api import Cluster
 from lathe.cluster.logs import LogFollower
+from lathe.errors import StageError
+from pipelines.cluster import open_cluster
 from pipelines.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
@@ -23,7 +23,6 @@ CONTAINER = "main"
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """How long the rest of an ended pod's log is waited for."""
-KUBEFLOW = "kubeflow"
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,12 @@ class Pods:
 def open_pods(run_id: str, namespace: str | None, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or why they cannot be read."""
     try:
-        api = config.new_client_from_config(context=os.environ.get("LATHE_KFP_CONTEXT"))
-        cluster = Cluster(api, namespace or KUBEFLOW, "lathe-submit", patience=30.0)
-        kubernetes.CoreV1Api(api).list_namespaced_pod(
+        cluster = open_cluster(namespace)
+        kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
             cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=10
         )
-    except config.ConfigException as error:
-        return f"no kube context: {error}"
+    except StageError as error:
+        return str(error)
     except kubernetes.ApiException as error:
         return f"the Kubernetes API does not list pods: {error.reason}"
     except urllib3.exceptions.HTTPError as error:

@@ -32,6 +32,7 @@ EXPECTED = {
         *((KFP, "jobs", verb) for verb in JOBS),
         ("", "pods", "list"),
         ("", "pods/log", "get"),
+        ("", "configmaps:kfp-launcher", "get"),
         ("", "nodes", "list"),
     },
     "lathe-deploy": DEPLOY,
