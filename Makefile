@@ -58,8 +58,8 @@ arguments = $(call quote,$(PIPELINE)) \
   $(call option,--production,PRODUCTION) \
   $(foreach v,$(call dotted),$(call override,$(v)))
 machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
-  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
-  $(if $(STRICT),--strict)
+  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT)
+strict   = $(if $(STRICT),--strict)
 
 logs     = $(if $(filter 0,$(LOGS)),--no-logs)
 
@@ -68,7 +68,7 @@ help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= ENGINE=torch|paddle RUN='
-	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
+	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
@@ -76,11 +76,15 @@ run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
-	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow) $(logs)
+	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(strict) $(if $(FOLLOW),--follow) $(logs)
 
 .PHONY: follow
 follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
 	@$(BIN)/python -m pipelines.follow $(call quote,$(RUN)) $(logs)
+
+.PHONY: doctor
+doctor: env ## Check the cluster for a pipeline, from within a throw-away pod (PIPELINE= GPUS= NODES=)
+	@$(BIN)/python -m pipelines.doctor $(arguments) $(machines)
 
 .PHONY: runs
 runs: env ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
@@ -97,7 +101,7 @@ compare: env ## Show runs side by side: make compare RUN=id,id
 
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
-	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) --cron $(call quote,$(value CRON))
+	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))
 
 .PHONY: unschedule
 unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 waits for it)
