@@ -4,7 +4,7 @@ Pipelines' own list of tasks ends at a condition and has no reasons and no pods'
 Kubernetes API has all of it, where the user may read pods.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -86,6 +86,19 @@ class Pods:
         log = self._logs.get(step.pod) or self._read(step, None)
         log.words.failed = step.name
         return log.words.error(), list(log.follower.tail)
+
+    def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """What the logs of those steps say that they have recorded, by step.
+
+        Raises:
+            UserError, StageError: the pods cannot be listed.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for step in self.steps():
+            if step.name in names and step.state == "SUCCEEDED":
+                log = self._logs.get(step.pod) or self._read(step, None)
+                found[step.name] = log.words.figures
+        return found
 
     def _follow_log(self, step: Step) -> None:
         if step.state == "PENDING" or self._emit is None:

@@ -23,6 +23,7 @@ from lathe.report.summary import Row, summary_table
 from pipelines.cluster import config_map, open_cluster
 from pipelines.compile import FUNCTIONS
 from pipelines.inputs import STORE_SECONDS, within
+from pipelines.pods import Pods
 from pipelines.server import Client
 from pipelines.summary import rows
 
@@ -82,6 +83,20 @@ def read_results(place: str) -> Results:
         tuple(verdict.get("reasons", ())),
         found.get("report/page") or found.get("choose/page") or "",
     )
+
+
+def results_of_logs(pods: Pods) -> Results:
+    """What the logs of a run's pods say, while they are there; they have no page, and of the
+    verdict only whether the gate let the model through.
+
+    Raises:
+        UserError, StageError: the pods cannot be listed.
+    """
+    found = pods.figures(("report", "choose", "gate"))
+    verdict = ""
+    if gate := found.get("gate"):
+        verdict = "passed" if gate.get("passed") else "failed"
+    return Results(tuple(rows(found.get("report", {}))), found.get("choose") or None, verdict)
 
 
 def _names(place: str) -> Iterable[str]:

@@ -8,6 +8,7 @@ import pytest
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
+from components.artifacts import FIGURES
 from lathe.storage import write_text
 from pipelines import follow, runs
 from pipelines.results import Results, read_results
@@ -15,6 +16,7 @@ from tests.support.fake_kfp import frame
 from tests.support.fake_kubernetes import FakeKubernetes
 
 PAGE = '<!doctype html><meta name="generator" content="Lathe"><title>A run</title>'
+BEGAN = "2026-01-05T03:00:00Z"
 ROOT = "private-artifacts/lathe/v2"
 DENSE = {"n_params": 2.59e6, "flops": 5.51e6, "n_bytes": 10.4e6, "decode_ms": 0.58}
 INT8 = {"n_params": 2.10e6, "flops": 4.52e6, "n_bytes": 2.25e6, "decode_ms": 0.4}
@@ -108,6 +110,12 @@ def test_figures_that_cannot_be_read_say_why_in_a_line(cluster, monkeypatch, var
     assert "wrong" not in result.output
 
 
+def test_a_run_whose_steps_were_all_reused_says_so(cluster):
+    cluster.add("two")
+    told = CliRunner().invoke(follow.app, ["two"]).output
+    assert "Pipelines reused those of an earlier run" in line_of(told, "no figures: ")
+
+
 def test_a_store_within_the_cluster_needs_an_address_from_here(cluster, monkeypatch):
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", cluster.root.replace("s3://", "minio://"))
     assert "gate    passed" in CliRunner().invoke(follow.app, ["one"]).output
@@ -130,6 +138,28 @@ def test_the_namespace_says_where_artifacts_are_or_the_run_does(cluster, monkeyp
         assert "the ConfigMap kfp-launcher cannot be read; set LATHE_PIPELINE_ROOT to" in told
     cluster.add("one", runtime_config={"pipeline_root": cluster.root, "parameters": {}})
     assert "171.00" in CliRunner().invoke(follow.app, ["one"]).output
+
+
+def test_the_logs_have_the_figures_where_the_store_cannot_be_read(cluster, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+    ended = {"exitCode": 0, "startedAt": BEGAN, "finishedAt": BEGAN}
+    main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    status = {"phase": "Succeeded", "containerStatuses": [main | {"state": {"terminated": ended}}]}
+    logged = {"report": figures(171.0), "gate": {"passed": 1.0}}
+    with FakeKubernetes() as kubernetes:
+        path = str(kubernetes.kubeconfig(tmp_path))
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        for step, found in logged.items():
+            labels = {"pipeline/runid": "one", "lathe/stage": step}
+            made = {"metadata": {"name": step, "labels": labels}, "status": status}
+            kubernetes.create("pods", made | {"spec": {"containers": [{"name": "main"}]}})
+            kubernetes.log(step, FIGURES + json.dumps(found))
+        result = CliRunner().invoke(follow.app, ["one"])
+    assert result.exit_code == 0, result.output
+    assert "171.00 ± 4.40" in result.output and "gate    passed\n" in result.output
+    assert "no keys of the store are set here" in line_of(result.output, "no report: ")
+    assert FIGURES not in result.output
 
 
 def test_runs_are_listed_newest_first_with_their_figures(cluster):
