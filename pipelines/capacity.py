@@ -128,7 +128,8 @@ def _room(
             hint = "pods wait until nodes are added or others end; or ask for less (GPUS=, NODES=)"
             yield Finding("room on nodes", "warning", said, hint)
     if not short:
-        yield Finding("room on nodes", "ok", f"{len(nodes)} nodes{told}")
+        names = ", ".join(node.metadata.name for node in nodes)
+        yield Finding("room on nodes", "ok", f"{names}{told}")
 
 
 def _takes(node: Any, pool: Pool | None) -> bool:

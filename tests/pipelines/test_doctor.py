@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import kubernetes_validate
 import pytest
 import yaml
 from kubernetes.config import kube_config
@@ -27,6 +28,7 @@ from tests.support.rendered import ROOT
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 
 GIB64 = {"cpu": "64", "memory": "64Gi", "nvidia.com/gpu": "2", "pods": "110"}
+KUBERNETES = "1.32"
 GOLDEN = ROOT / "tests" / "pipelines" / "golden" / "qat.yaml"
 
 
@@ -258,6 +260,7 @@ def test_the_pod_is_like_that_of_a_step():
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     step = executors["exec-analyze"]
     pod = pod_of_step(["lathe-train"], ["python"], Pool(gpus=1))
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
     (main,) = pod["spec"]["containers"]
     env = {v["name"]: v["valueFrom"] for v in main["env"]}
     for kind, key in (("secret", "secretKey"), ("configMap", "configMapKey")):

@@ -16,6 +16,7 @@ from tests.support.fake_kfp import frame
 from tests.support.fake_kubernetes import FakeKubernetes
 
 PAGE = '<!doctype html><meta name="generator" content="Lathe"><title>A run</title>'
+RECORDED = Path(__file__).with_name("recorded")
 BEGAN = "2026-01-05T03:00:00Z"
 ROOT = "private-artifacts/lathe/v2"
 DENSE = {"n_params": 2.59e6, "flops": 5.51e6, "n_bytes": 10.4e6, "decode_ms": 0.58}
@@ -186,6 +187,15 @@ def test_runs_are_listed_without_the_store_too(cluster, monkeypatch):
     result = command("list")
     assert result.exit_code == 0 and "│ one" in result.output
     assert result.output.count("no figures: ") == 1
+
+
+def test_a_run_as_a_real_server_tells_it(cluster):
+    told = json.loads((RECORDED / "full-succeeded.json").read_text())
+    given = {"experiment_id": "mine", "runtime_config": {"parameters": {"recipe": "tiny"}}}
+    cluster.kfp.runs = {told["run_id"]: told | given}
+    cluster.record(told["run_id"], "report/metrics", figures(171.0))
+    line = line_of(command("list").output, told["run_id"])
+    assert "SUCCEEDED" in line and "INT8" in line and "0:17:30" in line
 
 
 def test_no_runs_yet(kfp):
