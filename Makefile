@@ -27,6 +27,7 @@ STRICT    ?=
 LIMIT     ?=
 OUTPUT    ?=
 OPEN      ?=
+KUBECONFIG ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 IMAGES    ?=
@@ -126,7 +127,7 @@ tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-
 
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the quick tests, some 8 minutes (TESTS=path for some of them)
-	$(call tests,3,"not slow and not long and not soak and not containers")
+	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
 test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 minutes
@@ -134,11 +135,16 @@ test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups o
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak and the containers': an hour
-	$(call tests,2,"not soak and not containers")
+	$(call tests,2,"not soak and not containers and not cluster")
 
 .PHONY: test-containers
 test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)
 	$(BIN)/python -m pytest -m containers $(or $(TESTS),tests/images)
+
+.PHONY: test-cluster
+test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (LATHE_KFP_*, GPUS= PRODUCTION=)
+	$(if $(KUBECONFIG),KUBECONFIG=$(call quote,$(KUBECONFIG))) LATHE_TEST_GPUS=$(GPUS) \
+	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster tests/cluster
 
 .PHONY: soak
 soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)
