@@ -11,7 +11,7 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
 from lathe.cluster.api import Cluster
-from lathe.cluster.findings import Finding
+from lathe.cluster.findings import Finding, State
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from pipelines.resources import ACCELERATOR, NODE_POOL, Pool
@@ -48,7 +48,7 @@ def needs_of(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
     spec = pipeline.component_spec.implementation.graph.deployment_spec
     executors = json_format.MessageToDict(spec)["executors"]
     needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
-    for name, executor in executors.items():
+    for name, executor in sorted(executors.items()):
         if amounts := _amounts(executor.get("container", {}).get("resources", {})):
             key = tuple(sorted(amounts.items()))
             needs.setdefault(key, Need(name.removeprefix("exec-"), 1, amounts))
@@ -95,21 +95,25 @@ def capacity(cluster: Cluster, needs: list[Need], pool: Pool) -> Iterator[Findin
 
 
 def _quota(quotas: list[Any], needs: list[Need]) -> Finding:
-    for quota in quotas:
-        hard, used = quota.status.hard or quota.spec.hard or {}, quota.status.used or {}
-        for need in needs:
-            for name, amount in need.amounts.items():
-                for key in (f"requests.{name}", name):
-                    if key not in hard:
-                        continue
-                    allowed, wanted = parse_quantity(hard[key]), amount * need.pods
-                    left = allowed - parse_quantity(used.get(key, "0"))
-                    if wanted > left:
-                        said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
-                        state = "broken" if wanted > allowed else "warning"
-                        hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
-                        return Finding("quota", state, f"{said}, and {need}", hint)
+    """The worst of what the quotas refuse."""
+    refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
+    if refused:
+        return min(refused, key=lambda found: found.state)  # broken comes before warning
     return Finding("quota", "ok", ", ".join(quota.metadata.name for quota in quotas) or "none")
+
+
+def _refused(quota: Any, need: Need) -> Iterator[Finding]:
+    hard, used = quota.status.hard or {}, quota.status.used or {}
+    for name, amount in need.amounts.items():
+        for key in (f"requests.{name}", name):
+            if key not in hard:
+                continue
+            allowed, wanted = parse_quantity(hard[key]), amount * need.pods
+            if wanted > allowed - parse_quantity(used.get(key, "0")):
+                said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
+                state: State = "broken" if wanted > allowed else "warning"
+                hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
+                yield Finding("quota", state, f"{said}, and {need}", hint)
 
 
 def _room(
