@@ -26,6 +26,10 @@ CRON      ?=
 WAIT      ?=
 LOGS      ?=
 STRICT    ?=
+LIMIT     ?=
+OUTPUT    ?=
+OPEN      ?=
+KUBECONFIG ?=
 PROMPT    ?= The Python interpreter
 TESTS     ?=
 IMAGES    ?=
@@ -58,8 +62,8 @@ arguments = $(call quote,$(PIPELINE)) \
   $(foreach v,$(call dotted),$(call override,$(v)))
 machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
   $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
-  $(call option,--cpus,CPUS) $(call option,--memory,MEMORY) \
-  $(if $(STRICT),--strict)
+  $(call option,--cpus,CPUS) $(call option,--memory,MEMORY)
+strict   = $(if $(STRICT),--strict)
 
 logs     = $(if $(filter 0,$(LOGS)),--no-logs)
 
@@ -68,7 +72,7 @@ help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= ENGINE=torch|paddle RUN='
-	@echo 'submit and schedule take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
+	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
@@ -76,15 +80,32 @@ run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
-	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(if $(FOLLOW),--follow) $(logs)
+	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(strict) $(if $(FOLLOW),--follow) $(logs)
 
 .PHONY: follow
 follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
 	@$(BIN)/python -m pipelines.follow $(call quote,$(RUN)) $(logs)
 
+.PHONY: doctor
+doctor: env ## Check the cluster for a pipeline, from within a throw-away pod (PIPELINE= GPUS= NODES=)
+	@$(BIN)/python -m pipelines.doctor $(arguments) $(machines)
+
+.PHONY: runs
+runs: env ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
+	@$(BIN)/python -m pipelines.runs list $(call option,--limit,LIMIT)
+
+.PHONY: report
+report: env ## Fetch the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
+	@$(BIN)/python -m pipelines.runs report $(call quote,$(RUN)) $(call option,--output,OUTPUT) \
+	  $(if $(filter 0,$(OPEN)),--no-open)
+
+.PHONY: compare
+compare: env ## Show runs side by side: make compare RUN=id,id
+	@$(BIN)/python -m pipelines.runs compare $(call quote,$(RUN))
+
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
-	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) --cron $(call quote,$(value CRON))
+	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))
 
 .PHONY: unschedule
 unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 waits for it)
@@ -109,7 +130,7 @@ tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-
 
 .PHONY: test
 test: dev-env serve-env paddle-env ## Run the quick tests, some 8 minutes (TESTS=path for some of them)
-	$(call tests,3,"not slow and not long and not soak and not containers")
+	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
 test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 minutes
@@ -117,11 +138,16 @@ test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups o
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak and the containers': an hour
-	$(call tests,2,"not soak and not containers")
+	$(call tests,2,"not soak and not containers and not cluster")
 
 .PHONY: test-containers
 test-containers: dev-env ## Build the images and run them (root, podman, debootstrap; minutes)
 	$(BIN)/python -m pytest -m containers $(or $(TESTS),tests/images)
+
+.PHONY: test-cluster
+test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (LATHE_KFP_*, GPUS= PRODUCTION=)
+	$(if $(KUBECONFIG),KUBECONFIG=$(call quote,$(KUBECONFIG))) LATHE_TEST_GPUS=$(GPUS) \
+	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster tests/cluster
 
 .PHONY: soak
 soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)

@@ -16,6 +16,9 @@ from kfp import dsl
 from lathe.artifacts.remote import bring
 from lathe.storage import is_remote, upload
 
+FIGURES = "figures: "
+"""Opens the line of a step's log that has its figures, as JSON."""
+
 STORE = "LATHE_STORE"
 """Environment variable: the address below which a local run puts every artifact."""
 
@@ -37,14 +40,16 @@ def _local(artifact: dsl.Artifact) -> Path:
 
 
 def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
-    """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, and upload
-    the artifacts of a local run that was given a store; on a cluster KFP does so.
+    """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, print them
+    for whoever follows the run, and upload the artifacts of a local run that was given a store; on
+    a cluster KFP does so.
 
     The metrics file is written too: an artifact without a file never hits KFP's cache.
     """
     figures = _figures(result if isinstance(result, dict) else asdict(result))
     for name, value in figures.items():
         metrics.log_metric(name, value)
+    print(FIGURES + json.dumps(figures), flush=True)
     Path(metrics.path).write_text(json.dumps(figures, indent=2), encoding="utf-8")
     for artifact in artifacts:
         artifact.metadata.update(figures)

@@ -20,7 +20,9 @@ from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponenti
 from lathe.errors import StageError, UserError
 from pipelines.failure import explain_failure
 from pipelines.pods import Pods, Step, open_pods
+from pipelines.results import Results, ResultsReader, results_of_logs
 from pipelines.server import HELP, Client, answers, connect
+from pipelines.summary import wide_console
 from pipelines.told import fail, told
 
 WORDS = {
@@ -180,7 +182,39 @@ def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
         )
     if state != "SUCCEEDED":
         fail(f"error: the run has {OUTCOMES.get(state, state.lower())}: {page}", 1)
+    show_results(client, run_id)
     print("the run has succeeded")
+
+
+def show_results(client: Client, run_id: str) -> None:
+    """Print the figures of a run that has ended, the gate's verdict, and where the report is; and
+    why what is in the store cannot be read from here."""
+    missing = ""
+    try:
+        with answers():
+            results = ResultsReader(client).read(_get_run(client, run_id))
+    except (UserError, StageError) as error:
+        missing = error.what if isinstance(error, UserError) else str(error)
+        missing += f"; {error.hint}" if isinstance(error, UserError) else ""
+        results = _logged(client, run_id)
+    if results == Results() and not missing:
+        missing = "its steps have recorded none, or Pipelines reused those of an earlier run"
+    if results.rows or results.best:
+        wide_console().print(results.table())
+    if results.verdict:
+        print("\n".join([f"gate    {results.verdict}", *(f"    {r}" for r in results.reasons)]))
+    if results.page:
+        print(f"report  {results.page}\nfetch it: make report RUN={run_id}")
+    if missing:
+        print(f"{'no report' if results.rows else 'no figures'}: {missing}")
+
+
+def _logged(client: Client, run_id: str) -> Results:
+    pods = open_pods(run_id, client.namespace, None)
+    if isinstance(pods, Pods):
+        with suppress(UserError, StageError):
+            return results_of_logs(pods)
+    return Results()
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

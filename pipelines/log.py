@@ -1,10 +1,13 @@
 """Turn a local run's output into stages: their start, Lathe's own messages, and their end."""
 
+import json
 import re
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
+from components.artifacts import FIGURES
 from components.stage import ERROR, MARK
 from pipelines.cache import DONE_AGAIN
 from pipelines.forecast import Forecast
@@ -25,10 +28,15 @@ class StageLog:
 
     Args:
         forecast: of the default run.
+
+    Attributes:
+        failed: the stage that has failed.
+        figures: what the last stage has recorded.
     """
 
     def __init__(self, forecast: Forecast | None = None) -> None:
         self.failed: str | None = None
+        self.figures: dict[str, float] = {}
         self._forecast = forecast
         self._stage, self._since = "", 0.0
         self._errors: list[str] = []
@@ -54,6 +62,9 @@ class StageLog:
             yield f"    finished in an earlier run of this folder: reused{self._left(match[1])}"
         elif match := _DONE_AGAIN.search(text):
             yield match[1]
+        elif text.startswith(FIGURES):
+            with suppress(ValueError):
+                self.figures = json.loads(text.removeprefix(FIGURES))
         elif text.startswith(MARK + ERROR):
             self._errors.append(text.removeprefix(MARK + ERROR))
         elif text.startswith(MARK):

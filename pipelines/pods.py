@@ -4,18 +4,18 @@ Pipelines' own list of tasks ends at a condition and has no reasons and no pods'
 Kubernetes API has all of it, where the user may read pods.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
-from kubernetes import config
 
 from lathe.cluster.api import Cluster
 from lathe.cluster.logs import LogFollower
+from lathe.errors import StageError
+from pipelines.cluster import open_cluster
 from pipelines.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
@@ -23,7 +23,6 @@ CONTAINER = "main"
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """How long the rest of an ended pod's log is waited for."""
-KUBEFLOW = "kubeflow"
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,19 @@ class Pods:
         log.words.failed = step.name
         return log.words.error(), list(log.follower.tail)
 
+    def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """What the logs of those steps say that they have recorded, by step.
+
+        Raises:
+            UserError, StageError: the pods cannot be listed.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for step in self.steps():
+            if step.name in names and step.state == "SUCCEEDED":
+                log = self._logs.get(step.pod) or self._read(step, None)
+                found[step.name] = log.words.figures
+        return found
+
     def _follow_log(self, step: Step) -> None:
         if step.state == "PENDING" or self._emit is None:
             return
@@ -116,13 +128,12 @@ class Pods:
 def open_pods(run_id: str, namespace: str | None, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or why they cannot be read."""
     try:
-        api = config.new_client_from_config(context=os.environ.get("LATHE_KFP_CONTEXT"))
-        cluster = Cluster(api, namespace or KUBEFLOW, "lathe-submit", patience=30.0)
-        kubernetes.CoreV1Api(api).list_namespaced_pod(
+        cluster = open_cluster(namespace)
+        kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
             cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=10
         )
-    except config.ConfigException as error:
-        return f"no kube context: {error}"
+    except StageError as error:
+        return str(error)
     except kubernetes.ApiException as error:
         return f"the Kubernetes API does not list pods: {error.reason}"
     except urllib3.exceptions.HTTPError as error:

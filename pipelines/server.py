@@ -90,7 +90,7 @@ def connect() -> Client:
     for key, path in (("LATHE_KFP_TOKEN_FILE", token), ("LATHE_KFP_CA", authority)):
         if path and not Path(path).is_file():
             raise UserError(f"{key}={path}: no such file", "check the path")
-    if not endpoint() and not _has_kube_context():
+    if not endpoint() and not has_kube_context():
         raise UserError(
             "no Kubeflow Pipelines: LATHE_KFP_ENDPOINT is not set, and there is no kube context",
             "set LATHE_KFP_ENDPOINT to the address of the UI, or KUBECONFIG",
@@ -121,7 +121,12 @@ def connect() -> Client:
     return client
 
 
-def _has_kube_context() -> bool:
+def is_configured() -> bool:
+    """Whether there is a server to ask."""
+    return bool(endpoint()) or has_kube_context()
+
+
+def has_kube_context() -> bool:
     files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     return IN_CLUSTER.is_file() or any(Path(f).is_file() for f in files.split(os.pathsep) if f)
 

@@ -57,7 +57,7 @@ class Steps:
         return on_cpu(self._by_engine(component, recipe, **inputs), hours=2, copies=10)
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return waiting(self._task(gate, recipe, **inputs), hours=0.5)
+        return _of_this_run(waiting(self._task(gate, recipe, **inputs), hours=0.5))
 
     def choose(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(choose, recipe, **inputs), hours=2, copies=10)
@@ -72,7 +72,7 @@ class Steps:
 
     def report(self, recipe: str, models: dict[str, Any], **results: Any) -> dsl.PipelineTask:
         results |= {f"{variant}_model": model for variant, model in models.items()}
-        return waiting(self._task(report, recipe, **results), hours=1)
+        return _of_this_run(waiting(self._task(report, recipe, **results), hours=1))
 
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str
@@ -93,6 +93,11 @@ class Steps:
 
     def _task(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return component(recipe=recipe, overrides=self.overrides, **inputs)
+
+
+def _of_this_run(task: dsl.PipelineTask) -> dsl.PipelineTask:
+    """Never taken from another run: who looks at a run wants its verdict and report there."""
+    return task.set_caching_options(False)
 
 
 def imported(model: str) -> Any:

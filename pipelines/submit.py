@@ -96,6 +96,8 @@ def prepare(
     preflight.images(pipeline)
     for line in preflight.unchecked:
         print(line)
+    if any("not checked" in line for line in preflight.unchecked):
+        print("make doctor checks from within the cluster what cannot be checked from here")
     preflight.finish()
     assert client
     with TemporaryDirectory() as folder:

@@ -18,9 +18,8 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
         folder: the run folder, in which runs may have followed each other.
         deployed: link that `make serve` follows; set to this run's deployment, if it has one.
     """
-    console = Console(width=max(100, shutil.get_terminal_size().columns), highlight=False)
     if figures := newest(folder, "report*/metrics"):
-        console.print(summary_table(rows(json.loads(figures.read_text(encoding="utf-8")))))
+        wide_console().print(summary_table(rows(json.loads(figures.read_text(encoding="utf-8")))))
     checkpoints = CHECKPOINTS if pipeline != "compress" else {"INT8": "choose/chosen"}
     for name, output in checkpoints.items():
         if path := newest(folder, output):
@@ -44,6 +43,11 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     print(
         f'server  {repository}\n\ntalk to it: make serve && make client PROMPT="In the beginning"'
     )
+
+
+def wide_console(columns: int = 100) -> Console:
+    """Standard output, for tables that need this many columns even where a terminal has fewer."""
+    return Console(width=max(columns, shutil.get_terminal_size().columns), highlight=False)
 
 
 def newest(folder: Path, output: str) -> Path | None:

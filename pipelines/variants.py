@@ -59,7 +59,7 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def choose_variant(name: str, arguments: dict[str, Any], fresh: bool) -> Variant:
+def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) -> Variant:
     """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is silent;
     fresh also where the newest corpus of a place is to be read.
 

@@ -154,14 +154,15 @@ class Cluster:
         except ApiException as error:
             if error.status == unless:
                 return None
-            self._explain(error)
+            self.explain(error)
         except (HTTPError, ConnectionError, TimeoutError) as error:
             raise StageError(
                 f"the Kubernetes API at {self.api.configuration.host} did not answer for "
                 f"{self.patience:.0f} s: {error}"
             ) from None
 
-    def _explain(self, error: ApiException) -> NoReturn:
+    def explain(self, error: ApiException) -> NoReturn:
+        """Raise what the user should know of a refused request."""
         message = said(error)
         denied = re.search(
             r'User "(?P<user>[^"]+)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"'

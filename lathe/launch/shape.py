@@ -38,11 +38,9 @@ def shape_of(recipe: Recipe) -> Shape:
     Raises:
         UserError: the number of processes is not divisible by the number of nodes.
     """
-    import torch  # only where it is needed: it takes seconds
-
     settings, nodes = recipe.Distributed, recipe.Launch.nodes
     inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree
-    gpus = nodes * (recipe.Launch.gpus_per_node or torch.cuda.device_count())
+    gpus = nodes * (recipe.Launch.gpus_per_node or visible_gpus())
     if settings.dp_degree == "auto":
         processes = max(gpus // inner, -(-nodes // inner)) * inner
     else:
@@ -54,3 +52,10 @@ def shape_of(recipe: Recipe) -> Shape:
             "let the product of the degrees be a multiple of Launch.nodes",
         )
     return Shape(nodes, processes // nodes)
+
+
+def visible_gpus() -> int:
+    """How many GPUs torch sees on this machine."""
+    import torch  # only where it is needed: it takes seconds
+
+    return torch.cuda.device_count()

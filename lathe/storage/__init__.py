@@ -10,6 +10,7 @@ from lathe.storage.http import fetch_http
 from lathe.storage.objects import (
     claim_address,
     exists,
+    list_objects,
     list_uris,
     read_text,
     remove,
@@ -32,6 +33,7 @@ __all__ = [
     "fetch",
     "is_remote",
     "is_store",
+    "list_objects",
     "list_uris",
     "locked",
     "read_text",

@@ -93,6 +93,14 @@ def list_uris(uri: str) -> list[str]:
     return [store.address(prefix + c) for c in sorted(times, key=lambda c: (times[c], c))]
 
 
+def list_objects(uri: str) -> list[str]:
+    """Addresses of all objects below a prefix, at any depth, oldest first."""
+    with explained(uri):
+        store, key = open_store(uri)
+        below = store.list_below(key.removesuffix("/") + "/").values()
+    return [store.address(found.key) for found in sorted(below, key=lambda o: (o.time, o.key))]
+
+
 def read_text(uri: str) -> str:
     """The text of a small object.
 

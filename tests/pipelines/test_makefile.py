@@ -58,6 +58,20 @@ def test_submit_and_schedule():
     assert words[2:] == ["pipelines.schedule", "remove", "qat"]
 
 
+def test_the_doctor_takes_what_submit_takes():
+    words = dry_run("PIPELINE=qat", "GPUS=0", "NODES=2", "ROOT=s3://m/runs", target="doctor")
+    assert words[2:] == [
+        *("pipelines.doctor", "qat", "--nodes", "2", "--gpus", "0", "--root", "s3://m/runs")
+    ]
+
+
+def test_runs_their_reports_and_comparisons():
+    assert dry_run("LIMIT=3", target="runs")[2:] == ["pipelines.runs", "list", "--limit", "3"]
+    words = dry_run("RUN=abc", "OUTPUT=my page.html", "OPEN=0", target="report")
+    assert words[3:] == ["report", "abc", "--output", "my page.html", "--no-open"]
+    assert dry_run("RUN=a,b", target="compare")[3:] == ["compare", "a,b"]
+
+
 @pytest.mark.parametrize("target", ["run", "submit", "schedule"])
 def test_the_engine(target):
     words = dry_run("ENGINE=paddle", "CRON=0 0 3 * * 1", target=target)

@@ -201,7 +201,18 @@ class FakeKfp:
             if states := run.get("states"):
                 orphaned = run["recurring_run_id"] not in self.recurring_runs
                 run["state"] = "RUNNING" if orphaned else states.pop(0)
-        return _listed(request, "runs", self.runs)
+        query = request.query
+        if query.get("sort_by", "created_at desc") != "created_at desc":
+            raise Refused(400, f"no such order: {query['sort_by']}")
+        runs = {
+            identity: run
+            for identity, run in self.runs.items()
+            if run.get("experiment_id") == query.get("experiment_id", run.get("experiment_id"))
+        }
+        if "sort_by" in query:
+            latest = sorted(runs, key=lambda one: runs[one]["created_at"], reverse=True)
+            runs = {identity: runs[identity] for identity in latest}
+        return _listed(request, "runs", runs)
 
     def _terminate(self, request: Request, run_id: str) -> Json:
         _known(self.runs, run_id)["states"] = ["CANCELING", "CANCELING", "FAILED"]

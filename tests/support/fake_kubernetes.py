@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.support.fake_store import Event, Key, Object, Refused, Store, selected
+from tests.support.fake_store import Event, Key, Object, Refused, Store, selected, validate
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"
@@ -37,6 +37,8 @@ class FakeKubernetes(Store):
         faults: each is asked about every request, as `fault(method, path)`, and may answer with
             the status to refuse it with.
         log_cuts: after how many lines the next log streams break off, in the middle of a line.
+        absent: API groups that are not installed.
+        admissions: each is asked about every object to create, and may raise Refused.
         requests: method, and path with query, of every request that came.
     """
 
@@ -46,7 +48,25 @@ class FakeKubernetes(Store):
         self.denied: set[tuple[str, str]] = set()
         self.faults: list[Callable[[str, str], int | None]] = []
         self.log_cuts: list[int] = []
+        self.absent: set[str] = set()
+        self.admissions: list[Callable[[str, Object], None]] = []
         self.requests: list[tuple[str, str]] = []
+
+    def admit(self, resource: str, body: Object, namespace: str, dry_run: bool) -> Object:
+        """Create an object that nothing refuses; with `dry_run` only find out."""
+        for admission in self.admissions:
+            admission(resource, body)
+        if not dry_run:
+            return self.create(resource, body, namespace)
+        validate(Key(resource, namespace, body["metadata"]["name"]), body)
+        return body
+
+    def review(self, body: Object) -> Object:
+        """The answer to a SelfSubjectAccessReview, by `denied`."""
+        asked = body["spec"]["resourceAttributes"]
+        part = f"/{asked['subresource']}" if asked.get("subresource") else ""
+        allowed = (asked["verb"], asked["resource"] + part) not in self.denied
+        return {**body, "metadata": {}, "status": {"allowed": allowed}}
 
     def __enter__(self) -> "FakeKubernetes":
         handler = type("Handler", (_Handler,), {"fake": self})
@@ -173,10 +193,17 @@ class _Handler(BaseHTTPRequestHandler):
         watching = query.get("watch") in ("true", "True")
         verb = VERBS.get(self.command, "get" if name else "watch" if watching else "list")
         part = f"/{at['part']}" if at["part"] else ""
+        if group in self.fake.absent:
+            self._send(404, "404 page not found\n")
+            return
+        if resource == "selfsubjectaccessreviews.authorization.k8s.io":
+            self._send(201, self.fake.review(body))
+            return
         if (verb, at["plural"] + part) in self.fake.denied:
             raise _forbidden(verb, at["plural"] + part, group, name, namespace)
         if verb == "create":
-            self._send(201, self.fake.create(resource, body, namespace))
+            dry_run = query.get("dryRun") == "All"
+            self._send(201, self.fake.admit(resource, body, namespace, dry_run))
         elif verb == "patch":
             self._send(200, self._patch(resource, name, namespace, group, body))
         elif verb == "update":
@@ -234,10 +261,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
         self.wfile.write(b"0\r\n\r\n")
 
-    def _send(self, code: int, body: Object) -> None:
-        data = json.dumps(body).encode()
+    def _send(self, code: int, body: Object | str) -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        kind = "text/plain" if isinstance(body, str) else "application/json"
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

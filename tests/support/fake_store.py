@@ -64,7 +64,7 @@ class Store:
         with self.changed:
             if key in self._objects:
                 raise Refused(409, "AlreadyExists", f'{resource} "{key.name}" already exists')
-            _validate(key, body)
+            validate(key, body)
             metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
             metadata |= {"namespace": namespace} if namespace else {}
             self._objects[key] = body
@@ -106,7 +106,7 @@ class Store:
             if after["metadata"].get("resourceVersion", _version(before)) != _version(before):
                 raise Refused(409, "Conflict", f"{resource} {name}: it has been modified")
             after["metadata"] |= {k: v for k, v in before["metadata"].items() if k in SYSTEM}
-            _validate(key, after)
+            validate(key, after)
             if after.get("spec") != before.get("spec"):
                 after["metadata"]["generation"] += 1
             self._objects[key] = after
@@ -247,7 +247,7 @@ def _merge(found: Any, changes: Any) -> Any:
     return merged
 
 
-def _validate(key: Key, body: Object) -> None:
+def validate(key: Key, body: Object) -> None:
     plural, _, group = key.resource.partition(".")
     if "kubeflow" not in group:
         return

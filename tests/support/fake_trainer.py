@@ -45,7 +45,9 @@ class Pod:
 
     def __init__(self, server: FakeKubernetes, made: Object, node: int, attempt: int) -> None:
         self.server, self.node, self.attempt = server, node, attempt
-        self.name, self.container = made["metadata"]["name"], made["spec"]["containers"][0]
+        self.name, self.containers = made["metadata"]["name"], made["spec"]["containers"]
+        self.container = self.containers[0]  # the others' commands are not run
+        self.uid = made["metadata"]["uid"]
         self.told_to_end = threading.Event()
 
     def unschedulable(self, message: str) -> None:
@@ -73,9 +75,9 @@ class Pod:
         self._status("Failed" if code else "Succeeded", {"terminated": ended})
 
     def _status(self, phase: str, state: Object) -> None:
-        status = {"name": "node", "state": state, "ready": "running" in state}
-        status |= {"image": "", "imageID": "", "restartCount": 0}
-        changes = {"status": {"phase": phase, "containerStatuses": [status]}}
+        status = {"state": state, "ready": "running" in state, "imageID": "", "restartCount": 0}
+        statuses = [{"name": c["name"], "image": c["image"], **status} for c in self.containers]
+        changes = {"status": {"phase": phase, "containerStatuses": statuses}}
         self.server.patch("pods", self.name, changes)
 
     def _condition(self, kind: str, status: str, reason: str, message: str) -> None:
@@ -201,9 +203,10 @@ def processes(pod: Pod) -> None:
 
 
 def _run_process(pod: Pod, home: str) -> None:
-    named = {v["name"]: v["value"] if "value" in v else _secret(pod.server, v) for v in _env(pod)}
+    named = {v["name"]: v["value"] if "value" in v else _value(pod, v) for v in _env(pod)}
     inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    program, *arguments = [*pod.container["command"], *pod.container["args"]]
+    inherited |= {"KUBECONFIG": str(pod.server.kubeconfig(Path(home)))}  # for its account's token
+    program, *arguments = [*pod.container["command"], *pod.container.get("args", [])]
     command = [*_on_this_machine(program), *arguments]
     pod.start()
     with subprocess.Popen(
@@ -225,6 +228,8 @@ def _on_this_machine(program: str) -> list[str]:
     """What is of that name in the images."""
     if program == "/opt/paddle/python":
         return [str(find_python())]
+    if program == "python":
+        return [sys.executable]
     return [sys.executable, "-m", program]
 
 
@@ -237,10 +242,16 @@ def _env(pod: Pod) -> list[Object]:
     return list(pod.container["env"])
 
 
-def _secret(server: FakeKubernetes, variable: Object) -> str:
-    reference = variable["valueFrom"]["secretKeyRef"]
-    data = server.get("secrets", reference["name"])["data"]
-    return base64.b64decode(data[reference["key"]]).decode()
+def _value(pod: Pod, variable: Object) -> str:
+    """Of a Secret, a ConfigMap, or the pod itself; a label that it lacks is empty."""
+    ((kind, reference),) = variable["valueFrom"].items()
+    if kind == "fieldRef":
+        metadata = {"name": pod.name, "uid": pod.uid, "namespace": "lathe"}
+        return metadata.get(reference["fieldPath"].removeprefix("metadata."), "")
+    is_secret = kind == "secretKeyRef"
+    resource = "secrets" if is_secret else "configmaps"
+    text = pod.server.get(resource, reference["name"])["data"][reference["key"]]
+    return base64.b64decode(text).decode() if is_secret else str(text)
 
 
 def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:

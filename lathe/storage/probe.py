@@ -1,0 +1,96 @@
+"""Try every kind of request that Lathe makes of a store, on objects of its own."""
+
+import hashlib
+import uuid
+from collections.abc import Callable
+
+from lathe.errors import UserError
+from lathe.storage.failures import CHANGED, StoreError, explained
+from lathe.storage.object_store import Sent
+from lathe.storage.parts import PART_BYTES
+from lathe.storage.stores import open_store
+
+TEXT = b"lathe"
+FOLDER = ".lathe-doctor-"
+
+
+class StoreProbe:
+    """Objects in a new folder below an address; `delete` removes them.
+
+    Every operation raises a UserError if the store refuses it, or answers wrongly.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.folder = f"{root.rstrip('/')}/{FOLDER}{uuid.uuid4().hex}/"
+        with explained(self.folder):
+            self._store, self._prefix = open_store(self.folder)
+        self._keys = [f"{self._prefix}{name}" for name in ("small", "large")]
+
+    def operations(self) -> dict[str, Callable[[], str]]:
+        """The operations in their order, by name; each returns what it has done."""
+        return {
+            "put": self.put,
+            "get": self.get,
+            "list": self.list,
+            "multipart upload": self.multipart,
+            "conditional put": self.conditional_put,
+            "delete": self.delete,
+        }
+
+    def put(self) -> str:
+        """Put a small object."""
+        with explained(self.folder):
+            self._store.put(self._keys[0], TEXT)
+        return f"below {self.folder.rpartition(FOLDER)[0]}"
+
+    def get(self) -> str:
+        """Get it."""
+        with explained(self.folder):
+            found = self._store.get(self._keys[0])
+        if found != TEXT:
+            raise UserError(f"{self.folder}small: other bytes than were put", "check the store")
+        return ""
+
+    def list(self) -> str:
+        """List the folder."""
+        with explained(self.folder):
+            found = self._store.list_below(self._prefix)
+        if list(found) != ["small"]:
+            raise UserError(f"{self.folder}: what was put is not listed", "check the store")
+        return ""
+
+    def multipart(self) -> str:
+        """Upload an object in two parts."""
+        parts = [bytes(PART_BYTES), TEXT]
+        size = sum(map(len, parts))
+        sent: list[Sent] = []
+        with explained(self.folder), self._store.multipart(self._keys[1], size, False) as upload:
+            for number, data in enumerate(parts, 1):
+                md5 = hashlib.md5(data).digest()
+                sent.append(Sent(len(data), md5, upload.put(number, data, md5)))
+            upload.complete(sent)
+        return f"{size >> 20} MiB in {len(parts)} parts"
+
+    def conditional_put(self) -> str:
+        """Put an object on condition that there is none, where there is one.
+
+        Returns:
+            what follows where the store replaces it all the same; empty if it refuses.
+        """
+        with explained(self.folder):
+            try:
+                self._store.put(self._keys[0], TEXT, if_match="")
+            except StoreError as error:
+                if error.code not in CHANGED:
+                    raise
+                return ""
+        return "the store ignores conditions: one of two releases at the same time may be lost"
+
+    def delete(self) -> str:
+        """Delete what was put."""
+        with explained(self.folder):
+            self._store.delete(self._keys)
+            left = self._store.has_any(self._prefix)
+        if left:
+            raise UserError(f"{self.folder}: not deleted", "give the keys the right to delete")
+        return ""

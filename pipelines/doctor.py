@@ -1,0 +1,154 @@
+"""Check a cluster for a pipeline, from here and from within a pod like those of its steps.
+
+    python -m pipelines.doctor full --gpus 1
+
+The pod is deleted whatever happens. The exit status is 1 if something is broken.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from google.protobuf import json_format
+from kfp.dsl.graph_component import GraphComponent
+from rich.table import Table
+from rich.text import Text
+
+from components.images import TRAIN
+from lathe.cluster.api import Cluster
+from lathe.cluster.findings import Finding, examine
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import LaunchSettings
+from pipelines.arguments import recipe_names, takes_arguments
+from pipelines.capacity import capacity, needs_of
+from pipelines.cluster import config_map, open_cluster
+from pipelines.compile import build
+from pipelines.doctor_pod import NoRoom, findings_of_pod, pod_of_step
+from pipelines.resources import Pool, Variant
+from pipelines.server import HELP, connect
+from pipelines.submit import Root
+from pipelines.summary import wide_console
+from pipelines.told import told
+from pipelines.variants import choose_variant, takes_machines
+
+PROGRAM = ["python", "-m", "lathe.cluster.doctor"]
+PADDLE_RUNTIME = "lathe-paddle"
+METADATA = "metadata-grpc-configmap"
+STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
+COLUMNS = 120
+
+Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Checks a namespace for one pipeline.
+
+    Attributes:
+        pool, launch: the machines that the run asks for, and how a TrainJob asks for them.
+        root: the pipeline root; the namespace's where it is empty.
+        inside: address of Pipelines' API within the cluster.
+    """
+
+    cluster: Cluster
+    pipeline: GraphComponent
+    pool: Pool
+    launch: LaunchSettings
+    root: str
+    inside: str
+
+    def findings(self) -> Iterator[Finding]:
+        """All findings, as they come."""
+        yield examine("Pipelines, from here", _sign_in)
+        yield from capacity(self.cluster, needs_of(self.pipeline, self.launch), self.pool)
+        try:
+            yield from self._inside(self.pool.gpus)
+        except NoRoom as error:
+            what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
+            state = "warning" if self.pool.gpus else "broken"
+            hint = "kubectl get nodes -L lathe/node-pool: add nodes, or ask for less (GPUS=)"
+            yield Finding(what, state, str(error), hint)
+            if self.pool.gpus:
+                yield from self._inside(gpus=0)
+
+    def _inside(self, gpus: int) -> Iterator[Finding]:
+        """What a pod with this many GPUs finds."""
+        metadata = config_map(self.cluster, METADATA)
+        host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
+        port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
+        command = [*PROGRAM, "--pipelines", self.inside, "--metadata", f"{host}:{port}"]
+        command += ["--root", self.root, "--gpus", str(gpus)]
+        command += ["--launch", self.launch.model_dump_json()]
+        body = pod_of_step(images_of(self.pipeline), command, self.pool if gpus else None)
+        return findings_of_pod(self.cluster, body)
+
+
+def images_of(pipeline: GraphComponent) -> list[str]:
+    """The images of the pipeline's steps, that of most of them first."""
+    spec = pipeline.component_spec.implementation.graph.deployment_spec
+    executors = json_format.MessageToDict(spec)["executors"].values()
+    found = {e["container"]["image"] for e in executors if "container" in e}
+    return sorted(found, key=lambda image: (image != TRAIN, image))
+
+
+def launch_settings(name: str, arguments: dict[str, Any], variant: Variant) -> LaunchSettings:
+    """The group Launch of a pipeline's first recipe, for the machines of `variant`."""
+    recipe = next(iter(recipe_names(name, arguments).values()))
+    launch = load_recipe(recipe, [*arguments["overrides"], *variant.overrides]).Launch
+    if variant.pool.engine == "paddle" and launch.runtime is None:
+        return launch.model_copy(update={"runtime": PADDLE_RUNTIME})
+    return launch
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """One line a check, with what to do below what is wrong."""
+    table = Table("check", "", "found")
+    for finding in findings:
+        hint = f"\n{finding.hint}" if finding.state != "ok" and finding.hint else ""
+        state = Text(finding.state, STYLES[finding.state])
+        table.add_row(finding.check, state, Text(finding.said + hint))
+    return table
+
+
+def _sign_in() -> str:
+    connect()
+    return "signed in"
+
+
+def _end_with_exception(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=HELP)
+@takes_arguments
+@takes_machines
+def main(
+    pipeline: str,
+    arguments: dict[str, Any],
+    root: Root = "",
+    inside: Inside = "http://ml-pipeline.kubeflow.svc:8888",
+) -> None:
+    """Check the cluster for a pipeline, and say what to do about what is wrong."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end_with_exception)
+    with told():
+        variant = choose_variant(pipeline, arguments)
+        launch = launch_settings(pipeline, arguments, variant)
+        cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE"))
+        built = build(pipeline, variant)
+        doctor = Doctor(cluster, built, variant.pool, launch, root, inside)
+        print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
+        found = list(doctor.findings())
+    wide_console(COLUMNS).print(findings_table(found))
+    if any(finding.state == "broken" for finding in found):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,36 @@
+"""The table at the end of `make test-cluster`."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from pipelines.cluster import open_cluster
+from tests.cluster.site import Site, whole_number
+
+SEEN: dict[str, str] = {}
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    """The cluster of KUBECONFIG and LATHE_KFP_*; what is left running at the end is ended."""
+    cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE"))
+    production = os.environ.get("LATHE_TEST_PRODUCTION", "")
+    made = Site(cluster, whole_number("LATHE_TEST_GPUS"), production)
+    yield made
+    made.end_everything()
+    made.until("nothing is left", lambda: not made.left_behind(), 900)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call" and "site" in getattr(item, "fixturenames", ()):
+        seen = dict(report.user_properties).get("seen", "")
+        SEEN[item.name.partition("[")[2].rstrip("]")] = f"{report.outcome:8} {seen}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, seen in SEEN.items():
+        terminalreporter.write_line(f"{name:22} {seen}")

@@ -1,0 +1,191 @@
+"""What must work on anybody's cluster, each a function that returns what it has seen."""
+
+import json
+import re
+import time
+from collections.abc import Collection
+from typing import Any
+
+from kubernetes import client
+
+from components.images import TRAIN
+from lathe.cluster.findings import Finding
+from pipelines.doctor_pod import findings_of_pod, pod_of_step
+from pipelines.schedule import schedules
+from pipelines.server import connect
+from tests.cluster.site import Site, skip_without
+
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
+LONG = ("-o", "Engine.max_steps=2000", "-o", "Engine.save_load.save_steps=50")
+YEARLY = "0 0 3 1 1 *"
+# The step's own process waits for a copy of itself, which does the work.
+KILL_THE_COPY = """
+import os, signal
+lines = {}
+for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        command = open(f"/proc/{name}/cmdline").read()
+        parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
+    except OSError:
+        continue
+    lines[name] = (command, parent)
+copies = [n for n, (c, p) in lines.items() if c and p in lines and lines[p][0] == c]
+os.kill(int(min(copies, key=int)), signal.SIGKILL)
+print("killed")
+"""
+PROBE = """
+import json, socket
+for name, host, port, wanted in json.loads({targets!r}):
+    try:
+        socket.create_connection((host, port), 5).close()
+        found = True
+    except OSError:
+        found = False
+    state = "ok" if found == wanted else "broken"
+    print(json.dumps(dict(check=name, state=state, said="open" if found else "closed", hint="")))
+"""
+PIPELINES, OUTSIDE = ("ml-pipeline.kubeflow.svc", 8888), ("1.1.1.1", 443)
+NEIGHBOUR = ("ml-pipeline-ui.kubeflow.svc", 80)
+
+
+def doctor(site: Site) -> str:
+    """The doctor finds nothing broken."""
+    out = site.command("pipelines.doctor", ["full", "--gpus", str(site.gpus), "--nodes", "2"])
+    return f"{out.count('│ ok')} checks ok, {out.count('│ warning')} warnings"
+
+
+def full(site: Site) -> str:
+    """From text to a model that has passed the gate, and its report."""
+    production = ["--production", site.production] if site.production else []
+    began = time.monotonic()
+    run = site.submit("full", *production)
+    out = site.follow(run)
+    assert "gate    passed" in out, out
+    return f"{time.monotonic() - began:.0f} s, gate passed"
+
+
+def two_nodes(site: Site) -> str:
+    """A training on two nodes, whose TrainJob is deleted."""
+    run = site.submit("pretrain", nodes=2)
+    began = time.monotonic()
+    site.follow(run)
+    assert not site.left_behind()
+    return f"{time.monotonic() - began:.0f} s"
+
+
+def preemption(site: Site) -> str:
+    """A worker's pod is deleted, and the training goes on from its saved state."""
+    run = site.submit("pretrain", *LONG, nodes=2)
+    labels = f"lathe/run-id={run},app.kubernetes.io/component=train"
+    workers = site.until("two workers run", lambda: _two(site, labels))
+    first = {pod.metadata.uid for pod in workers}
+    time.sleep(30 * site.poll)
+    site.core.delete_namespaced_pod(workers[1].metadata.name, site.cluster.namespace)
+    again = site.until("other workers run", lambda: _two(site, labels, without=first))
+    site.follow(run)
+    return f"{len(again)} new workers, and the run succeeded"
+
+
+def _two(site: Site, labels: str, without: Collection[str] = ()) -> list[Any]:
+    found = [pod for pod in site.pods(labels) if pod.metadata.uid not in without]
+    return found if len(found) == 2 else []
+
+
+def cancel(site: Site) -> str:
+    """A run that is terminated leaves nothing that works on."""
+    run = site.submit("pretrain", *LONG, nodes=2)
+    site.step(run, "pretrain")
+    began = time.monotonic()
+    site.terminate(run)
+    site.until("the run ends", lambda: site.state(run) in ENDED, 600)
+    site.until("nothing is left", lambda: not site.left_behind(), 900)
+    return f"nothing left after {time.monotonic() - began:.0f} s"
+
+
+def killed_step(site: Site) -> str:
+    """A step's process is killed, and starts again in its pod."""
+    run = site.submit("pretrain", *LONG)
+    pod = site.step(run, "pretrain").metadata.name
+    time.sleep(30 * site.poll)
+    assert "killed" in site.execute(pod, KILL_THE_COPY)
+    out = site.follow(run)
+    assert "starting it again" in out, out
+    return "started again in its pod, and the run succeeded"
+
+
+def schedule(site: Site) -> str:
+    """A schedule is made, replaced and removed."""
+    name = "lathe-pretrain"
+    skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
+    machines = ["--gpus", str(site.gpus), "--cron", YEARLY]
+    for said in ("made", "updated"):
+        out = site.command("pipelines.schedule", ["set", "pretrain", *machines])
+        assert f"schedule {name}: {said}" in out, out
+        assert len(schedules(connect(), name)) == 1
+    site.command("pipelines.schedule", ["remove", "pretrain"])
+    assert not schedules(connect(), name)
+    return "made, updated, removed"
+
+
+def release_and_rollback(site: Site) -> str:
+    """The release before the live one goes live, and then that one again."""
+    skip_without(site.production, "no PRODUCTION= that may be replaced")
+    place = ["-o", f"Production.releases={site.production}"]
+    digests = re.findall(r"sha256-\w+|[0-9a-f]{12,64}", _releases(site, place))
+    skip_without(len(set(digests)) > 1, "fewer than two releases: run the scenarios once more")
+    before = _live(site)
+    site.command("lathe", ["release", "rollback", *place])
+    assert _live(site) != before
+    digest = before.rstrip("/").rpartition("/")[2]
+    site.command("lathe", ["release", "rollback", "--to", digest, *place])
+    assert _live(site) == before
+    return f"{digest[:20]} is live again"
+
+
+def _releases(site: Site, place: list[str]) -> str:
+    return site.command("lathe", ["release", "list", *place])
+
+
+def _live(site: Site) -> str:
+    """The release that the Deployment names."""
+    apps = client.AppsV1Api(site.cluster.api)
+    found = apps.read_namespaced_deployment("lathe-serve", site.cluster.namespace)
+    pod = found.spec.template.spec
+    containers = [*(pod.init_containers or []), *pod.containers]
+    values = [v.value for c in containers for v in c.env or [] if v.name == "LATHE_RELEASE"]
+    return str(values[0])
+
+
+def network(site: Site) -> str:
+    """Steps reach Pipelines and not the internet; workers reach neither."""
+    step = [("Pipelines", *PIPELINES, True), ("the internet", *OUTSIDE, False)]
+    step.append(("Pipelines' pages", *NEIGHBOUR, False))
+    worker = [("Pipelines, of a worker", *PIPELINES, False)]
+    found = _probe(site, step, {}) + _probe(site, worker, {"app.kubernetes.io/component": "train"})
+    wrong = [f"{finding.check} is {finding.said}" for finding in found if finding.state == "broken"]
+    assert not wrong, ", ".join(wrong)
+    return f"{len(found)} connections as docs/cluster.md says"
+
+
+def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Finding]:
+    command = ["python", "-c", PROBE.format(targets=json.dumps(targets))]
+    body = pod_of_step([TRAIN], command, None)
+    if labels:
+        del body["metadata"]["labels"]["workflows.argoproj.io/workflow"]
+    body["metadata"]["labels"] |= labels
+    found = findings_of_pod(site.cluster, body)
+    return [finding for finding in found if not finding.check.startswith("image ")]
+
+
+SCENARIOS = (
+    doctor,
+    network,
+    schedule,
+    full,
+    two_nodes,
+    cancel,
+    killed_step,
+    preemption,
+    release_and_rollback,
+)
+"""The quick ones first."""

@@ -1,0 +1,124 @@
+"""A cluster with Kubeflow as the scenarios use it: Lathe's commands and the Kubernetes API."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from kubernetes import client as kubernetes
+from kubernetes.stream import stream
+
+from lathe.cluster.api import Cluster
+from pipelines.pods import CONTAINER, RUN, STAGE
+from pipelines.server import connect
+
+Command = Callable[[str, list[str]], str]
+SECONDS = 3600.0
+
+
+def in_process_of_its_own(module: str, arguments: list[str]) -> str:
+    """`python -m MODULE ARGUMENTS`: what it prints; a failure fails the scenario."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, f"{' '.join(command[1:])}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Site:
+    """The cluster, and what the scenarios have started on it.
+
+    Attributes:
+        gpus: of a node; 0 trains on CPUs.
+        production: address of releases that may be replaced; empty leaves what is live alone.
+        command: how a command is run.
+        poll: seconds between two looks.
+    """
+
+    cluster: Cluster
+    gpus: int = 0
+    production: str = ""
+    command: Command = in_process_of_its_own
+    poll: float = 2.0
+    runs: list[str] = field(default_factory=list)
+
+    @property
+    def core(self) -> Any:
+        return kubernetes.CoreV1Api(self.cluster.api)
+
+    def submit(self, pipeline: str, *arguments: str, nodes: int = 1) -> str:
+        """Start a run and return its id."""
+        machines = ["--gpus", str(self.gpus), "--nodes", str(nodes)]
+        out = self.command("pipelines.submit", [pipeline, *machines, *arguments])
+        found = re.search(r"^run (\S+): ", out, re.M)
+        assert found, out
+        self.runs.append(found[1])
+        return found[1]
+
+    def follow(self, run: str) -> str:
+        """Follow a run to its success; what was printed."""
+        out = self.command("pipelines.follow", [run])
+        assert out.endswith("the run has succeeded\n"), out
+        return out
+
+    def state(self, run: str) -> str:
+        return str(connect().runs.run_service_get_run(run).state)
+
+    def terminate(self, run: str) -> None:
+        connect().runs.run_service_terminate_run(run)
+
+    def pods(self, labels: str, phase: str = "Running") -> list[Any]:
+        return [pod for pod in self.cluster.pods(labels) if pod.status.phase == phase]
+
+    def step(self, run: str, name: str) -> Any:
+        """The running pod of a step, once there is one."""
+        labels = f"{RUN}={run},{STAGE}={name}"
+        return self.until(f"step {name} runs", lambda: self.pods(labels))[0]
+
+    def until(self, what: str, holds: Callable[[], Any], seconds: float = SECONDS) -> Any:
+        """What `holds` returns as soon as it is true."""
+        end = time.monotonic() + seconds
+        while not (found := holds()):
+            assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+            time.sleep(self.poll)
+        return found
+
+    def execute(self, pod: str, script: str) -> str:
+        """Run Python in a step's container."""
+        command = ["python", "-c", script]
+        connect_to = self.core.connect_get_namespaced_pod_exec
+        return str(
+            stream(
+                connect_to, pod, self.cluster.namespace, container=CONTAINER, command=command,
+                stdout=True, stderr=True,
+            )
+        )  # fmt: skip
+
+    def left_behind(self) -> list[str]:
+        """TrainJobs, and pods that still run, of the runs that were started here."""
+        jobs = [job["metadata"]["name"] for job in self.cluster.trainjobs()
+                if job["metadata"]["labels"].get("lathe/run-id") in self.runs]  # fmt: skip
+        pods = [pod for run in self.runs for pod in self.pods(f"{RUN}={run}")]
+        doctors = self.cluster.pods(f"{STAGE}=doctor")
+        return jobs + [pod.metadata.name for pod in [*pods, *doctors]]
+
+    def end_everything(self) -> None:
+        """Terminate the runs that have not ended."""
+        for run in self.runs:
+            if self.state(run) not in ("SUCCEEDED", "FAILED", "CANCELED"):
+                self.terminate(run)
+
+
+def skip_without(value: object, reason: str) -> None:
+    if not value:
+        pytest.skip(reason)
+
+
+def whole_number(name: str) -> int:
+    """An environment variable; 0 where it is not set."""
+    return int(os.environ.get(name) or 0)

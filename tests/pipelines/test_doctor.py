@@ -1,0 +1,310 @@
+"""`make doctor`: its pod as a process on this machine, with a real store and a fake cluster."""
+
+import base64
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes.config import kube_config
+from typer.testing import CliRunner
+
+from lathe.cluster.access import RIGHTS
+from lathe.cluster.findings import Finding
+from lathe.storage import list_objects, write_text
+from pipelines import doctor_pod
+from pipelines.doctor import app
+from pipelines.doctor_pod import pod_of_step
+from pipelines.resources import Pool
+from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.fake_trainer import Pod, processes
+from tests.support.launchers import eventually
+from tests.support.rendered import ROOT
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY
+
+GIB64 = {"cpu": "64", "memory": "64Gi", "nvidia.com/gpu": "2", "pods": "110"}
+KUBERNETES = "1.32"
+GOLDEN = ROOT / "tests" / "pipelines" / "golden" / "qat.yaml"
+
+
+@pytest.fixture
+def cluster(kfp, s3, monkeypatch, tmp_path):
+    """A namespace as the manifests leave it, and a store; where nothing of Kubeflow is missing."""
+    with FakeKubernetes() as server:
+        path = str(server.kubeconfig(tmp_path))
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+        keys = {"accesskey": ACCESS_KEY, "secretkey": SECRET_KEY}
+        encoded = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
+        server.create("secrets", {"metadata": {"name": "lathe-s3"}, "data": encoded})
+        host, _, port = kfp.url.removeprefix("http://").partition(":")
+        maps = {
+            "lathe-store": {"endpoint": os.environ["AWS_ENDPOINT_URL"], "region": "us-east-1"},
+            "kfp-launcher": {"defaultPipelineRoot": f"{s3}/runs"},
+            "metadata-grpc-configmap": {
+                "METADATA_GRPC_SERVICE_HOST": host,
+                "METADATA_GRPC_SERVICE_PORT": port,
+            },
+        }
+        for name, data in maps.items():
+            server.create("configmaps", {"metadata": {"name": name}, "data": data})
+        for runtime in ("torch", "paddle"):
+            made = (ROOT / "manifests" / "base" / "runtimes" / f"{runtime}.yaml").read_text()
+            server.create(RUNTIMES, yaml.safe_load(made), "")
+        labels = {"lathe/node-pool": "gpu"}
+        node = {"metadata": {"name": "node-1", "labels": labels}, "spec": {}}
+        server.create("nodes", node | {"status": {"allocatable": GIB64}}, "")
+        quota = {"metadata": {"name": "lathe"}, "status": {"hard": {"requests.cpu": "128"}}}
+        server.create("resourcequotas", quota)
+        trainer_webhook(server)
+        monkeypatch.setattr(doctor_pod, "POLL_SECONDS", 0.05)
+        yield server
+
+
+def play(server: FakeKubernetes, script=processes) -> Kubelet:
+    kubelet = Kubelet(server, script)
+    kubelet.start()
+    return kubelet
+
+
+def quick(pod: Pod) -> None:
+    pod.start()
+    pod.say(Finding("a check", "ok").line())
+    pod.end()
+
+
+def doctor(kfp, *arguments: str):
+    return CliRunner().invoke(app, ["--inside", kfp.url, *arguments])
+
+
+def findings(output: str) -> dict[str, tuple[str, str]]:
+    """The table's rows: check -> state and what was found, hints included."""
+    rows: dict[str, tuple[str, str]] = {}
+    last = ""
+    for line in output.splitlines():
+        if not line.startswith("│"):
+            continue
+        check, state, found = (cell.strip() for cell in line.split("│")[1:-1])
+        last = check or last
+        before = rows.get(last, ("", ""))
+        rows[last] = (state or before[0], f"{before[1]} {found}".strip())
+    return rows
+
+
+def test_a_cluster_in_order(kfp, cluster, s3):
+    write_text(f"{s3}/runs/mine", "stays")
+    play(cluster)
+    result = doctor(kfp, "--gpus", "0", "--nodes", "2")
+    assert result.exit_code == 0, result.output
+    found = findings(result.output)
+    states = {check: state for check, (state, _) in found.items()}
+    # The S3 server of the tests ignores conditions.
+    assert states.pop("object store: conditional put") == "warning"
+    assert set(states.values()) == {"ok"}, found
+    stores = ("put", "get", "list", "multipart upload", "delete")
+    assert set(states) >= {f"object store: {name}" for name in stores}
+    assert set(states) >= {"Kubernetes API", "Trainer", "JobSet", "names", "quota"}
+    assert "a TrainJob of runtime lathe-torch would be accepted" in found["Trainer"][1]
+    assert not cluster.list("pods") and not cluster.list("trainjobs.trainer.kubeflow.org")
+    assert [uri.rpartition("/")[2] for uri in list_objects(f"{s3}/runs/")] == ["mine"]
+
+
+def test_what_is_broken_is_told_with_its_cure(kfp, cluster):
+    play(cluster)
+    cluster.denied |= {("create", "workflowtaskresults"), ("patch", "trainjobs")}
+    cluster.patch("configmaps", "metadata-grpc-configmap", {"data": {
+        "METADATA_GRPC_SERVICE_PORT": "9"}})  # fmt: skip
+    wrong = base64.b64encode(b"wrong").decode()
+    cluster.patch("secrets", "lathe-s3", {"data": {"secretkey": wrong}})
+    result = doctor(kfp, "--gpus", "0")
+    assert result.exit_code == 1
+    found = findings(result.output)
+    broken = {check for check, (state, _) in found.items() if state == "broken"}
+    assert broken == {"Kubernetes API", "Pipelines' metadata store", "object store: put"}
+    missing = "may not patch trainjobs.trainer.kubeflow.org, create workflowtaskresults.argoproj.io"
+    assert missing in found["Kubernetes API"][1]
+    assert "apply the manifests again" in found["Kubernetes API"][1]
+    assert "AWS_SECRET_ACCESS_KEY" in found["object store: put"][1]
+    assert not cluster.list("pods")
+
+
+def test_operators_that_are_not_installed(kfp, cluster):
+    play(cluster)
+    cluster.absent |= {"trainer.kubeflow.org", "jobset.x-k8s.io"}
+    result = doctor(kfp, "--gpus", "0")
+    assert result.exit_code == 0  # one node trains in the step's own pod
+    found = findings(result.output)
+    assert found["Trainer"][0] == found["JobSet"][0] == "warning"
+    assert "the cluster has no trainjobs.trainer.kubeflow.org" in found["Trainer"][1]
+    assert "install Kubeflow Trainer" in found["JobSet"][1]
+
+
+def test_a_runtime_that_was_not_applied(kfp, cluster):
+    play(cluster)
+    cluster.delete(RUNTIMES, "lathe-paddle", "")
+    result = doctor(kfp, "--gpus", "0", "--nodes", "2", "--engine", "paddle")
+    assert result.exit_code == 1
+    assert '"lathe-paddle" not found' in findings(result.output)["Trainer"][1]
+
+
+def test_an_image_that_cannot_be_pulled(kfp, cluster):
+    play(cluster, lambda pod: pod.wait("ErrImagePull", "not found"))
+    result = doctor(kfp, "--gpus", "0", "--engine", "paddle")
+    assert result.exit_code == 1
+    found = findings(result.output)
+    assert any(check.startswith("image ") and found[check][0] == "broken" for check in found)
+    assert "make push" in result.output and not cluster.list("pods")
+
+
+def test_a_pod_that_the_cluster_refuses(kfp, cluster):
+    cluster.denied.add(("create", "pods"))
+    result = doctor(kfp, "--gpus", "0")
+    assert result.exit_code == 1
+    assert (
+        "may not create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
+    )
+    assert "Role lathe-submit" in result.output
+
+
+def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
+    def old(pod: Pod) -> None:
+        pod.start()
+        pod.say("No module named lathe.cluster.doctor")
+        pod.end(1)
+
+    play(cluster, old)
+    result = doctor(kfp, "--gpus", "0")
+    assert result.exit_code == 1
+    assert "No module named lathe.cluster.doctor" in findings(result.output)["the doctor's pod"][1]
+
+
+def test_gpus_that_no_node_has_leave_the_other_checks(kfp, cluster, monkeypatch):
+    monkeypatch.setattr(doctor_pod, "SCHEDULING_SECONDS", 0.2)
+
+    def schedule(pod: Pod) -> None:
+        if "nvidia.com/gpu" in pod.container["resources"]["requests"]:
+            pod.unschedulable("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+        else:
+            processes(pod)
+
+    kubelet = play(cluster, schedule)
+    result = doctor(kfp, "--gpus", "4")
+    found = findings(result.output)
+    assert found["a node with 4 GPUs"][0] == "warning" and "Insufficient" in result.output
+    assert found["object store: delete"][0] == "ok" and "GPUs" not in found
+    assert found["room on nodes"][0] == "warning" and "4 GPUs" in found["room on nodes"][1]
+    assert len(kubelet.pods) == 2 and not cluster.list("pods")
+
+
+@pytest.mark.slow  # torch takes seconds to import
+def test_gpus_that_torch_does_not_see(kfp, cluster):
+    play(cluster)
+    result = doctor(kfp, "--gpus", "2")
+    assert result.exit_code == 1
+    assert "torch sees 0 GPUs of 2" in findings(result.output)["GPUs"][1]
+
+
+def test_quota_and_nodes_that_are_too_small(kfp, cluster):
+    play(cluster, quick)
+    hard = {"requests.cpu": "128", "requests.memory": "64Gi"}
+    used = {"requests.memory": "60Gi"}
+    cluster.patch("resourcequotas", "lathe", {"status": {"hard": hard, "used": used}})
+    limits = {"requests": {"cpu": "63900m"}}
+    neighbour = {"nodeName": "node-1", "containers": [{"name": "a", "resources": limits}]}
+    body = {"metadata": {"name": "neighbour"}, "spec": neighbour, "status": {"phase": "Running"}}
+    cluster.create("pods", body, "elsewhere")
+    found = findings(doctor(kfp, "--gpus", "0", "--nodes", "2").output)
+    assert found["quota"][0] == "warning" and "64Gi requests.memory, 60Gi used" in found["quota"][1]
+    assert found["room on nodes"][0] == "warning"
+    assert "the TrainJob: 2 pods with 4 CPUs" in found["room on nodes"][1]
+    cluster.patch("resourcequotas", "lathe", {"status": {"hard": {"requests.memory": "1Gi"}}})
+    assert findings(doctor(kfp, "--gpus", "0").output)["quota"][0] == "broken"
+
+
+def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
+    play(cluster, quick)
+    cluster.denied |= {("list", "resourcequotas"), ("list", "nodes")}
+    found = findings(doctor(kfp, "--gpus", "0").output)
+    assert found["quota"][0] == found["nodes"][0] == "warning"
+    assert "Role lathe-submit" in found["quota"][1]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, tmp_path, number):
+    kubelet = play(cluster, lambda pod: (pod.start(), pod.told_to_end.wait()))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig.yaml"))
+    command = [sys.executable, "-m", "pipelines.doctor", "--gpus", "0", "--inside", kfp.url]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    eventually(lambda: [p for p in cluster.list("pods") if p["status"]["phase"] == "Running"])
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, err.decode()
+    assert not cluster.list("pods") and len(kubelet.pods) == 1
+    assert b"Traceback" not in err
+
+
+def test_the_pod_is_like_that_of_a_step():
+    _, platform = yaml.safe_load_all(GOLDEN.read_text())
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    step = executors["exec-analyze"]
+    pod = pod_of_step(["lathe-train"], ["python"], Pool(gpus=1))
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    (main,) = pod["spec"]["containers"]
+    env = {v["name"]: v["valueFrom"] for v in main["env"]}
+    for kind, key in (("secret", "secretKey"), ("configMap", "configMapKey")):
+        (source,) = step[f"{kind}AsEnv"]
+        for wanted in source["keyToEnv"]:
+            reference = {"name": source[f"{kind}Name"], "key": wanted[key]}
+            assert env[wanted["envVar"]] == {f"{kind}KeyRef": reference}
+    for field in step["fieldPathAsEnv"]:
+        assert env[field["name"]] == {"fieldRef": {"fieldPath": field["fieldPath"]}}
+    assert str(pod["spec"]["securityContext"]["runAsUser"]) == step["securityContext"]["runAsUser"]
+    assert pod["spec"]["nodeSelector"] == step["nodeSelector"]["labels"]
+    assert pod["spec"]["tolerations"] == step["tolerations"]
+    labels = step["podMetadata"]["labels"] | {"lathe/stage": "doctor"}
+    assert pod["metadata"]["labels"].items() >= labels.items()
+    policy = (ROOT / "manifests" / "base" / "network" / "pipeline.yaml").read_text()
+    (selector,) = re.findall(r"key: (\S+), operator: Exists", policy)
+    assert selector in pod["metadata"]["labels"]
+    assert main["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def test_the_rights_asked_about_are_those_of_a_step():
+    (role, _) = yaml.safe_load_all(
+        (ROOT / "manifests" / "base" / "access" / "pipeline.yaml").read_text()
+    )
+    given = {
+        (group, resource, name, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for name in rule.get("resourceNames", [""])
+        for verb in rule["verbs"]
+    }
+    asked = {(*what, verb) for what, verbs in RIGHTS.items() for verb in verbs}
+    assert given - asked == {("", "secrets", "mlpipeline-minio-artifact", "get")}
+    assert asked <= given
+
+
+def test_without_a_cluster(kfp):
+    result = doctor(kfp)
+    assert result.exit_code == 1 and "error: no kube context" in result.output
+
+
+def test_submit_names_the_doctor_where_it_cannot_look(kfp):
+    from pipelines.submit import app as submit
+
+    arguments = ["pretrain", "--corpus", "s3://texts/new/"]
+    assert "make doctor" in CliRunner().invoke(submit, arguments).output

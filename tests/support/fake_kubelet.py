@@ -1,0 +1,56 @@
+"""A kubelet for pods that nothing owns, and Trainer's webhook, on the fake API server."""
+
+import threading
+from contextlib import suppress
+
+from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
+from tests.support.fake_trainer import TRAINJOBS, Pod, Script
+
+RUNTIMES = "clustertrainingruntimes.trainer.kubeflow.org"
+
+
+class Kubelet(Controller):
+    """Plays `script` in every pod that is created without an owner.
+
+    Attributes:
+        pods: those that there have been.
+    """
+
+    def __init__(self, server: FakeKubernetes, script: Script) -> None:
+        super().__init__(server)
+        self.script = script
+        self.pods: dict[str, Pod] = {}
+
+    def handle(self, event: Event) -> None:
+        metadata = event.object["metadata"]
+        if event.key.resource != "pods" or metadata.get("ownerReferences"):
+            return
+        if event.type == "ADDED":
+            pod = self.pods[metadata["uid"]] = Pod(self.server, event.object, 0, 1)
+            self.server.patch("pods", pod.name, {"status": {"phase": "Pending"}})
+            threading.Thread(target=self._play, args=(pod,), daemon=True).start()
+        elif event.type == "DELETED":
+            self.pods[metadata["uid"]].told_to_end.set()
+
+    def _play(self, pod: Pod) -> None:
+        with suppress(Refused):  # it was deleted
+            self.script(pod)
+
+
+def trainer_webhook(server: FakeKubernetes) -> None:
+    """Refuse a TrainJob whose runtime does not exist, as Trainer 2.3 does."""
+
+    def admit(resource: str, body: Object) -> None:
+        if resource != TRAINJOBS:
+            return
+        name = body["spec"]["runtimeRef"]["name"]
+        if not server.list(RUNTIMES, fields=f"metadata.name={name}"):
+            said = (
+                'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: '
+                f'spec.RuntimeRef: Invalid value: {{"name":"{name}"}}: '
+                f'ClusterTrainingRuntime.trainer.kubeflow.org "{name}" not found: specified '
+                "clusterTrainingRuntime must be created before the TrainJob is created"
+            )
+            raise Refused(403, "Forbidden", said)
+
+    server.admissions.append(admit)
