@@ -153,6 +153,7 @@ define render
 mkdir -p $(1)
 kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
 kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
+kubectl kustomize manifests/overlays/standalone -o $(1)/standalone.yaml
 endef
 
 .PHONY: lock
