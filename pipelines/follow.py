@@ -56,7 +56,9 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
         with screen:
             print(line, flush=True)
 
-    pods = open_pods(run_id, client.namespace, (lambda line: show(f"    {line}")) if logs else None)
+    pods = open_pods(
+        run_id, client.steps_namespace, (lambda line: show(f"    {line}")) if logs else None
+    )
     if isinstance(pods, str):
         show(f"no logs, and no steps after a condition: {pods}")
         pods = None

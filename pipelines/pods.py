@@ -23,7 +23,6 @@ CONTAINER = "main"
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """How long the rest of an ended pod's log is waited for."""
-KUBEFLOW = "kubeflow"
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,11 @@ class Pods:
         return log
 
 
-def open_pods(run_id: str, namespace: str | None, emit: Callable[[str], None] | None) -> Pods | str:
+def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or why they cannot be read."""
     try:
         api = config.new_client_from_config(context=os.environ.get("LATHE_KFP_CONTEXT"))
-        cluster = Cluster(api, namespace or KUBEFLOW, "lathe-submit", patience=30.0)
+        cluster = Cluster(api, namespace, "lathe-submit", patience=30.0)
         kubernetes.CoreV1Api(api).list_namespaced_pod(
             cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=10
         )

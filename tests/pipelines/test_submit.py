@@ -287,6 +287,30 @@ def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
         assert len(server.runs) == 1
 
 
+def test_a_server_in_multi_user_mode_needs_the_users_namespace(kfp, monkeypatch):
+    kfp.multi_user = True
+    result = submit(*PRETRAIN)
+    assert (result.exit_code, kfp.runs) == (2, {})
+    (error,) = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
+    assert error[0] == f"{kfp.url} is in multi-user mode, and LATHE_KFP_NAMESPACE is not set"
+    assert error[1].startswith("set LATHE_KFP_NAMESPACE to the namespace")
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+    assert submit(*PRETRAIN).exit_code == 0
+    (pipeline,), (experiment,) = kfp.pipelines.values(), kfp.experiments.values()
+    assert pipeline["namespace"] == experiment["namespace"] == "lathe"
+
+
+@pytest.mark.parametrize("namespace", ["", "pipelines"])
+def test_to_a_server_in_single_user_mode_no_request_names_one(kfp, monkeypatch, namespace):
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", namespace)
+    prepare = task("prepare-driver", "SUCCEEDED"), task("prepare", "FAILED", "run-5")
+    kfp.script = [frame("FAILED", *prepare, error="it has failed")]
+    result = submit(*PRETRAIN, "--follow")
+    assert not any("namespace" in r.query for r in kfp.requests)
+    assert not any("namespace" in r.body for r in kfp.requests if isinstance(r.body, dict))
+    assert f"its log: kubectl -n {namespace or 'kubeflow'} logs" in result.output
+
+
 def test_a_page_to_sign_in_is_no_server(kfp):
     kfp.is_a_login_page = True
     result = submit(*PRETRAIN)
