@@ -37,6 +37,10 @@ PROMETHEUS = Peer("monitoring", {"app.kubernetes.io/name": "prometheus"})
 DNS = Peer("kube-system", {"k8s-app": "kube-dns"})
 PIPELINES = Peer("kubeflow", {"app": "ml-pipeline"})
 METADATA = Peer("kubeflow", {"component": "metadata-grpc-server"})
+TRAINER = Peer(
+    "kubeflow-system",
+    {"app.kubernetes.io/name": "trainer", "app.kubernetes.io/component": "manager"},
+)
 STORE = Peer("kubeflow", {"app": "seaweedfs"})
 API = Peer("", address="10.0.0.1")
 INTERNET = Peer("", address="151.101.0.223")
@@ -51,6 +55,9 @@ FLOWS = [
     *((source, PIPELINES, port, True) for source in (STEP, DRIVER) for port in (8887, 8888)),
     *((source, METADATA, 8080, True) for source in (STEP, DRIVER)),
     *((source, PIPELINES, 8888, False) for source in (TRAIN, SERVE, JANITOR, STRANGER)),
+    (TRAIN, TRAINER, 10443, True),
+    (TRAIN, TRAINER, 9443, False),
+    (STEP, TRAINER, 10443, False),
     (TRAIN, TRAIN, 29400, True),
     (TRAIN, TRAIN, 41234, True),
     *((source, TRAIN, 29400, False) for source in (STEP, SERVE, STRANGER, OTHER, CLIENT)),

@@ -1,7 +1,6 @@
 """`python -m pipelines.submit` against a Kubeflow Pipelines server: what it sends and says."""
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pipelines.server import VARIABLES
 from pipelines.submit import app
 from tests.support import fake_kfp
 from tests.support.fake_kfp import frame, task
+from tests.support.tls import certificate
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
@@ -267,21 +267,12 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
 
 
 def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl on this machine")
-    pem = tmp_path / "server.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1",
-         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", pem, "-out", tmp_path / "authority.pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    pem.write_text(pem.read_text() + (tmp_path / "authority.pem").read_text())
+    pem, authority = certificate(tmp_path)
     with fake_kfp.serve(certificate=pem) as server:
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         result = submit(*PRETRAIN)
         assert result.exit_code == 2 and "hint: set LATHE_KFP_CA" in result.output
-        monkeypatch.setenv("LATHE_KFP_CA", str(tmp_path / "authority.pem"))
+        monkeypatch.setenv("LATHE_KFP_CA", str(authority))
         result = submit(*PRETRAIN)
         assert result.exit_code == 0, result.output
         assert len(server.runs) == 1
