@@ -119,7 +119,7 @@ def prepare(
     preflight.recipes(name, arguments, pool)
     preflight.nodes(pool, strict)
     pipeline = build(name, pool, fresh)
-    preflight.images(pipeline)
+    preflight.images(pipeline, pool)
     for line in preflight.unchecked:
         print(line)
     preflight.finish()
