@@ -80,7 +80,10 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
             if path.is_file():
                 file = copy / f"{path.name}{SUFFIXES.get(artifact.schema_title, '')}"
                 file.write_bytes(path.read_bytes())
-                step.file(file)
+                try:
+                    step.file(file)
+                except Exception as error:  # MLflow may keep files where this pod cannot write
+                    log.warning("not kept in MLflow: %s: %s", file.name, error)
             elif (path / TRACE).is_file():
                 step.curves(path / TRACE)
             elif is_remote(artifact.uri) and not path.exists():
@@ -91,7 +94,7 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
 def this_task() -> Task | None:
     """What KFP's executor was called for, as the addresses of its outputs say it: they end with
     pipeline, run, task, a random part, and the output; on one machine with run, task, output."""
-    with suppress(ValueError, IndexError, KeyError):
+    with suppress(ValueError, IndexError, KeyError, StopIteration):
         given = json.loads(sys.argv[sys.argv.index("--executor_input") + 1])
         outputs = given["outputs"]["artifacts"].values()
         parts = next(iter(outputs))["artifacts"][0]["uri"].split("/")

@@ -121,8 +121,9 @@ def _with_gpus(task: PipelineTask, gpus: int, hours: float) -> PipelineTask:
 
 
 def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
-    """Settings of every task: shared memory for worker processes, store credentials, where runs and
-    releases are told of, if anywhere, the pod's identity, a non-root user, labels, retries and a deadline."""
+    """Settings of every task: shared memory for worker processes, store credentials, the addresses
+    of MLflow and a model registry if there are any, the pod's identity, a non-root user, labels,
+    retries and a deadline."""
     kubernetes.empty_dir_mount(
         task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
     )

@@ -21,8 +21,12 @@ T = TypeVar("T")
 
 URI, EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"
 RUN, STEP, PARENT = "lathe.run", "lathe.step", "mlflow.parentRunId"
-IMPATIENT = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-"""MLflow's own defaults would hold a step for minutes where no server answers."""
+DEFAULTS = {
+    # MLflow's own would hold a step for minutes where no server answers.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
 
 PARAMETERS_AT_ONCE, METRICS_AT_ONCE = 100, 1000  # as MLflow's API allows
 POINTS = 1000
@@ -81,7 +85,7 @@ class TrackedStep:
 
 def open_step(task: Task, parameters: Mapping[str, object]) -> TrackedStep:
     """Begin the run of a step, or go on with it where the step is tried again."""
-    for name, value in IMPATIENT.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
     from mlflow.entities import Param

@@ -185,6 +185,14 @@ def test_public_egress_is_for_steps(tmp_path_factory: pytest.TempPathFactory) ->
     assert not permits(opened, STEP, Peer("", address="169.254.169.254"), 80)
 
 
+def test_tracking_is_for_steps(tmp_path: Path) -> None:
+    opened = variant("kind+tracking", tmp_path)
+    mlflow = Peer("mlflow")
+    registry = Peer("kubeflow", {"component": "model-registry-server"})
+    assert permits(opened, STEP, mlflow, 5000) and permits(opened, STEP, registry, 8080)
+    assert not permits(opened, TRAIN, mlflow, 5000) and not permits(opened, TRAIN, registry, 8080)
+
+
 def test_policies_and_services_select_pods_that_exist(objects: list[Object]) -> None:
     known = [pod.labels for pod in pods(objects)] + [STEP.labels, CLIENT.labels]
     selectors = {p["metadata"]["name"]: p["spec"] for p in of_kind(objects, "NetworkPolicy")}
