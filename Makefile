@@ -182,6 +182,7 @@ define render
 mkdir -p $(1)
 kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
 kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
+kubectl kustomize manifests/overlays/standalone -o $(1)/standalone.yaml
 endef
 
 .PHONY: lock
@@ -196,7 +197,7 @@ lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first
 	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch)
 
 # Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
-TRAIN := pyproject.toml --extra cluster
+TRAIN := pyproject.toml --extra cluster --extra tracking
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
   $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(3),3.11) \
   --python-platform x86_64-manylinux_2_35 $(2) -o $(1).lock

@@ -13,6 +13,7 @@ from typing import Any
 
 from kfp import dsl
 
+from components import tracking
 from lathe.artifacts.remote import bring
 from lathe.storage import is_remote, upload
 
@@ -53,6 +54,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     Path(metrics.path).write_text(json.dumps(figures, indent=2), encoding="utf-8")
     for artifact in artifacts:
         artifact.metadata.update(figures)
+    tracking.record(figures, *artifacts)
     if store := os.environ.get(STORE):
         for artifact in (metrics, *artifacts):
             path = Path(artifact.path)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from components import tracking
 from components.supervise import CRASHED, supervise
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
@@ -43,7 +44,8 @@ def stage(recipe: str, overrides: Sequence[str], restarts: int | None = None) ->
     try:
         settings = load_recipe(recipe, overrides)
         supervise(settings.Launch.restarts if restarts is None else restarts, MARK)
-        yield settings
+        with tracking.tracked(recipe, settings):
+            yield settings
     except ENDINGS as error:
         told = explain(error)
         for line in str(told).splitlines():

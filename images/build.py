@@ -59,6 +59,7 @@ def build(image: str, name: str, flavour: str, base: str, options: list[str]) ->
     base = base or (TRITON if (image, flavour) == ("serve", "cuda") else "")
     arguments = {
         "LOCK": LOCKS[flavour],
+        "FLAVOUR": flavour,
         "VERSION": lathe.__version__,
         "REVISION": _output("git", "rev-parse", "HEAD"),
         "CREATED": _created(),

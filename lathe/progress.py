@@ -51,14 +51,18 @@ class Bar:
         if self.logs and time.monotonic() - self._logged >= LOG_EVERY_SECONDS:
             self.tell(status)
 
+    def seconds_left(self) -> float:
+        """Until the total at the pace so far; 0 without a total."""
+        pace = (time.monotonic() - self._started) / max(self.done - self.first, 1)
+        return pace * (self.total - self.done) if self.total else 0.0
+
     def tell(self, status: str = "") -> None:
         """Log the position: `step 40/900, loss 6.788, 2 min left`. On a terminal, do nothing."""
         if self._progress is not None:
             return
         self._logged = time.monotonic()
         if self.total:
-            pace = (self._logged - self._started) / max(self.done - self.first, 1)
-            left = f"{duration(pace * (self.total - self.done))} left"
+            left = f"{duration(self.seconds_left())} left"
             parts = [f"{self.what} {self.done}/{self.total}", status, left]
         else:
             parts = [f"{self.what}: {self.done} so far", status]

@@ -9,13 +9,12 @@ from kubernetes import config
 
 from lathe.cluster.api import Cluster
 from lathe.errors import StageError
-from pipelines.server import KUBEFLOW
 
 PATIENCE_SECONDS = 30.0
 ROLE = "lathe-submit"
 
 
-def open_cluster(namespace: str | None) -> Cluster:
+def open_cluster(namespace: str) -> Cluster:
     """The cluster of LATHE_KFP_CONTEXT, or of the current kube context.
 
     Raises:
@@ -25,7 +24,7 @@ def open_cluster(namespace: str | None) -> Cluster:
         api = config.new_client_from_config(context=os.environ.get("LATHE_KFP_CONTEXT"))
     except config.ConfigException as error:
         raise StageError(f"no kube context: {error}") from None
-    return Cluster(api, namespace or KUBEFLOW, ROLE, patience=PATIENCE_SECONDS)
+    return Cluster(api, namespace, ROLE, patience=PATIENCE_SECONDS)
 
 
 def config_map(cluster: Cluster, name: str) -> dict[str, str]:

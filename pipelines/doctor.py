@@ -28,7 +28,7 @@ from pipelines.cluster import config_map, open_cluster
 from pipelines.compile import build
 from pipelines.doctor_pod import NoRoom, findings_of_pod, pod_of_step
 from pipelines.resources import Pool, Variant
-from pipelines.server import HELP, connect
+from pipelines.server import HELP, KUBEFLOW, connect
 from pipelines.submit import Root
 from pipelines.summary import wide_console
 from pipelines.told import told
@@ -140,7 +140,7 @@ def main(
     with told():
         variant = choose_variant(pipeline, arguments)
         launch = launch_settings(pipeline, arguments, variant)
-        cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE"))
+        cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW)
         built = build(pipeline, variant)
         doctor = Doctor(cluster, built, variant.pool, launch, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)

@@ -17,7 +17,7 @@ def explain_failure(
     """The failed steps' own messages and last lines."""
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
-    namespace = client.namespace or "kubeflow"
+    namespace = client.steps_namespace
     for step in (step for step in steps if step.state == "FAILED"):
         if pods and step.pod:
             message, tail = pods.error(step)

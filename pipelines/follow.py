@@ -58,7 +58,9 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
         with screen:
             print(line, flush=True)
 
-    pods = open_pods(run_id, client.namespace, (lambda line: show(f"    {line}")) if logs else None)
+    pods = open_pods(
+        run_id, client.steps_namespace, (lambda line: show(f"    {line}")) if logs else None
+    )
     if isinstance(pods, str):
         show(f"no logs, and no steps after a condition: {pods}")
         pods = None
@@ -210,7 +212,7 @@ def show_results(client: Client, run_id: str) -> None:
 
 
 def _logged(client: Client, run_id: str) -> Results:
-    pods = open_pods(run_id, client.namespace, None)
+    pods = open_pods(run_id, client.steps_namespace, None)
     if isinstance(pods, Pods):
         with suppress(UserError, StageError):
             return results_of_logs(pods)

@@ -1,9 +1,11 @@
 """Write the pipelines as Kubernetes objects: `python -m pipelines.objects FILE VERSION`.
 
 Where Kubeflow Pipelines stores its definitions in the Kubernetes API, a GitOps controller can apply
-these objects from a repository instead of `make submit`.
+these objects from a repository instead of `make submit`. Their namespace is LATHE_KFP_NAMESPACE, or
+`lathe`.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +17,7 @@ from kfp import compiler
 from lathe.storage import atomic_file
 from pipelines.compile import FUNCTIONS, built
 
-NAMESPACE = "lathe"
+NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
 

@@ -125,7 +125,7 @@ class Pods:
         return log
 
 
-def open_pods(run_id: str, namespace: str | None, emit: Callable[[str], None] | None) -> Pods | str:
+def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or why they cannot be read."""
     try:
         cluster = open_cluster(namespace)

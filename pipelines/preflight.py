@@ -19,7 +19,7 @@ from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 from pipelines.arguments import argument, recipe_names, wrong_names
 from pipelines.inputs import Inputs
-from pipelines.registry import check_image
+from pipelines.registry import check_image, image_labels
 from pipelines.resources import Pool, Variant
 from pipelines.server import Client, connect
 
@@ -39,6 +39,9 @@ STAGES = {
     },
 }
 """The verbs that each recipe of a pipeline is used for, as far as they are checked here."""
+FLAVOUR = "lathe.flavour"
+"""The label of an image that says what it is built for, cpu or cuda."""
+
 NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
 """Values or prefixes that are allowed as well."""
 
@@ -89,12 +92,13 @@ class Preflight(Inputs):
             if argument(name, key) is not None and not arguments.get(key):
                 self.check(key, _check_reachable, key, value)
 
-    def images(self, pipeline: GraphComponent) -> None:
-        """Check that the pipeline's images exist in their registries."""
+    def images(self, pipeline: GraphComponent, pool: Pool) -> None:
+        """Check that the pipeline's images exist in their registries, and that they are built for
+        GPUs if the pool has any."""
         spec = pipeline.component_spec.implementation.graph.deployment_spec
         executors = json_format.MessageToDict(spec)["executors"].values()
         for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
-            self.check(f"image {image}", check_image, image)
+            self.check(f"image {image}", _check_image, image, pool.gpus)
 
     def nodes(self, pool: Pool, strict: bool) -> None:
         """Warn of machines that are not there now, or if `strict` refuse to wait for them."""
@@ -152,6 +156,16 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
         raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
+
+
+def _check_image(image: str, gpus: int) -> None:
+    check_image(image)
+    if gpus and image_labels(image).get(FLAVOUR) == "cpu":
+        raise UserError(
+            f"image {image} is built for CPUs only, and GPUS={gpus} asks for GPUs",
+            f"make images FLAVOUR=cuda && make push REGISTRY={image.rpartition('/')[0]} "
+            "FLAVOUR=cuda, or GPUS=0",
+        )
 
 
 def _check_writable(root: str) -> None:

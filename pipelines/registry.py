@@ -1,8 +1,9 @@
-"""Check that a container image exists, with the registries' common HTTP API."""
+"""Ask a registry for a container image and its labels, with the registries' common HTTP API."""
 
 import re
 import ssl
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
@@ -30,9 +31,10 @@ class Reference:
 
     @property
     def url(self) -> str:
+        """Of the repository."""
         host = self.registry.partition(":")[0]
         scheme = "http" if host in ("localhost", "127.0.0.1") else "https"
-        return f"{scheme}://{self.registry}/v2/{self.repository}/manifests/{self.tag}"
+        return f"{scheme}://{self.registry}/v2/{self.repository}"
 
 
 def parse(image: str) -> Reference:
@@ -57,13 +59,49 @@ def check_image(image: str) -> None:
     reference = parse(image)
     if reference.registry == "localhost":
         raise StageError("a name of this machine's own: the nodes must have been given the image")
-    http = urllib3.PoolManager(timeout=10, retries=False)
+    _ask(image, f"manifests/{reference.tag}", "HEAD")
+
+
+def image_labels(image: str) -> dict[str, str]:
+    """The labels of an image that the registry has, on amd64 if it is for several platforms.
+
+    Raises:
+        UserError, StageError: as `check_image`.
+    """
+    reference = parse(image)
+    manifest = _read(image, f"manifests/{reference.tag}")
     try:
-        response = http.request("HEAD", reference.url, headers={"Accept": MANIFESTS})
+        if "manifests" in manifest:
+            digests = {
+                part.get("platform", {}).get("architecture"): part["digest"]
+                for part in manifest["manifests"]
+            }
+            manifest = _read(image, f"manifests/{digests['amd64']}")
+        config = _read(image, f"blobs/{manifest['config']['digest']}")
+        return dict(config["config"].get("Labels") or {})
+    except (KeyError, TypeError, AttributeError):
+        raise StageError(f"{reference.registry} does not give the image's configuration") from None
+
+
+def _read(image: str, path: str) -> Any:
+    try:
+        return _ask(image, path).json()
+    except ValueError:
+        raise StageError(f"{parse(image).registry} answers, but not with JSON") from None
+
+
+def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse:
+    """The answer to a request below the repository's address; a redirection is followed."""
+    reference = parse(image)
+    once = urllib3.Retry(total=3, connect=False, read=False, status=False, other=False)
+    http = urllib3.PoolManager(timeout=10, retries=once)
+    url, headers = f"{reference.url}/{path}", {"Accept": MANIFESTS}
+    try:
+        response = http.request(method, url, headers=headers)
         if response.status == 401:
             token = _token(http, response.headers.get("WWW-Authenticate", ""))
-            headers = {"Accept": MANIFESTS, "Authorization": f"Bearer {token}"}
-            response = http.request("HEAD", reference.url, headers=headers)
+            headers["Authorization"] = f"Bearer {token}"
+            response = http.request(method, url, headers=headers)
     except (urllib3.exceptions.HTTPError, ssl.SSLError) as error:
         raise StageError(f"{reference.registry} cannot be reached from here: {error}") from None
     if response.status == 404:
@@ -75,6 +113,7 @@ def check_image(image: str) -> None:
         raise StageError(f"{reference.registry} tells it only to who has signed in")
     if response.status != 200:
         raise StageError(f"{reference.registry} answers {response.status}")
+    return response
 
 
 def _token(http: urllib3.PoolManager, challenge: str) -> str:

@@ -19,6 +19,8 @@ TAINT = ACCELERATOR
 NODE_POOL = "lathe/node-pool"
 QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
+TRACKING = "lathe-tracking"
+TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
 SERVICE_ACCOUNT = "lathe-pipeline"
 USER = 10001
 POD_FIELDS = {
@@ -163,8 +165,9 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
 
 
 def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
-    """Settings of every task: shared memory for worker processes, store credentials, the pod's
-    identity, a non-root user, labels, retries and a deadline."""
+    """Settings of every task: shared memory for worker processes, store credentials, the addresses
+    of MLflow and a model registry if there are any, the pod's identity, a non-root user, labels,
+    retries and a deadline."""
     kubernetes.empty_dir_mount(
         task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
     )
@@ -172,6 +175,7 @@ def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) 
     kubernetes.use_secret_as_env(task, SECRET, keys)
     store = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, store)
+    kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)
     kubernetes.set_security_context(task, run_as_user=USER, run_as_non_root=True)

@@ -128,7 +128,7 @@ class ResultsReader:
     """Reads the results of runs on the cluster."""
 
     def __init__(self, client: Client) -> None:
-        self._namespace = client.namespace
+        self._namespace = client.steps_namespace
 
     def read(self, run: Any) -> Results:
         """The results of a run; empty ones where its steps have recorded nothing.

@@ -24,7 +24,8 @@ VARIABLES = {
     "the projected service-account token is taken",
     "LATHE_KFP_COOKIES": "cookies of a session in the browser, authservice_session=...",
     "LATHE_KFP_CA": "file with the certificate authority of the server",
-    "LATHE_KFP_NAMESPACE": "your namespace, where users have one each",
+    "LATHE_KFP_NAMESPACE": "namespace of the steps; a server in multi-user mode needs it, one in "
+    "single-user mode has its own, kubeflow unless set",
     "LATHE_KFP_CONTEXT": "kube context, instead of the current one",
     "LATHE_KFP_UI": "address of the UI for the links printed, where it is another",
 }
@@ -44,10 +45,12 @@ class Client(kfp.Client):
     """KFP's client with access to every service (`client.runs`, ...), authenticated.
 
     Attributes:
-        namespace: the user's, or None in single-user mode.
+        namespace: of the user, for requests; None for a server in single-user mode.
+        steps_namespace: where the pods of the steps are.
     """
 
     namespace: str | None = None
+    steps_namespace: str = KUBEFLOW
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
         """Check once: the original takes 25 s to notice a wrong token."""
@@ -83,7 +86,8 @@ def connect() -> Client:
     """A client of the configured server, after it has answered a request.
 
     Raises:
-        UserError: no address, a missing file, no answer, or rejected credentials.
+        UserError: no address, a missing file, no answer, no namespace for a server whose users
+            have one each, or rejected credentials.
     """
     variable = os.environ.get
     token, authority = variable("LATHE_KFP_TOKEN_FILE"), variable("LATHE_KFP_CA")
@@ -108,12 +112,7 @@ def connect() -> Client:
             kube_context=variable("LATHE_KFP_CONTEXT"),
             namespace=KUBEFLOW,
         )
-        client.namespace = variable("LATHE_KFP_NAMESPACE") or None
-        if client.get_kfp_healthz().multi_user is None:
-            raise UserError(
-                f"{endpoint()}: answers, but not as Kubeflow Pipelines: a page to sign in?",
-                SIGN_IN,
-            )
+        _choose_namespace(client, client.get_kfp_healthz().multi_user)
         # The health check needs no authentication; this does.
         client.experiments.experiment_service_list_experiments(
             page_size=1, namespace=client.namespace
@@ -124,6 +123,22 @@ def connect() -> Client:
 def is_configured() -> bool:
     """Whether there is a server to ask."""
     return bool(endpoint()) or has_kube_context()
+
+
+def _choose_namespace(client: Client, is_multi_user: bool | None) -> None:
+    given = os.environ.get("LATHE_KFP_NAMESPACE")
+    if is_multi_user is None:
+        raise UserError(
+            f"{_asked()}: answers, but not as Kubeflow Pipelines: a page to sign in?", SIGN_IN
+        )
+    if is_multi_user and not given:
+        raise UserError(
+            f"{_asked()} is in multi-user mode, and LATHE_KFP_NAMESPACE is not set",
+            "set LATHE_KFP_NAMESPACE to the namespace that manifests/ was applied to, such as "
+            "lathe",
+        )
+    client.namespace = given if is_multi_user else None
+    client.steps_namespace = given or KUBEFLOW
 
 
 def has_kube_context() -> bool:

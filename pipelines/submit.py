@@ -93,7 +93,7 @@ def prepare(
     preflight.recipes(name, arguments, variant)
     preflight.nodes(variant.pool, strict)
     pipeline = build(name, variant)
-    preflight.images(pipeline)
+    preflight.images(pipeline, variant.pool)
     for line in preflight.unchecked:
         print(line)
     if any("not checked" in line for line in preflight.unchecked):

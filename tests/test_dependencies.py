@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ ALSO_IN_PADDLE = {"lathe/train/trace.py"}  # tensorboardX, where torch is absent
 PACKAGES = {  # of modules that are named otherwise
     "google": "protobuf",
     "grpc": "grpcio",
+    "mlflow": "mlflow-skinny",
     "paddle": "paddlepaddle",
     "yaml": "pyyaml",
 }
@@ -95,6 +97,8 @@ def test_every_import_is_declared() -> None:
         declared = names(base())
         if path.startswith(NEEDS_CLUSTER):
             declared |= names(extra("cluster"))
+        if path.startswith("lathe/tracking/"):
+            declared |= names(extra("tracking"))
         if path.startswith("lathe/paddle/") or path in ALSO_IN_PADDLE:
             declared |= names(group("paddle"))
         undeclared += [f"{path}: {package}" for package in sorted(packages - declared)]
@@ -103,13 +107,14 @@ def test_every_import_is_declared() -> None:
 
 def test_every_declared_package_is_imported() -> None:
     used = set().union(*imports().values()) | NOT_BY_NAME
-    runtime = [*base(), *extra("cluster"), *extra("serve"), *group("serve")]
+    extras = (extra(name) for name in ("cluster", "tracking", "serve"))
+    runtime = [*base(), *chain.from_iterable(extras), *group("serve")]
     assert names(runtime) - used == set()
     assert names(group("paddle")) - used - FOR_PADDLESLIM == set()
 
 
 def test_every_dependency_of_the_package_is_bounded() -> None:
-    for requirement in [*base(), *extra("cluster"), *extra("serve")]:
+    for requirement in [*base(), *extra("cluster"), *extra("tracking"), *extra("serve")]:
         operators = {part.operator for part in requirement.specifier}
         assert operators in ({">=", "<"}, {"=="}), str(requirement)
 
@@ -119,7 +124,7 @@ def test_the_lock_file_satisfies_the_bounds(lock: str) -> None:
     name, with_package = LOCKS[lock]
     wanted = list(group(name))
     if with_package:
-        wanted += [*base(), *extra("cluster")]
+        wanted += [*base(), *extra("cluster"), *extra("tracking")]
     if name == "train-cuda":  # onnxruntime-gpu is the same module
         wanted = [requirement for requirement in wanted if requirement.name != "onnxruntime"]
     pinned = pins(ROOT / lock)

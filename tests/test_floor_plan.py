@@ -11,7 +11,7 @@ LAYERS = (
     {"errors"},
     {"console", "progress", "inputs"},
     {"config", "storage", "runtime", "pages"},
-    {"artifacts"},
+    {"artifacts", "tracking"},
     {"data", "serve"},
     {"model"},
     {"train", "export"},
@@ -41,6 +41,8 @@ LIBRARIES = {
     "omegaconf": {"config"},
     "tritonclient": {"serve", "production"},
     "grpc": {"serve", "production"},
+    "mlflow": {"tracking"},
+    "model_registry": {"tracking"},
     "typer": {"cli", "cluster", "paddle"},
 }
 """Libraries that belong to some packages; whoever else imports one is in the wrong place."""

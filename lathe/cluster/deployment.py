@@ -44,15 +44,15 @@ def has_cluster() -> bool:
 
 
 class Deployment:
-    """One Deployment, and which release its pods run.
+    """One Deployment, and which release its pods run; see `connect` for a namespace of None.
 
     Raises:
         UserError: no cluster, no such Deployment, or it fetches no release.
     """
 
-    def __init__(self, namespace: str, name: str) -> None:
+    def __init__(self, namespace: str | None, name: str) -> None:
         self._cluster = connect("lathe-deploy", namespace)
-        self.namespace, self.name = namespace, name
+        self.namespace, self.name = self._cluster.namespace, name
         self._apps = kubernetes.AppsV1Api(self._cluster.api)
         self._core = kubernetes.CoreV1Api(self._cluster.api)
         self._holder = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

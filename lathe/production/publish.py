@@ -22,6 +22,7 @@ from lathe.production.acceptance import Acceptance, accept
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
 from lathe.serve.repository import remove_bytecode, require_whole
+from lathe.tracking.models import register_release
 
 log = logging.getLogger("lathe")
 
@@ -51,7 +52,8 @@ class Production:
 
 
 def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = None) -> Production:
-    """Publish what `lathe deploy` rehearsed, test the published bytes, and make them live.
+    """Publish what `lathe deploy` rehearsed, test the published bytes, make them live, and register
+    them where there is a model registry.
 
     Args:
         recipe: groups Production and Serving (the model's name).
@@ -70,9 +72,9 @@ def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = No
     release = releases.publish(deployed / REPOSITORY, golden)
     acceptance = accept(releases, release, recipe)
     before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
-    return Production(
-        release, releases.address(release), before, deployment is not None, acceptance
-    )
+    address = releases.address(release)
+    register_release(recipe.Serving.model_name, release, address, golden.figures)
+    return Production(release, address, before, deployment is not None, acceptance)
 
 
 def roll_back(recipe: Recipe, to: str | None = None) -> Production:

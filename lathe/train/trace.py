@@ -1,5 +1,6 @@
 """What a run reports while it trains: `train.jsonl` and TensorBoard events with every step,
-`steps.log` with PaddleFleetX's lines, and a short line or a progress bar for the reader."""
+`steps.log` with PaddleFleetX's lines, a short line or a progress bar for the reader, and the status
+of a TrainJob."""
 
 import json
 import logging
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 from lathe.progress import Bar
 from lathe.storage import atomic_file
 from lathe.train.batch import Batch
+from lathe.train.status import open_status
 
 log = logging.getLogger("lathe")
 
@@ -57,6 +59,7 @@ class Trace:
         self.file = _reopen(folder / TRACE, first)
         self.log = _reopen(folder / LOG, first)
         self.events = _open_events(folder / EVENTS, first)
+        self.reporter = open_status()
 
     def step(self, record: StepRecord, progress: Bar) -> None:
         """Record a step."""
@@ -74,6 +77,10 @@ class Trace:
         self.pending.append(record)
         status = self._status()
         progress.advance(1, status)
+        if self.reporter:
+            figures = {"loss": record.loss, "learning_rate": record.lr}
+            self.reporter.metrics(figures | {"tokens_per_second": record.tokens_per_second})
+            self.reporter.progress(progress)
         if record.step % self.logging_freq == 0:
             self.log.write(f"{self._line()}\n")
             self.log.flush()
@@ -83,7 +90,10 @@ class Trace:
     def evaluation(self, step: int, loss: float) -> None:
         """Record a validation loss, nats per token."""
         perplexity = math.exp(loss)
-        self._write({"step": step, "eval_loss": loss, "eval_perplexity": perplexity})
+        figures = {"eval_loss": loss, "eval_perplexity": perplexity}
+        self._write({"step": step, **figures})
+        if self.reporter:
+            self.reporter.metrics(figures)
         self._plot(step, {"validation/loss": loss, "validation/perplexity": perplexity})
         log.info("validation at step %d: loss %.4f, perplexity %.2f", step, loss, perplexity)
 
@@ -92,6 +102,8 @@ class Trace:
         self.file.close()
         self.log.close()
         self.events.close()
+        if self.reporter:
+            self.reporter.close()
 
     def _write(self, values: dict[str, Any]) -> None:
         self.file.write(json.dumps(values) + "\n")

@@ -48,6 +48,7 @@ def test_paddle_is_built_on_the_train_image_of_the_same_tag(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     train, paddle = (tmp_path / "asked").read_text().splitlines()
     assert "--file images/train/Containerfile" in train and "TRAIN=" not in train
+    assert "--build-arg FLAVOUR=cpu " in train
     assert "--file images/paddle/Containerfile" in paddle
     (tag,) = (word for word in train.split() if word.endswith("-cpu"))
     assert f"--build-arg TRAIN={tag} " in paddle

@@ -20,7 +20,7 @@ LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 5e9}
 def test_labels_user_and_size(images: dict[str, str], name: str) -> None:
     about = inspect(images[name])
     labels = {k.removeprefix("org.opencontainers.image."): v for k, v in about["Labels"].items()}
-    assert labels["title"] == f"lathe-{name}"
+    assert labels["title"] == f"lathe-{name}" and labels["lathe.flavour"] == "cpu"
     assert any(labels["revision"][:12] in tag for tag in about["RepoTags"])
     assert {"version", "created", "source"} <= labels.keys()
     assert about["User"] == "10001:10001"

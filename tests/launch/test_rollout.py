@@ -182,3 +182,14 @@ def test_what_the_user_can_mend(cluster: FakeKubernetes) -> None:
     cluster.denied.add(("get", "deployments"))
     with pytest.raises(UserError, match=r"may not get deployments\.apps"):
         Deployment("lathe", NAME)
+
+
+def test_without_a_namespace_it_is_that_of_the_step_or_of_the_context(
+    cluster: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig(tmp_path, namespace="kubeflow")))
+    cluster.create("deployments.apps", deployment(GOOD), "kubeflow")
+    assert Deployment(None, NAME).namespace == "kubeflow"
+    monkeypatch.setenv("POD_NAMESPACE", "elsewhere")
+    with pytest.raises(UserError, match="there is no Deployment elsewhere/"):
+        Deployment(None, NAME)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rendered import Object, of_kind, pods
+from tests.support.rendered import Object, namespace_of, of_kind, pods
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
 DEPLOY = {
@@ -52,7 +52,7 @@ def name(thing: Object) -> str:
 
 def rights(objects: list[Object], account: str) -> set[tuple[str, str, str]]:
     """Every (group, resource or resource:name, verb) that bindings give to a service account."""
-    subject = {"kind": "ServiceAccount", "name": account, "namespace": "lathe"}
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace_of(objects)}
     roles = {(o["kind"], name(o)): o["rules"] for o in of_kind(objects, "Role", "ClusterRole")}
     bound = [
         rule

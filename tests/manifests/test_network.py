@@ -1,12 +1,13 @@
 """Who may speak with whom, asked of the policies as a cluster would ask them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.rendered import Object, matches, of_kind, pods, variant
+from tests.support.rendered import ALL, Object, matches, namespace_of, of_kind, pods, variant
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,16 @@ class Peer:
     address: str = "10.1.2.3"
 
 
-TRAIN = Peer("lathe", {"app.kubernetes.io/component": "train"})
-JANITOR = Peer("lathe", {"app.kubernetes.io/component": "janitor"})
+OWN = {"app.kubernetes.io/part-of": "lathe"}
+TRAIN = Peer("lathe", {**OWN, "app.kubernetes.io/component": "train"})
+JANITOR = Peer("lathe", {**OWN, "app.kubernetes.io/component": "janitor"})
 SERVE = Peer(
     "lathe",
-    {"app.kubernetes.io/component": "serve"},
+    {**OWN, "app.kubernetes.io/component": "serve"},
     ports={"http": 8000, "grpc": 8001, "metrics": 8002},
 )
-STEP = Peer("lathe", {"workflows.argoproj.io/workflow": "qat-x"})
+STEP = Peer("lathe", {**OWN, "workflows.argoproj.io/workflow": "qat-x"})
+DRIVER = Peer("lathe", {"workflows.argoproj.io/workflow": "qat-x"})
 STRANGER = Peer("lathe")
 CLIENT = Peer("lathe", {"lathe/client": "true"})
 APPLICATION = Peer("shop", namespace_labels={"lathe/client": "true"})
@@ -34,6 +37,10 @@ PROMETHEUS = Peer("monitoring", {"app.kubernetes.io/name": "prometheus"})
 DNS = Peer("kube-system", {"k8s-app": "kube-dns"})
 PIPELINES = Peer("kubeflow", {"app": "ml-pipeline"})
 METADATA = Peer("kubeflow", {"component": "metadata-grpc-server"})
+TRAINER = Peer(
+    "kubeflow-system",
+    {"app.kubernetes.io/name": "trainer", "app.kubernetes.io/component": "manager"},
+)
 STORE = Peer("kubeflow", {"app": "seaweedfs"})
 API = Peer("", address="10.0.0.1")
 INTERNET = Peer("", address="151.101.0.223")
@@ -43,12 +50,14 @@ FLOWS = [
     *((source, DNS, 53, True) for source in (STEP, TRAIN, SERVE, JANITOR, STRANGER)),
     *((source, STORE, 8333, True) for source in (STEP, TRAIN, SERVE)),
     (JANITOR, STORE, 8333, False),
-    *((source, API, 6443, True) for source in (STEP, JANITOR)),
+    *((source, API, 6443, True) for source in (STEP, DRIVER, JANITOR)),
     *((source, API, 6443, False) for source in (TRAIN, SERVE)),
-    (STEP, PIPELINES, 8887, True),
-    (STEP, PIPELINES, 8888, True),
-    (STEP, METADATA, 8080, True),
+    *((source, PIPELINES, port, True) for source in (STEP, DRIVER) for port in (8887, 8888)),
+    *((source, METADATA, 8080, True) for source in (STEP, DRIVER)),
     *((source, PIPELINES, 8888, False) for source in (TRAIN, SERVE, JANITOR, STRANGER)),
+    (TRAIN, TRAINER, 10443, True),
+    (TRAIN, TRAINER, 9443, False),
+    (STEP, TRAINER, 10443, False),
     (TRAIN, TRAIN, 29400, True),
     (TRAIN, TRAIN, 41234, True),
     *((source, TRAIN, 29400, False) for source in (STEP, SERVE, STRANGER, OTHER, CLIENT)),
@@ -63,9 +72,10 @@ FLOWS = [
 
 
 def permits(objects: list[Object], source: Peer, target: Peer, port: int) -> bool:
-    """Whether both ends let a connection through; ends outside of `lathe` let all through."""
-    leaves = source.namespace != "lathe" or _passes(objects, "egress", source, target, port)
-    enters = target.namespace != "lathe" or _passes(objects, "ingress", target, source, port)
+    """Whether both ends let a connection through; ends in other namespaces let all through."""
+    here = namespace_of(objects)
+    leaves = source.namespace != here or _passes(objects, "egress", source, target, port)
+    enters = target.namespace != here or _passes(objects, "ingress", target, source, port)
     return leaves and enters
 
 
@@ -118,6 +128,48 @@ def test_flows(kind: list[Object], source: Peer, target: Peer, port: int, expect
     assert permits(kind, source, target, port) is expected
 
 
+@pytest.fixture(scope="module")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    return variant("standalone", tmp_path_factory.mktemp("variant"))
+
+
+@pytest.mark.parametrize(
+    "source, target, port, expected", [flow for flow in FLOWS if flow[0] not in (STRANGER, DRIVER)]
+)
+def test_the_same_flows_beside_pipelines(
+    standalone: list[Object], source: Peer, target: Peer, port: int, expected: bool
+) -> None:
+    source, target = (
+        replace(peer, namespace="kubeflow") if peer.namespace == "lathe" else peer
+        for peer in (source, target)
+    )
+    assert permits(standalone, source, target, port) is expected
+
+
+def test_pods_of_others_beside_pipelines_are_left_alone(standalone: list[Object]) -> None:
+    others = [replace(peer, namespace="kubeflow") for peer in (STRANGER, DRIVER, CLIENT)]
+    for other in (PIPELINES, METADATA, STORE, *others):
+        assert permits(standalone, other, INTERNET, 443)
+        assert permits(standalone, APPLICATION, other, 3306)
+        assert not permits(standalone, other, replace(TRAIN, namespace="kubeflow"), 29400)
+
+
+@pytest.mark.parametrize("overlay", ["standalone", ALL[-1]])
+def test_no_object_beside_pipelines_selects_or_replaces_what_is_not_its_own(
+    tmp_path: Path, overlay: str
+) -> None:
+    objects = variant(overlay, tmp_path)
+    assert of_kind(objects, "Namespace", "ResourceQuota", "LimitRange", "Secret") == []
+    names = {thing["metadata"]["name"] for thing in objects}
+    assert {name for name in names if not name.startswith("lathe")} == set()
+    for thing in objects:
+        spec = thing.get("spec", {})
+        selector = spec.get("podSelector") or spec.get("selector")
+        if selector and thing["kind"] != "Service":
+            selector = selector["matchLabels"]
+        assert not selector or {"lathe"} & set(selector.values()), thing["metadata"]["name"]
+
+
 def test_production_reaches_its_store_and_nothing_else(production: list[Object]) -> None:
     for source in (STEP, TRAIN, SERVE):
         assert permits(production, source, INTERNET, 443)
@@ -131,6 +183,14 @@ def test_public_egress_is_for_steps(tmp_path_factory: pytest.TempPathFactory) ->
     assert permits(opened, STEP, INTERNET, 443) and permits(opened, STEP, INTERNET, 80)
     assert not permits(opened, TRAIN, INTERNET, 443)
     assert not permits(opened, STEP, Peer("", address="169.254.169.254"), 80)
+
+
+def test_tracking_is_for_steps(tmp_path: Path) -> None:
+    opened = variant("kind+tracking", tmp_path)
+    mlflow = Peer("mlflow")
+    registry = Peer("kubeflow", {"component": "model-registry-server"})
+    assert permits(opened, STEP, mlflow, 5000) and permits(opened, STEP, registry, 8080)
+    assert not permits(opened, TRAIN, mlflow, 5000) and not permits(opened, TRAIN, registry, 8080)
 
 
 def test_policies_and_services_select_pods_that_exist(objects: list[Object]) -> None:

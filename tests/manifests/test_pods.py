@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.rendered import Object, Pod, named, of_kind, pods
+from tests.support.rendered import Object, Pod, namespace_of, of_kind, pods
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
 VOLUMES |= {"projected", "secret", "name"}
@@ -42,9 +42,10 @@ def violations(pod: Pod) -> list[str]:
 
 
 def test_restricted(objects: list[Object]) -> None:
-    labels = named(objects, "Namespace", "lathe")["metadata"]["labels"]
-    for mode in ("enforce", "audit", "warn"):
-        assert labels[f"pod-security.kubernetes.io/{mode}"] == "restricted"
+    for namespace in of_kind(objects, "Namespace"):
+        labels = namespace["metadata"]["labels"]
+        for mode in ("enforce", "audit", "warn"):
+            assert labels[f"pod-security.kubernetes.io/{mode}"] == "restricted"
     for pod in pods(objects):
         assert violations(pod) == [], pod.owner
 
@@ -109,7 +110,8 @@ def test_requests_and_images(objects: list[Object]) -> None:
 
 def test_labels(objects: list[Object]) -> None:
     for thing in objects:
-        if thing["metadata"].get("namespace") == "lathe":
+        if "namespace" in thing["metadata"]:
+            assert thing["metadata"]["namespace"] == namespace_of(objects)
             assert LABELS.items() <= thing["metadata"]["labels"].items(), thing["metadata"]["name"]
     for pod in pods(objects):
         assert LABELS.items() <= pod.labels.items(), pod.owner

@@ -90,7 +90,7 @@ def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
         for executor in executors.values():
             for source in executor.get("configMapAsEnv", []):
                 used = {item["configMapKey"] for item in source["keyToEnv"]}
-                assert used <= maps[source["configMapName"]]
+                assert source.get("optional") or used <= maps[source["configMapName"]]
             for source in executor.get("secretAsEnv", []):
                 used = {item["secretKey"] for item in source["keyToEnv"]}
                 assert used <= keys[source["secretName"]]

@@ -1,5 +1,6 @@
 """Images and where they are kept, asked as a container engine asks."""
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
@@ -9,20 +10,56 @@ import pytest
 from lathe.errors import StageError, UserError
 from pipelines.compile import build
 from pipelines.preflight import Preflight
-from pipelines.registry import Reference, check_image, parse
+from pipelines.registry import Reference, check_image, image_labels, parse
+from pipelines.resources import Pool
 
 DIGEST = "sha256:" + "a" * 64
-HELD = {"team/lathe-train": {"1.0", DIGEST}}
+CPU, CUDA, OLD = (f"sha256:{letter * 64}" for letter in "bcd")
+HELD = {"team/lathe-train": {"1.0", DIGEST, "cpu", "cuda", "old", "strange", CPU, CUDA, OLD}}
+PLATFORMS = [
+    {"digest": OLD, "platform": {"architecture": "unknown", "os": "unknown"}},
+    {"digest": CUDA, "platform": {"architecture": "amd64", "os": "linux"}},
+]
+DOCUMENTS: dict[str, object] = {
+    "manifests/cpu": {"config": {"digest": CPU}},
+    "manifests/cuda": {"manifests": PLATFORMS},
+    f"manifests/{CUDA}": {"config": {"digest": CUDA}},
+    "manifests/old": {"config": {"digest": OLD}},
+    "manifests/1.0": {"config": {"digest": OLD}},
+    "manifests/strange": {"signatures": []},
+    f"blobs/{CPU}": {"config": {"Labels": {"lathe.flavour": "cpu"}}},
+    f"blobs/{CUDA}": {"config": {"Labels": {"lathe.flavour": "cuda"}}},
+    f"blobs/{OLD}": {"config": {"Labels": None}},
+}
 
 
 @pytest.fixture(params=["open", "bearer", "closed"])
 def registry(request):
-    """A registry's address, and whether one must fetch a token, or sign in, to read of it."""
+    """A registry's address, and whether one must fetch a token, or sign in, to read of it.
+
+    Blobs are kept elsewhere, as at most hosts of registries, where the token must not go.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
+            self._registry()
+
+        def do_GET(self) -> None:
+            if self.path.startswith("/token"):
+                query = parse_qs(urlsplit(self.path).query)
+                assert query["service"] == ["here"] and query["scope"][0].endswith(":pull")
+                body = b"" if request.param == "closed" else b'{"token": "anonymous"}'
+                self._answer(200 if body else 401, body=body)
+            elif self.path.startswith("/elsewhere/"):
+                assert "Authorization" not in self.headers
+                self._document(self.path.removeprefix("/elsewhere/"))
+            else:
+                self._registry()
+
+        def _registry(self) -> None:
             host = self.headers["Host"]
-            name, _, tag = self.path.removeprefix("/v2/").partition("/manifests/")
+            name, _, path = self.path.removeprefix("/v2/").partition("/lathe-train/")
+            name = f"{name}/lathe-train"
             assert "application/vnd.oci.image.index.v1+json" in self.headers["Accept"]
             if request.param != "open" and self.headers["Authorization"] != "Bearer anonymous":
                 challenge = (
@@ -30,16 +67,16 @@ def registry(request):
                     f'scope="repository:{name}:pull"'
                 )
                 self._answer(401, {"WWW-Authenticate": challenge})
+            elif path.startswith("blobs/"):
+                port = host.partition(":")[2]
+                self._answer(307, {"Location": f"http://localhost:{port}/elsewhere/{path}"})
+            elif self.command == "HEAD":
+                self._answer(200 if path.partition("/")[2] in HELD.get(name, ()) else 404)
             else:
-                self._answer(200 if tag in HELD.get(name, ()) else 404)
+                self._document(path)
 
-        def do_GET(self) -> None:
-            query = parse_qs(urlsplit(self.path).query)
-            assert query["service"] == ["here"] and query["scope"][0].endswith(":pull")
-            if request.param == "closed":
-                self._answer(401)
-            else:
-                self._answer(200, body=b'{"token": "anonymous"}')
+        def _document(self, path: str) -> None:
+            self._answer(200, body=json.dumps(DOCUMENTS[path]).encode())
 
         def _answer(self, status: int, headers: dict[str, str] | None = None, body=b"{}") -> None:
             self.send_response(status)
@@ -103,8 +140,45 @@ def test_a_pipelines_missing_images_are_a_problem_and_others_only_told(registry)
     executors["exec-prepare"]["container"]["image"] = f"{address}/team/lathe-train:2.0"
     executors["exec-pretrain"]["container"]["image"] = f"{address}/team/lathe-train:1.0"
     preflight = Preflight()
-    preflight.images(pipeline)
+    preflight.images(pipeline, Pool(gpus=0))
     assert len(preflight.problems) == (kind != "closed")
     unchecked = "\n".join(preflight.unchecked)
     assert "localhost/lathe-train:0.1.0: not checked: a name of this machine's own" in unchecked
     assert unchecked.count("signed in") == 2 * (kind == "closed")
+
+
+@pytest.mark.parametrize(("tag", "labels"), [
+    ("cpu", {"lathe.flavour": "cpu"}), ("cuda", {"lathe.flavour": "cuda"}), ("old", {}),
+])  # fmt: skip
+def test_labels(registry, tag, labels):
+    address, kind = registry
+    image = f"{address}/team/lathe-train:{tag}"
+    if kind == "closed":
+        with pytest.raises(StageError, match="only to who has signed in"):
+            image_labels(image)
+    else:
+        assert image_labels(image) == labels
+
+
+@pytest.mark.parametrize(("tag", "gpus", "problems"), [
+    ("cpu", 2, 1), ("cpu", 0, 0), ("cuda", 2, 0), ("old", 2, 0), ("strange", 2, 0),
+])  # fmt: skip
+def test_gpus_need_images_for_gpus(registry, tag, gpus, problems):
+    address, kind = registry
+    image = f"{address}/team/lathe-train:{tag}"
+    pipeline = build("pretrain")
+    executors = pipeline.component_spec.implementation.graph.deployment_spec["executors"]
+    executors["exec-pretrain"]["container"]["image"] = image
+    preflight = Preflight()
+    preflight.images(pipeline, Pool(gpus=gpus))
+    if kind == "closed":
+        assert preflight.problems == []
+        assert f"image {image}: not checked" in "\n".join(preflight.unchecked)
+        return
+    assert [error.what for error in preflight.problems] == problems * [
+        f"image {image} is built for CPUs only, and GPUS=2 asks for GPUs"
+    ]
+    if problems:
+        assert f"make push REGISTRY={address}/team FLAVOUR=cuda" in preflight.problems[0].hint
+    unchecked = [line for line in preflight.unchecked if image in line]
+    assert len(unchecked) == (tag == "strange")

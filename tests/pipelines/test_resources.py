@@ -105,7 +105,7 @@ def test_what_every_task_has(compiled, name, pool):
             {"volumeName": "shm", "mountPath": "/dev/shm", "medium": "Memory",
              "sizeLimit": f"{gib}Gi"}
         ]  # fmt: skip
-        (secret,), (store,) = settings["secretAsEnv"], settings["configMapAsEnv"]
+        (secret,), (store, tracking) = settings["secretAsEnv"], settings["configMapAsEnv"]
         assert secret["secretName"] == "lathe-s3" and store["configMapName"] == "lathe-store"
         assert {k["secretKey"]: k["envVar"] for k in secret["keyToEnv"]} == {
             "accesskey": "AWS_ACCESS_KEY_ID",
@@ -114,6 +114,11 @@ def test_what_every_task_has(compiled, name, pool):
         assert {k["configMapKey"]: k["envVar"] for k in store["keyToEnv"]} == {
             "endpoint": "AWS_ENDPOINT_URL",
             "region": "AWS_REGION",
+        }
+        assert tracking["configMapName"] == "lathe-tracking" and tracking["optional"]
+        assert {k["configMapKey"]: k["envVar"] for k in tracking["keyToEnv"]} == {
+            "mlflow": "MLFLOW_TRACKING_URI",
+            "model-registry": "LATHE_MODEL_REGISTRY",
         }
         assert {f["name"]: f["fieldPath"] for f in settings["fieldPathAsEnv"]} == {
             "POD_NAME": "metadata.name",

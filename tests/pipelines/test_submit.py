@@ -1,7 +1,6 @@
 """`python -m pipelines.submit` against a Kubeflow Pipelines server: what it sends and says."""
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pipelines.server import VARIABLES
 from pipelines.submit import app
 from tests.support import fake_kfp
 from tests.support.fake_kfp import frame, task
+from tests.support.tls import certificate
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
@@ -285,24 +285,39 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
 
 
 def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl on this machine")
-    pem = tmp_path / "server.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1",
-         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", pem, "-out", tmp_path / "authority.pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    pem.write_text(pem.read_text() + (tmp_path / "authority.pem").read_text())
+    pem, authority = certificate(tmp_path)
     with fake_kfp.serve(certificate=pem) as server:
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         result = submit(*PRETRAIN)
         assert result.exit_code == 2 and "hint: set LATHE_KFP_CA" in result.output
-        monkeypatch.setenv("LATHE_KFP_CA", str(tmp_path / "authority.pem"))
+        monkeypatch.setenv("LATHE_KFP_CA", str(authority))
         result = submit(*PRETRAIN)
         assert result.exit_code == 0, result.output
         assert len(server.runs) == 1
+
+
+def test_a_server_in_multi_user_mode_needs_the_users_namespace(kfp, monkeypatch):
+    kfp.multi_user = True
+    result = submit(*PRETRAIN)
+    assert (result.exit_code, kfp.runs) == (2, {})
+    (error,) = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
+    assert error[0] == f"{kfp.url} is in multi-user mode, and LATHE_KFP_NAMESPACE is not set"
+    assert error[1].startswith("set LATHE_KFP_NAMESPACE to the namespace")
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+    assert submit(*PRETRAIN).exit_code == 0
+    (pipeline,), (experiment,) = kfp.pipelines.values(), kfp.experiments.values()
+    assert pipeline["namespace"] == experiment["namespace"] == "lathe"
+
+
+@pytest.mark.parametrize("namespace", ["", "pipelines"])
+def test_to_a_server_in_single_user_mode_no_request_names_one(kfp, monkeypatch, namespace):
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", namespace)
+    prepare = task("prepare-driver", "SUCCEEDED"), task("prepare", "FAILED", "run-5")
+    kfp.script = [frame("FAILED", *prepare, error="it has failed")]
+    result = submit(*PRETRAIN, "--follow")
+    assert not any("namespace" in r.query for r in kfp.requests)
+    assert not any("namespace" in r.body for r in kfp.requests if isinstance(r.body, dict))
+    assert f"its log: kubectl -n {namespace or 'kubeflow'} logs" in result.output
 
 
 def test_a_page_to_sign_in_is_no_server(kfp):

@@ -27,6 +27,8 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 PAGE = 2
 BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
 V2 = "/apis/v2beta1"
+NAMESPACED = ("experiments", "pipelines", "runs", "recurringruns")
+RUN = ("POST", "runs")
 PROXY = "/api/v1/namespaces/kubeflow/services/ml-pipeline:http/proxy/"
 """Where a Kubernetes API server passes requests on to Kubeflow Pipelines."""
 
@@ -77,6 +79,8 @@ class FakeKfp:
 
     Attributes:
         token, cookie: what a request must bring, where set.
+        multi_user: whether users have a namespace each; what lists and creates must name it then,
+            and otherwise the server takes no notice of it.
         has_pages: it is the UI, which passes requests on, and not the API server itself.
         logs: of pods, by name, from the API server; `ui_logs` from the UI's own page.
         failures: statuses with which the next requests are answered.
@@ -86,6 +90,7 @@ class FakeKfp:
 
     token: str = ""
     cookie: str = ""
+    multi_user: bool = False
     script: list[Json] = field(default_factory=lambda: [frame("SUCCEEDED")])
     logs: dict[str, str] = field(default_factory=dict)
     ui_logs: dict[str, str] = field(default_factory=dict)
@@ -116,8 +121,9 @@ class FakeKfp:
         if request.path == "/" and self.has_pages:
             return "<html>Kubeflow Pipelines</html>"
         if request.path == f"{V2}/healthz":
-            return {"multi_user": False, "pipeline_store": "database"}
+            return {"multi_user": self.multi_user, "pipeline_store": "database"}
         self._authorize(request)
+        self._require_namespace(request)
         for method, pattern, action in self._routes():
             match = re.fullmatch(pattern, request.path)
             if match and method == request.method:
@@ -132,6 +138,15 @@ class FakeKfp:
             raise Refused(401, "Unauthenticated")
         if self.cookie and request.headers.get("cookie") != self.cookie:
             raise Refused(401, "Unauthenticated")
+
+    def _require_namespace(self, request: Request) -> None:
+        """As the real one: a run is created in its experiment's namespace."""
+        kind = request.path.removeprefix(f"{V2}/")
+        if not self.multi_user or kind not in NAMESPACED or (request.method, kind) == RUN:
+            return
+        given = request.query if request.method == "GET" else request.body
+        if not given.get("namespace"):
+            raise Refused(400, f"{kind} cannot have an empty namespace in multi-user mode")
 
     def _routes(self) -> list[tuple[str, str, Any]]:
         one = "([^/:]+)"

@@ -13,14 +13,14 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
-OVERLAYS = ("kind", "production")
+OVERLAYS = ("kind", "production", "standalone")
 COMPONENTS = sorted(
     path.parent.name for path in (MANIFESTS / "components").glob("*/kustomization.yaml")
 )
 OVERLAYS_OWN = ("production+autoscaling", "production+pod-monitor")
 COMBINED = [f"{overlay}+{name}" for overlay in OVERLAYS for name in COMPONENTS]
-ALL = "+".join(["kind", *COMPONENTS])
-VARIANTS = [*OVERLAYS, *(name for name in COMBINED if name not in OVERLAYS_OWN), ALL]
+ALL = [f"{overlay}+{'+'.join(COMPONENTS)}" for overlay in ("kind", "standalone")]
+VARIANTS = [*OVERLAYS, *(name for name in COMBINED if name not in OVERLAYS_OWN), *ALL]
 
 Object = dict[str, Any]
 
@@ -48,18 +48,33 @@ def text(folder: Path) -> str:
 
 
 def variant(name: str, folder: Path) -> list[Object]:
-    """An overlay, or one with components, `overlay+component`, built in the empty `folder`."""
+    """An overlay, or a copy of it in the empty `folder` with components, `overlay+component`."""
     overlay, *components = name.split("+")
     source = MANIFESTS / "overlays" / overlay
     if components:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        source = folder
+        kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
         above = Path(os.path.relpath(MANIFESTS, folder))
-        kustomization = {
-            "resources": [str(above / "overlays" / overlay)],
-            "components": [str(above / "components" / component) for component in components],
+        names = kustomization.get("components", [])
+        names += [f"../../components/{component}" for component in components]
+        names.sort(key="namespace".__eq__)  # which stays the last
+        kustomization |= {
+            "resources": [_below(above, path) for path in kustomization["resources"]],
+            "components": [_below(above, path) for path in names],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        source = folder
     return list(yaml.load_all(text(source), Loader=yaml.CSafeLoader))
+
+
+def _below(above: Path, path: str) -> str:
+    """A path of an overlay, for a copy of it from where the manifests are `above`."""
+    return str(above / path.removeprefix("../../")) if path.startswith("../../") else path
+
+
+def namespace_of(objects: list[Object]) -> str:
+    """The namespace that these objects are for."""
+    return str(named(objects, "CronJob", "lathe-janitor")["metadata"]["namespace"])
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:

@@ -111,8 +111,9 @@ class ProductionSettings(Settings):
     """Largest 99th percentile, in milliseconds, of the time to the first token under load."""
     p99_between_tokens_ms: Milliseconds = 500.0
     """Largest 99th percentile, in milliseconds, of the time between two tokens under load."""
-    namespace: KubernetesLabel = "lathe"
-    """Kubernetes namespace of the Deployment."""
+    namespace: KubernetesLabel | None = None
+    """Kubernetes namespace of the Deployment; null is that of the step that rolls it, or of the
+    kube context, or `lathe` if that names none."""
     deployment: KubernetesName | None = "lathe-serve"
     """Kubernetes Deployment to roll to a new release; null rolls none."""
     rollout_seconds: Seconds = 900.0

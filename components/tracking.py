@@ -1,0 +1,119 @@
+"""The step that this process runs, in MLflow, where the environment names a server."""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from lathe.config.settings import Recipe
+from lathe.errors import StageError, UserError
+from lathe.storage import fetch, is_remote
+from lathe.tracking.runs import URI, Task, TrackedStep, open_step
+
+TRACE = "train.jsonl"
+SUFFIXES = {"system.HTML": ".html", "system.Artifact": ".json"}
+"""Of the outputs that are files."""
+
+
+log = logging.getLogger("lathe")
+
+
+class _Process:
+    """Of this process.
+
+    Attributes:
+        step: what it runs; None outside of `tracked`, and after the first error, so that a server
+            that is away neither fails a step nor delays it again and again.
+    """
+
+    step: TrackedStep | None = None
+
+    def attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of an action of MLflow's; None, with a warning, where it fails."""
+        try:
+            return action(*arguments)
+        except Exception as error:
+            self.step = None
+            hint = "; pip install 'lathe[tracking]'" if isinstance(error, ImportError) else ""
+            log.warning("not tracked in MLflow at %s: %s%s", os.environ.get(URI), error, hint)
+            return None
+
+
+_process = _Process()
+
+
+@contextmanager
+def tracked(recipe: str, settings: Recipe) -> Iterator[None]:
+    """Keep what `record` is told within the block as a run of MLflow that ends with the block."""
+    task = this_task() if os.environ.get(URI) else None
+    if task:
+        parameters = {"recipe": recipe, **_changed(settings)}
+        _process.step = _process.attempt(open_step, task, parameters)
+    status = "FAILED"
+    try:
+        yield
+        status = "FINISHED"
+    finally:
+        if _process.step:
+            _process.attempt(_process.step.end, status)
+            _process.step = None
+
+
+def record(figures: Mapping[str, float], *artifacts: dsl.Artifact) -> None:
+    """Log a step's figures, the curves of a training, and the outputs that are files."""
+    if _process.step:
+        _process.attempt(_record, _process.step, figures, artifacts)
+
+
+def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> None:
+    step.figures(figures)
+    with tempfile.TemporaryDirectory() as name:
+        for artifact in artifacts:
+            path, copy = Path(artifact.path), Path(name)
+            if path.is_file():
+                file = copy / f"{path.name}{SUFFIXES.get(artifact.schema_title, '')}"
+                file.write_bytes(path.read_bytes())
+                try:
+                    step.file(file)
+                except Exception as error:  # MLflow may keep files where this pod cannot write
+                    log.warning("not kept in MLflow: %s: %s", file.name, error)
+            elif (path / TRACE).is_file():
+                step.curves(path / TRACE)
+            elif is_remote(artifact.uri) and not path.exists():
+                with suppress(UserError, StageError):  # not a training's
+                    step.curves(fetch(f"{artifact.uri}/{TRACE}", copy))
+
+
+def this_task() -> Task | None:
+    """What KFP's executor was called for, as the addresses of its outputs say it: they end with
+    pipeline, run, task, a random part, and the output; on one machine with run, task, output."""
+    with suppress(ValueError, IndexError, KeyError, StopIteration):
+        given = json.loads(sys.argv[sys.argv.index("--executor_input") + 1])
+        outputs = given["outputs"]["artifacts"].values()
+        parts = next(iter(outputs))["artifacts"][0]["uri"].split("/")
+        if run := os.environ.get("KFP_RUN_ID"):
+            at = parts.index(run)
+            return Task(parts[at - 1], run, parts[at + 1])
+        pipeline, _, when = parts[-3].partition("-")
+        return Task(pipeline, when, parts[-2])
+    return None
+
+
+def _changed(settings: Recipe) -> dict[str, object]:
+    """The settings that are not the defaults, by `Group.key`."""
+
+    def flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, object]]:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{above}{key}.")
+            else:
+                yield f"{above}{key}", value
+
+    return dict(flat(settings.model_dump(mode="json", exclude_defaults=True), ""))

@@ -1,0 +1,143 @@
+"""Runs in MLflow: one for a run of a pipeline and, below it, one for each of its steps.
+
+MLflow's own variables say where: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME (`lathe` unless
+set).
+
+Raises:
+    ModuleNotFoundError: mlflow-skinny is not installed.
+    MlflowException, OSError: the server, or the place where it keeps files.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+URI, EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"
+RUN, STEP, PARENT = "lathe.run", "lathe.step", "mlflow.parentRunId"
+DEFAULTS = {
+    # MLflow's own would hold a step for minutes where no server answers.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+PARAMETERS_AT_ONCE, METRICS_AT_ONCE = 100, 1000  # as MLflow's API allows
+POINTS = 1000
+"""Of a curve, at most."""
+
+CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "eval_loss", "eval_perplexity")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A step of a pipeline's run; `pipeline` and `run` make up the name of the run."""
+
+    pipeline: str
+    run: str
+    step: str
+
+
+class TrackedStep:
+    """The run of one step. Its figures are the pipeline run's as well, as `STEP.NAME`."""
+
+    def __init__(self, client: Any, task: Task, parent: str, run: str) -> None:
+        self._client, self._task, self._parent, self._run = client, task, parent, run
+
+    def figures(self, values: Mapping[str, float]) -> None:
+        """Log metrics."""
+        self._log(self._run, [(name, value, 0) for name, value in values.items()])
+        step = self._task.step
+        self._log(self._parent, [(f"{step}.{name}", value, 0) for name, value in values.items()])
+
+    def curves(self, trace: Path) -> None:
+        """Log the curves of a training's `train.jsonl`, thinned out to `POINTS` each."""
+        lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+        for name in CURVES:
+            points = [(f"train.{name}", row[name], row["step"]) for row in lines if name in row]
+            stride = math.ceil(len(points) / POINTS) or 1
+            self._log(self._run, [*points[:-1:stride], *points[-1:]])
+
+    def file(self, path: Path) -> None:
+        """Keep a file with the run."""
+        self._client.log_artifact(self._run, str(path))
+
+    def end(self, status: str) -> None:
+        """End the run with FINISHED or FAILED; the pipeline's run has the status of the step that
+        has ended last."""
+        for run in (self._run, self._parent):
+            self._client.set_terminated(run, status)
+
+    def _log(self, run: str, points: list[tuple[str, float, int]]) -> None:
+        from mlflow.entities import Metric
+
+        now = round(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value, step in points]
+        for some in _batches(metrics, METRICS_AT_ONCE):
+            self._client.log_batch(run, metrics=some)
+
+
+def open_step(task: Task, parameters: Mapping[str, object]) -> TrackedStep:
+    """Begin the run of a step, or go on with it where the step is tried again."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+    from mlflow.entities import Param
+
+    client = MlflowClient()
+    experiment = _experiment(client, os.environ.get(EXPERIMENT) or "lathe")
+    tags = {RUN: task.run}
+    parent = _run(client, experiment, tags, f"{task.pipeline} {task.run}")
+    tags = {PARENT: parent, STEP: task.step}
+    run = _run(client, experiment, tags, task.step)
+    values = [Param(name, str(value)) for name, value in parameters.items()]
+    for some in _batches(values, PARAMETERS_AT_ONCE):
+        client.log_batch(run, params=some)
+    return TrackedStep(client, task, parent, run)
+
+
+def _experiment(client: Any, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    for _ in range(2):  # another step may create it at the same moment
+        if found := client.get_experiment_by_name(name):
+            return str(found.experiment_id)
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+    raise RuntimeError(f"there is no experiment {name}, and it cannot be created")
+
+
+def _run(client: Any, experiment: str, tags: dict[str, str], name: str) -> str:
+    """The oldest run with these tags, which is going on now; created if there is none.
+
+    Steps that begin together may both create one: all take the oldest.
+    """
+    query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+
+    def oldest() -> str | None:
+        found = client.search_runs(
+            [experiment], query, order_by=["attributes.start_time ASC"], max_results=1
+        )
+        return found[0].info.run_id if found else None
+
+    if (run := oldest()) is None:
+        made = client.create_run(experiment, tags=tags, run_name=name).info.run_id
+        run = oldest() or made
+        if run != made:
+            client.delete_run(made)
+    client.update_run(run, status="RUNNING")
+    return run
+
+
+def _batches(values: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]

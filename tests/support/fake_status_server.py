@@ -1,0 +1,99 @@
+"""Kubeflow Trainer's status server (2.3, feature gate TrainJobStatus), over HTTPS on the loopback
+interface: it takes what the real one takes of the fields' names, types and limits."""
+
+import json
+import re
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{}/trainjobs/{}/status"
+LARGEST = 2**31 - 1
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+
+
+@dataclass
+class StatusServer:
+    """What the server knows.
+
+    Attributes:
+        trainjob: namespace and name.
+        token: the one that it takes now.
+        delay: seconds until it answers.
+        received: each status with the time that it came at; `refused` has the messages for others.
+    """
+
+    trainjob: tuple[str, str] = ("lathe", "lathe-pretrain-0123456789ab")
+    token: str = "of-the-pod"
+    delay: float = 0.0
+    url: str = ""
+    received: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, str]:
+        """Status and message, as the real one's."""
+        if path != PATH.format(*self.trainjob):
+            return 404, "Not found"
+        if authorization.split() != ["Bearer", self.token]:
+            return 403, "Forbidden"
+        status = json.loads(body)["trainerStatus"]
+        if wrong := problem(status):
+            return 422, wrong
+        self.received.append((time.monotonic(), status))
+        return 200, ""
+
+
+def problem(status: dict[str, Any]) -> str:
+    """What the schema of TrainJobs refuses in it; empty if nothing."""
+    percent, left = status.get("progressPercentage"), status.get("estimatedRemainingSeconds")
+    if not (percent is None or (type(percent) is int and 0 <= percent <= 100)):
+        return "progressPercentage"
+    if not (left is None or (type(left) is int and 0 <= left <= LARGEST)):
+        return "estimatedRemainingSeconds"
+    for metric in status.get("metrics", []):
+        texts = metric["name"], metric["value"]
+        if not all(isinstance(text, str) and 1 <= len(text) <= 64 for text in texts):
+            return "metrics"
+    when = status.get("lastUpdatedTime", "")
+    if not TIME.fullmatch(when) or datetime.fromisoformat(when).tzinfo is None:
+        return "lastUpdatedTime"
+    return ""
+
+
+@contextmanager
+def serve(certificate: Path) -> Iterator[StatusServer]:
+    """A server with this key and certificate for as long as the block runs."""
+    state = StatusServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(state.delay)
+            code, message = state.answer(self.path, self.headers["Authorization"] or "", body)
+            if message:
+                state.refused.append(message)
+                body = json.dumps({"status": "Failure", "message": message, "code": code}).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        state.url = f"https://127.0.0.1:{server.server_port}{PATH.format(*state.trainjob)}"
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield state
+        server.shutdown()
