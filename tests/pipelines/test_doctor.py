@@ -221,7 +221,7 @@ def test_quota_and_nodes_that_are_too_small(kfp, cluster):
     found = findings(doctor(kfp, "--gpus", "0", "--nodes", "2").output)
     assert found["quota"][0] == "warning" and "64Gi requests.memory, 60Gi used" in found["quota"][1]
     assert found["room on nodes"][0] == "warning"
-    assert "the TrainJob: 2 pods with 4 CPUs" in found["room on nodes"][1]
+    assert "the TrainJob: 2 pods with 1 CPUs" in found["room on nodes"][1]
     cluster.patch("resourcequotas", "lathe", {"status": {"hard": {"requests.memory": "1Gi"}}})
     assert findings(doctor(kfp, "--gpus", "0").output)["quota"][0] == "broken"
 
@@ -264,8 +264,9 @@ def test_the_pod_is_like_that_of_a_step():
     (main,) = pod["spec"]["containers"]
     env = {v["name"]: v["valueFrom"] for v in main["env"]}
     for kind, key in (("secret", "secretKey"), ("configMap", "configMapKey")):
-        (source,) = step[f"{kind}AsEnv"]
-        for wanted in source["keyToEnv"]:
+        required = [source for source in step[f"{kind}AsEnv"] if not source["optional"]]
+        assert required
+        for source, wanted in ((s, w) for s in required for w in s["keyToEnv"]):
             reference = {"name": source[f"{kind}Name"], "key": wanted[key]}
             assert env[wanted["envVar"]] == {f"{kind}KeyRef": reference}
     for field in step["fieldPathAsEnv"]:
