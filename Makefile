@@ -103,6 +103,10 @@ report: env ## Fetch the HTML report of a run and open it: make report RUN=id (O
 compare: env ## Show runs side by side: make compare RUN=id,id
 	@$(BIN)/python -m pipelines.runs compare $(call quote,$(RUN))
 
+.PHONY: resume
+resume: env ## Go on where a run on the cluster ended: make resume RUN=id (FOLLOW=1)
+	@$(BIN)/python -m pipelines.resume $(call quote,$(RUN)) $(if $(FOLLOW),--follow) $(logs)
+
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
 	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))

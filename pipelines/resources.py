@@ -3,15 +3,17 @@
 The local runner ignores them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
 from components.images import PADDLE
+from pipelines.finished import Finished, Outputs
 from pipelines.sizes import LIMIT, Sizes, quantity
 
 ACCELERATOR = "nvidia.com/gpu"
@@ -67,11 +69,13 @@ class Variant:
         fresh: whether `prepare` reads the corpus in every run, so that a changed corpus at the same
             address is noticed and the stages run again.
         sizes: what the steps need; None where the model is not known.
+        finished: outputs of the steps that an earlier run has finished, which are not done again.
     """
 
     pool: Pool = Pool()
     fresh: bool = False
     sizes: Sizes | None = None
+    finished: Mapping[str, Outputs] = field(default_factory=dict)
 
     @property
     def overrides(self) -> list[str]:
@@ -102,6 +106,12 @@ def compiling(variant: Variant) -> Iterator[None]:
         yield
     finally:
         _VARIANT.reset(token)
+
+
+def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
+    """The task of a step; in its place, the outputs of an earlier run that has finished it."""
+    found = _VARIANT.get().finished.get(component.name)
+    return Finished(component, found) if found else component(**inputs)
 
 
 def cached_unless_fresh(task: PipelineTask) -> PipelineTask:
@@ -136,6 +146,8 @@ def with_engine(task: PipelineTask) -> PipelineTask:
 
 def waiting(task: PipelineTask, hours: float) -> PipelineTask:
     """Next to nothing: for tasks that read figures, or wait for others to work."""
+    if isinstance(task, Finished):
+        return task
     task.set_cpu_request("100m").set_memory_request("512Mi")
     return _with_house_rules(task, hours, shared_memory_gib=2)
 
@@ -146,6 +158,8 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
     Args:
         gib: of memory; None where the model is not known, and there is no limit then.
     """
+    if isinstance(task, Finished):
+        return task
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
     task.set_cpu_request(str(pool.cpus or cores))

@@ -136,9 +136,7 @@ class ResultsReader:
         Raises:
             UserError: they cannot be read from here; the hint says what to set.
         """
-        root = run.runtime_config.pipeline_root if run.runtime_config else None
-        root = (root or self._root).partition("?")[0].rstrip("/")
-        _check_store(root)
+        root = self.root_of(run)
         # The folder has the pipeline's own name, and a run's display name begins with it.
         for name in sorted(FUNCTIONS, key=lambda name: name not in (run.display_name or "")):
             place = f"{root}/{name}/{run.run_id}/"
@@ -146,6 +144,17 @@ class ResultsReader:
             if results != Results():
                 return results
         return Results()
+
+    def root_of(self, run: Any) -> str:
+        """The address below which the run's artifacts are.
+
+        Raises:
+            UserError: it is not known, or cannot be read from here.
+        """
+        root = run.runtime_config.pipeline_root if run.runtime_config else None
+        root = (root or self._root).partition("?")[0].rstrip("/")
+        _check_store(root)
+        return root
 
     @cached_property
     def _root(self) -> str:

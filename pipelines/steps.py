@@ -22,6 +22,7 @@ from pipelines.resources import (
     on_cpu,
     on_gpu,
     on_training_nodes,
+    task_of,
     waiting,
     with_engine,
 )
@@ -92,7 +93,7 @@ class Steps:
         return with_engine(self._task(component, recipe, **inputs))
 
     def _task(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return component(recipe=recipe, overrides=self.overrides, **inputs)
+        return task_of(component, recipe=recipe, overrides=self.overrides, **inputs)
 
 
 def _of_this_run(task: dsl.PipelineTask) -> dsl.PipelineTask:

@@ -5,7 +5,8 @@
 What a run needs to know of the server is in the environment: see --help.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +20,7 @@ from lathe.config.recipe import recipe_text
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.compile import FUNCTIONS, build
+from pipelines.finished import Outputs
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
 from pipelines.resources import SERVICE_ACCOUNT, Variant
@@ -39,6 +41,10 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse a node pool without enough GPUs, as an autoscaled "
     "one may be.")
 ]  # fmt: skip
+
+Followed = Annotated[
+    bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
+]
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,18 @@ class Submission:
 
 
 def prepare(
-    name: str, arguments: dict[str, Any], root: str, fresh: bool = False, strict: bool = False
+    name: str,
+    arguments: dict[str, Any],
+    root: str,
+    fresh: bool = False,
+    strict: bool = False,
+    finished: Mapping[str, Outputs] | None = None,
 ) -> Submission:
     """Check all that can be checked, then put the pipeline on the server.
 
     Args:
         strict: whether machines that are not there now are an error; else a warning.
+        finished: outputs of the steps that are not to be done again.
 
     Raises:
         ExceptionGroup: of UserErrors, everything that is wrong; nothing is on the server then.
@@ -90,6 +102,7 @@ def prepare(
         variant = choose_variant(name, arguments, fresh)
     except UserError:  # which the check of the recipes tells
         variant = Variant()
+    variant = replace(variant, finished=finished or {})
     preflight.recipes(name, arguments, variant)
     preflight.nodes(variant.pool, strict)
     pipeline = build(name, variant)
@@ -118,7 +131,26 @@ def prepare(
 
 def _sent(recipe: str) -> str:
     """What the steps get for a recipe: they run in an image, which has those that ship only."""
-    return recipe_text(Path(recipe)) if Path(recipe).is_file() else recipe
+    is_file = "\n" not in recipe and Path(recipe).is_file()
+    return recipe_text(Path(recipe)) if is_file else recipe
+
+
+def start(submission: Submission, name: str, is_followed: bool, logs: bool) -> None:
+    """Start a run of this name and print its page; follow it if asked to.
+
+    Raises:
+        UserError, StageError: the server does not take it.
+    """
+    client = submission.client
+    with answers():
+        body = client.api_models.V2beta1Run(display_name=name, **submission.request())
+        run_id = client.runs.run_service_create_run(body).run_id
+    page = client.page(f"runs/details/{run_id}")
+    print(f"run {run_id}: {page}", flush=True)
+    if page.startswith(LOCAL_UI):
+        print(f"for that page: {TO_UI}; or set LATHE_KFP_UI to the UI's address")
+    if is_followed:
+        follow_to_end(client, run_id, logs)
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -132,27 +164,14 @@ def main(
     arguments: dict[str, Any],
     root: Root = "",
     strict: Strict = False,
-    is_followed: Annotated[
-        bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
-    ] = False,
+    is_followed: Followed = False,
     logs: Logs = True,
 ) -> None:
     """Run a pipeline on the cluster."""
     with told():
         submission = prepare(pipeline, arguments, root, strict=strict)
-        client = submission.client
-        with answers():
-            body = client.api_models.V2beta1Run(
-                display_name=f"{pipeline} {datetime.now():%Y-%m-%d %H:%M:%S}",
-                **submission.request(),
-            )
-            run_id = client.runs.run_service_create_run(body).run_id
-        page = client.page(f"runs/details/{run_id}")
-        print(f"run {run_id}: {page}", flush=True)
-        if page.startswith(LOCAL_UI):
-            print(f"for that page: {TO_UI}; or set LATHE_KFP_UI to the UI's address")
-        if is_followed:
-            follow_to_end(client, run_id, logs)
+        name = f"{pipeline} {datetime.now():%Y-%m-%d %H:%M:%S}"
+        start(submission, name, is_followed, logs)
 
 
 if __name__ == "__main__":

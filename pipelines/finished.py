@@ -1,0 +1,57 @@
+"""Steps that an earlier run has finished, whose outputs a new run takes."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from kfp import dsl
+
+METRICS = "metrics"
+"""Artifact of every step, which Pipelines stores last, when the step has succeeded."""
+TYPES = {
+    kind.schema_title: kind
+    for kind in (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
+}
+Outputs = dict[str, str]
+"""Addresses by output."""
+
+
+class Finished:
+    """Stands for the task of such a step: imports of its artifacts, and no pod of its own."""
+
+    def __init__(self, component: Any, found: Outputs) -> None:
+        self.outputs = {
+            name: _imported(found[name], spec.type)
+            for name, spec in component.component_spec.outputs.items()
+            if name in found and name != METRICS
+        }
+
+    def set_caching_options(self, *_: object) -> "Finished":
+        """Nothing: there is no pod."""
+        return self
+
+    set_container_image = set_caching_options
+
+
+def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
+    """The outputs of the steps that have succeeded, from the addresses of all objects of a run.
+
+    An object's address is `<root>/<step>/<execution>/<output>`, followed by the name of a file if
+    the output is a folder. A step in a loop has no name of its own and is left out.
+    """
+    pattern = re.compile(rf"{re.escape(root.rstrip('/'))}/([a-z0-9-]+)/([0-9a-f-]{{36}})/(\w+)")
+    executions: dict[str, dict[str, Outputs]] = {}
+    for address in addresses:
+        if match := pattern.match(address):
+            step, execution, output = match.groups()
+            executions.setdefault(step, {}).setdefault(execution, {})[output] = match[0]
+    done = {
+        step: [outputs for outputs in found.values() if METRICS in outputs]
+        for step, found in executions.items()
+    }
+    return {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
+
+
+def _imported(address: str, type_name: str) -> Any:
+    kind = TYPES[type_name.partition("@")[0]]
+    return dsl.importer(artifact_uri=address, artifact_class=kind, reimport=False).output

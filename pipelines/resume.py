@@ -1,0 +1,75 @@
+"""Start a run that goes on where another ended: what that has finished is not done again.
+
+    python -m pipelines.resume RUN
+
+Whatever Pipelines' cache holds, the outputs are those of that very run.
+"""
+
+from typing import Annotated, Any
+
+import typer
+
+from lathe.errors import UserError
+from lathe.storage import list_objects
+from pipelines.compile import FUNCTIONS
+from pipelines.finished import Outputs, finished_steps
+from pipelines.follow import Logs
+from pipelines.inputs import STORE_SECONDS, within
+from pipelines.results import ResultsReader
+from pipelines.server import HELP, answers, connect
+from pipelines.submit import Followed, prepare, start
+from pipelines.told import told
+
+ANEW = ("gate", "report", "release")
+"""Steps that every run does itself."""
+
+
+def steps_to_take(name: str, place: str) -> dict[str, Outputs]:
+    """The finished steps of the run whose artifacts are below `place`, as far as pipeline `name`
+    can take them.
+
+    Raises:
+        UserError: the store does not answer, or there are none.
+    """
+    addresses = within(STORE_SECONDS, place, lambda: list(list_objects(place)))
+    found = finished_steps(place, addresses)
+    taken = {step: outputs for step, outputs in found.items() if step not in ANEW}
+    if not taken:
+        raise UserError(
+            f"{place}: no step of that run has finished",
+            f"start a new one: make submit PIPELINE={name}",
+        )
+    return taken
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=HELP)
+def main(
+    run: Annotated[str, typer.Argument(help="Id of the run to go on from.")],
+    is_followed: Followed = False,
+    logs: Logs = True,
+) -> None:
+    """Go on where a run ended, with its pipeline and parameters."""
+    with told():
+        client = connect()
+        with answers():
+            before: Any = client.runs.run_service_get_run(run)
+        name = (before.display_name or "").partition(" ")[0]
+        if name not in FUNCTIONS:
+            raise UserError(
+                f"run {run} ({before.display_name!r}) is not one that `make submit` started",
+                f"its name begins with none of {', '.join(FUNCTIONS)}",
+            )
+        place = f"{ResultsReader(client).root_of(before)}/{name}/{run}/"
+        taken = steps_to_take(name, place)
+        print(f"taken from {run}: {', '.join(sorted(taken))}")
+        settings = before.runtime_config
+        arguments = {"overrides": []} | dict(settings.parameters or {})
+        submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)
+        start(submission, f"{name} from {run[:8]}", is_followed, logs)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,95 @@
+"""A run that goes on where another ended takes what that has finished."""
+
+import json
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lathe.storage import write_text
+from pipelines import resume
+from pipelines.finished import finished_steps
+
+RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
+FIRST, SECOND = "1916f9ff-2cbb-49ff-b62c-c124d328123d", "2916f9ff-2cbb-49ff-b62c-c124d328123d"
+PARAMETERS = {"recipe": "tiny", "overrides": ["Launch.gpus_per_node=0", "Engine.max_steps=7"]}
+
+
+@pytest.fixture
+def place(kfp, s3, monkeypatch) -> str:
+    """Where a failed run has put its artifacts: it has prepared the data and trained, and was
+    pruning."""
+    monkeypatch.setenv("LATHE_PIPELINE_ROOT", f"{s3}/root")
+    kfp.runs[RUN] = {
+        "run_id": RUN,
+        "display_name": "full 2026-01-05 03:00:00",
+        "state": "FAILED",
+        "created_at": "2026-01-05T03:00:00Z",
+        "runtime_config": {"parameters": PARAMETERS},
+    }
+    place = f"{s3}/root/full/{RUN}"
+    for object_name in (
+        f"prepare/{FIRST}/data/data.json",
+        f"prepare/{FIRST}/metrics",
+        f"pretrain/{FIRST}/model/state/step_5/rank.safetensors",  # an attempt that was lost
+        f"pretrain/{SECOND}/model/lathe.json",
+        f"pretrain/{SECOND}/page",
+        f"pretrain/{SECOND}/metrics",
+        f"prune/{FIRST}/pruned/state/step_5/rank.safetensors",
+    ):
+        write_text(f"{place}/{object_name}", "{}")
+    return place
+
+
+def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
+    result = CliRunner().invoke(resume.app, [RUN])
+    assert result.exit_code == 0, result.output
+    assert f"taken from {RUN}: prepare, pretrain\n" in result.output
+    (run,) = (run for name, run in kfp.runs.items() if name != RUN)
+    assert run["display_name"] == f"full from {RUN[:8]}"
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters["recipe"] == "tiny"
+    assert set(PARAMETERS["overrides"]) <= set(parameters["overrides"])
+    (text,) = kfp.uploads.values()
+    spec = next(yaml.load_all(text, yaml.CSafeLoader))
+    executors = spec["deploymentSpec"]["executors"]
+    addresses = {
+        executor["importer"]["artifactUri"]["constant"]: executor["importer"]["typeSchema"]
+        for executor in executors.values()
+        if "importer" in executor
+    }
+    assert addresses[f"{place}/prepare/{FIRST}/data"]["schemaTitle"] == "system.Dataset"
+    assert addresses[f"{place}/pretrain/{SECOND}/model"]["schemaTitle"] == "system.Model"
+    steps = {name.removeprefix("exec-") for name, e in executors.items() if "container" in e}
+    assert {"prune", "gate", "report"} < steps and not {"prepare", "pretrain"} & steps
+    tasks = spec["root"]["dag"]["tasks"]
+    assert tasks["prune"]["inputs"]["artifacts"]["model"]["taskOutputArtifact"] == {
+        "producerTask": "train",
+        "outputArtifactKey": "model",
+    }
+
+
+def test_a_run_that_has_finished_nothing_or_is_not_ours_is_refused(kfp, place):
+    kfp.runs["other"] = kfp.runs[RUN] | {"run_id": "other"}
+    result = CliRunner().invoke(resume.app, ["other"])
+    assert result.exit_code == 2 and "no step of that run has finished" in result.output
+    kfp.runs["mine"] = kfp.runs[RUN] | {"run_id": "mine", "display_name": "somebody's"}
+    result = CliRunner().invoke(resume.app, ["mine"])
+    assert result.exit_code == 2 and "is not one that `make submit` started" in result.output
+    assert not kfp.uploads
+
+
+def test_a_step_of_a_loop_or_without_metrics_is_not_finished():
+    root = "s3://b/root/compress/run"
+    objects = [
+        f"{root}/prune/{e}/{name}" for e in (FIRST, SECOND) for name in ("pruned", "metrics")
+    ]
+    objects += [
+        f"{root}/choose/{FIRST}/chosen/lathe.json",
+        f"{root}/evaluate-dense/{FIRST}/metrics",
+    ]
+    found = finished_steps(f"{root}/", objects)
+    assert list(found) == ["evaluate-dense"]
+    assert json.dumps(found["evaluate-dense"]) == json.dumps(
+        {"metrics": f"{root}/evaluate-dense/{FIRST}/metrics"}
+    )
