@@ -8,10 +8,8 @@ from kfp import dsl
 
 METRICS = "metrics"
 """Artifact of every step, which Pipelines stores last, when the step has succeeded."""
-TYPES = {
-    kind.schema_title: kind
-    for kind in (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
-}
+KINDS = (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
+TYPES = {kind.schema_title: kind for kind in KINDS}
 Outputs = dict[str, str]
 """Addresses by output."""
 
@@ -37,7 +35,8 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
     """The outputs of the steps that have succeeded, from the addresses of all objects of a run.
 
     An object's address is `<root>/<step>/<execution>/<output>`, followed by the name of a file if
-    the output is a folder. A step in a loop has no name of its own and is left out.
+    the output is a folder. An execution that was lost has no metrics; a step that has succeeded
+    several times, as in a loop, is left out.
     """
     pattern = re.compile(rf"{re.escape(root.rstrip('/'))}/([a-z0-9-]+)/([0-9a-f-]{{36}})/(\w+)")
     executions: dict[str, dict[str, Outputs]] = {}

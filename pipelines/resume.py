@@ -5,13 +5,14 @@
 Whatever Pipelines' cache holds, the outputs are those of that very run.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
 from lathe.errors import UserError
 from lathe.storage import list_objects
-from pipelines.compile import FUNCTIONS
+from pipelines.compile import FUNCTIONS, built
 from pipelines.finished import Outputs, finished_steps
 from pipelines.follow import Logs
 from pipelines.inputs import STORE_SECONDS, within
@@ -33,13 +34,21 @@ def steps_to_take(name: str, place: str) -> dict[str, Outputs]:
     """
     addresses = within(STORE_SECONDS, place, lambda: list(list_objects(place)))
     found = finished_steps(place, addresses)
-    taken = {step: outputs for step, outputs in found.items() if step not in ANEW}
+    left = {*ANEW, *_steps_in_loops(name)}
+    taken = {step: outputs for step, outputs in found.items() if step not in left}
     if not taken:
         raise UserError(
             f"{place}: no step of that run has finished",
             f"start a new one: make submit PIPELINE={name}",
         )
     return taken
+
+
+def _steps_in_loops(name: str) -> Iterator[str]:
+    """Steps whose name alone does not tell one turn of their loop from another."""
+    for component, spec in built(name).pipeline_spec.components.items():
+        if component.startswith("comp-for-loop"):
+            yield from spec.dag.tasks
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,14 +1,11 @@
 """A run that goes on where another ended takes what that has finished."""
 
-import json
-
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from lathe.storage import write_text
 from pipelines import resume
-from pipelines.finished import finished_steps
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 FIRST, SECOND = "1916f9ff-2cbb-49ff-b62c-c124d328123d", "2916f9ff-2cbb-49ff-b62c-c124d328123d"
@@ -79,17 +76,13 @@ def test_a_run_that_has_finished_nothing_or_is_not_ours_is_refused(kfp, place):
     assert not kfp.uploads
 
 
-def test_a_step_of_a_loop_or_without_metrics_is_not_finished():
-    root = "s3://b/root/compress/run"
-    objects = [
-        f"{root}/prune/{e}/{name}" for e in (FIRST, SECOND) for name in ("pruned", "metrics")
-    ]
-    objects += [
-        f"{root}/choose/{FIRST}/chosen/lathe.json",
-        f"{root}/evaluate-dense/{FIRST}/metrics",
-    ]
-    found = finished_steps(f"{root}/", objects)
-    assert list(found) == ["evaluate-dense"]
-    assert json.dumps(found["evaluate-dense"]) == json.dumps(
-        {"metrics": f"{root}/evaluate-dense/{FIRST}/metrics"}
-    )
+def test_steps_of_a_loop_are_done_again_and_lost_executions_do_not_count(place):
+    root = place.replace("/full/", "/compress/")
+    for name in (
+        f"prune/{FIRST}/metrics",
+        f"evaluate-dense/{FIRST}/metrics",
+        f"choose/{FIRST}/chosen/lathe.json",
+    ):
+        write_text(f"{root}/{name}", "{}")
+    found = resume.steps_to_take("compress", f"{root}/")
+    assert found == {"evaluate-dense": {"metrics": f"{root}/evaluate-dense/{FIRST}/metrics"}}
