@@ -18,8 +18,7 @@ def release(
     metrics: dsl.Output[dsl.Metrics],
     cloze: str = "",
 ):
-    """Compare the model with the live one, publish it, test the published bytes, and roll the
-    Deployment to them. A model that is worse than the live one is not released.
+    """Publish a model that is as good as the live one, and roll the Deployment to it.
 
     Args:
         recipe: Name or path of the recipe (groups Production, Offline_Eval, Gate and Serving).

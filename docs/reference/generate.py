@@ -1,7 +1,7 @@
 """Write the pages of this folder, and the tables of the components' READMEs: `make reference`.
 
 `settings.md` comes from the recipe's typed settings, `cli.md` from the command line's own help, and
-`components.md` from the signatures and docstrings of the pipeline components.
+`pipelines.md` and `components.md` from the pipelines and their components.
 """
 
 import importlib
@@ -16,6 +16,8 @@ import typer
 
 from lathe.cli import app
 from lathe.config import explain
+from pipelines.compile import FUNCTIONS, built
+from pipelines.graph import mermaid
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = ROOT / "components"
@@ -40,6 +42,7 @@ def pages() -> dict[Path, str]:
     found = {
         folder / "settings.md": explain.page() + "\n",
         folder / "cli.md": cli_page(),
+        folder / "pipelines.md": pipelines_page(),
         folder / "components.md": components_page(),
     }
     for name in NAMES:
@@ -56,6 +59,26 @@ def cli_page() -> str:
     parts.append("\n".join(f"- [`{name}`](#{_anchor(name)}): {_title(v)}" for name, v in verbs))
     for name, verb in verbs:
         parts += [f"## {name}", _paragraphs(verb.help or ""), *_usage(name, verb)]
+    return "\n\n".join(parts) + "\n"
+
+
+def pipelines_page() -> str:
+    """All pipelines, each with its graph and its arguments."""
+    parts = [
+        "# Pipelines",
+        "What `make run`, `make submit` and `make schedule` take as `PIPELINE`. The graphs are "
+        "those of the UI without the artifacts; a box is a part that opens with a click.",
+        FOOT,
+    ]
+    for name, function in FUNCTIONS.items():
+        described = _described_by(inspect.cleandoc(function.__doc__ or ""))
+        rows: Rows = [
+            (f"`{key}`", _type(part) + _default(part), described[key])
+            for key, part in built(name).component_spec.inputs.items()
+        ]
+        title = inspect.cleandoc(function.__doc__ or "").splitlines()[0]
+        parts += [f"## {name}", title, f"```mermaid\n{mermaid(name)}\n```"]
+        parts.append(_table(("Argument", "Type", ""), rows))
     return "\n\n".join(parts) + "\n"
 
 
@@ -183,12 +206,19 @@ def _type(part: Any) -> str:
 def _default(part: Any) -> str:
     if not part.optional:
         return ""
-    return ", optional" if part.default in (None, "") else f", default {part.default:g}"
+    if part.default in (None, "") or isinstance(part.default, list):
+        return ", optional"
+    shown = f"`{part.default}`" if isinstance(part.default, str) else f"{part.default:g}"
+    return f", default {shown}"
 
 
 def _described(name: str) -> dict[str, str]:
     """What a component's docstring says of every input and output."""
-    text = inspect.cleandoc(_component(name).python_func.__doc__)
+    return _described_by(inspect.cleandoc(_component(name).python_func.__doc__))
+
+
+def _described_by(text: str) -> dict[str, str]:
+    """The sections Args and Returns of a docstring."""
     sections = dict(re.findall(r"^(Args|Returns):\n((?:    .*\n?|\n)+)", text, re.MULTILINE))
     found = dict(re.findall(r"^    (\w+): ((?:.*\n?)(?:      .*\n?)*)", sections["Args"], re.M))
     return found | {"Output": sections.get("Returns", "")}

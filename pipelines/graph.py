@@ -1,0 +1,42 @@
+"""A pipeline's graph, as the UI shows it, in the language of Mermaid."""
+
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from typing import Any
+
+from pipelines.compile import built
+
+INDENT = "  "
+
+
+def mermaid(name: str) -> str:
+    """The graph of pipeline `name`: its steps, those of a part within a box, and what each waits
+    for, without what follows from the rest."""
+    spec = built(name).pipeline_spec
+    return "\n".join(["flowchart LR", *_dag(spec, spec.root.dag, "", INDENT)])
+
+
+def _dag(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
+    before = {name: set(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
+    order = list(TopologicalSorter(before).static_order())
+    for name in order:
+        task, key = dag.tasks[name], f"{prefix}{name}"
+        inner = spec.components[task.component_ref.name].dag
+        label = "model" if name == "importer" else task.task_info.name
+        if inner.tasks:
+            yield f'{indent}subgraph {key}["{label}"]'
+            yield from _dag(spec, inner, f"{key}_", indent + INDENT)
+            yield f"{indent}end"
+        else:
+            yield f'{indent}{key}["{label}"]'
+    for name in order:
+        for earlier in sorted(before[name] - _implied(name, before)):
+            yield f"{indent}{prefix}{earlier} --> {prefix}{name}"
+
+
+def _implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
+    """What a step waits for because another that it waits for does."""
+    found: set[str] = set()
+    for earlier in before[name]:
+        found |= before[earlier] | _implied(earlier, before)
+    return found
