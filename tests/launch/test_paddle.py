@@ -2,6 +2,7 @@
 
 import base64
 import json
+import tempfile
 import threading
 from pathlib import Path
 
@@ -50,7 +51,12 @@ def run(s3: str, verb: str, *overrides: str) -> dict[str, float]:
     )
     chosen = [*SETTINGS, "Launch.nodes=2", "Distributed.dp_degree=2", *overrides]
     command = [verb, model, "--data", data, "--output", output, *options(RECIPE, chosen)]
-    return train(load_recipe(RECIPE, chosen), command, output, lambda: pytest.fail("not here"))
+    with tempfile.TemporaryDirectory() as folder:
+        page = dsl.HTML(name="page", uri=f"{folder}/page.html")
+        settings = load_recipe(RECIPE, chosen)
+        figures = train(settings, command, output, page, lambda: pytest.fail("not here"))
+        assert "data:image/svg+xml" in Path(page.path).read_text()  # the loss curve
+        return figures
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,7 @@ def test_the_engine_has_its_runtime(
     monkeypatch.setattr(trainjob, "Patience", lambda: QUICK)
     trainer = play(step, succeed)
     write_text(f"{s3}/run/lathe.json", json.dumps({"metrics": {"step": 6}}))
+    write_text(f"{s3}/run/train.jsonl", '{"step": 6, "loss": 5.5}\n')
     assert run(s3, verb, override) == {"step": 6}
     (job,) = trainer.created
     assert job["spec"]["runtimeRef"]["name"] == runtime
