@@ -38,6 +38,8 @@ def test_one_that_is_registered_stays_as_it_is(
     registry: ModelRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     register_release(*RELEASE, FIGURES)
+    caplog.clear()
+    caplog.set_level(logging.INFO, "lathe")
     register_release(*RELEASE, {"perplexity": 1.0})
     (version,) = registry.versions
     assert version["customProperties"]["perplexity"]["double_value"] == 12.5

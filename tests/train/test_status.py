@@ -113,7 +113,7 @@ def test_a_server_that_fails_does_not_hinder_a_training(
     if harm == "refuses":
         server.token = "another"
     elif harm == "silent":
-        server.delay = 3.0
+        server.delay = 600.0
         monkeypatch.setattr(status, "TIMEOUT", 0.2)
     elif harm == "unknown authority":
         (tmp_path / "other").mkdir()
