@@ -26,6 +26,7 @@ CRON      ?=
 WAIT      ?=
 LOGS      ?=
 STRICT    ?=
+NOTIFY    ?=
 LIMIT     ?=
 OUTPUT    ?=
 OPEN      ?=
@@ -60,7 +61,7 @@ arguments = $(call quote,$(PIPELINE)) \
   $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
   $(call option,--production,PRODUCTION) \
   $(foreach v,$(call dotted),$(call override,$(v)))
-machines = $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
+machines = $(if $(NOTIFY),--notify) $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
   $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
   $(call option,--cpus,CPUS) $(call option,--memory,MEMORY)
 strict   = $(if $(STRICT),--strict)
@@ -72,7 +73,7 @@ help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= PRODUCTION= ENGINE=torch|paddle RUN='
-	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= STRICT=1 (FOLLOW=1, CRON=)'
+	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run
 run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton

@@ -25,6 +25,17 @@ class _MarkEveryLine(logging.Formatter):
         return "\n".join(MARK + line for line in super().format(record).splitlines())
 
 
+def log_plainly() -> logging.Logger:
+    """Print Lathe's log lines with the mark on each."""
+    print_any_text()
+    log = logging.getLogger("lathe")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_MarkEveryLine())
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+    return log
+
+
 @contextmanager
 def stage(recipe: str, overrides: Sequence[str], restarts: int | None = None) -> Iterator[Recipe]:
     """Yield the recipe; a mistake of the user ends the process with its message and status 2.
@@ -35,12 +46,7 @@ def stage(recipe: str, overrides: Sequence[str], restarts: int | None = None) ->
     """
     end_with_tied_shell()
     end_cleanly_on_sigterm()
-    print_any_text()
-    log = logging.getLogger("lathe")
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_MarkEveryLine())
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
+    log = log_plainly()
     try:
         settings = load_recipe(recipe, overrides)
         supervise(settings.Launch.restarts if restarts is None else restarts, MARK)

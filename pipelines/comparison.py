@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Table
 
+from lathe.report.results import Results
 from lathe.report.summary import Row, columns
-from pipelines.results import Results
 
 ABSENT = "-"
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from kfp import compiler, dsl
 from kfp.dsl.graph_component import GraphComponent
 
+from components.notify.component import notify
 from pipelines.compress import compress
 from pipelines.full import full
 from pipelines.groups import with_groups
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
-from pipelines.resources import Pool, Variant, compiling
+from pipelines.resources import Pool, Variant, compiling, telling
 
 ENGINE = "Compress.engine"
 FUNCTIONS: dict[str, Callable[..., None]] = {
@@ -50,6 +51,7 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
     overrides += variant.overrides
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
+    function = _with_notice(name, function) if variant.notify else function
     with compiling(variant), with_groups():
         return dsl.pipeline(name=name)(function)
 
@@ -65,6 +67,17 @@ def _with_default(function: Callable[..., None], **defaults: object) -> Callable
     ]
     clone.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return clone
+
+
+def _with_notice(name: str, function: Callable[..., None]) -> Callable[..., None]:
+    """The pipeline whose steps are one node of the graph, followed by a notice however they end."""
+
+    @functools.wraps(function)
+    def told(*args: object, **kwargs: object) -> None:
+        with dsl.ExitHandler(telling(notify(pipeline=name)), name=name):
+            function(*args, **kwargs)
+
+    return told
 
 
 @functools.cache

@@ -18,9 +18,10 @@ import urllib3
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponential
 
 from lathe.errors import StageError, UserError
+from lathe.report.results import Results
 from pipelines.failure import explain_failure
 from pipelines.pods import Pods, Step, open_pods
-from pipelines.results import Results, ResultsReader, results_of_logs
+from pipelines.results import ResultsReader, results_of_logs
 from pipelines.server import HELP, Client, answers, connect
 from pipelines.summary import wide_console
 from pipelines.told import fail, told
@@ -33,6 +34,7 @@ WORDS = {
 }
 ENDED = tuple(WORDS)
 OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
+GROUPS = ("condition-", "exit-handler-")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """How long the server may be unreachable before following gives up; the run itself continues."""
@@ -128,7 +130,7 @@ def tasks_of_run(run: Any) -> list[Step]:
         )
         for task in details
         if task.display_name and f"{task.display_name}-driver" in names
-        if task.display_name != "root" and not task.display_name.startswith("condition-")
+        if task.display_name != "root" and not task.display_name.startswith(GROUPS)
     ]
 
 

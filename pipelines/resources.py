@@ -22,6 +22,8 @@ NODE_POOL = "lathe/node-pool"
 QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
 TRACKING = "lathe-tracking"
+WEBHOOK = "lathe-webhook"
+TOLD = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
 TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
 SERVICE_ACCOUNT = "lathe-pipeline"
 USER = 10001
@@ -70,12 +72,14 @@ class Variant:
             address is noticed and the stages run again.
         sizes: what the steps need; None where the model is not known.
         finished: outputs of the steps that an earlier run has finished, which are not done again.
+        notify: whether somebody is told of the end of the run.
     """
 
     pool: Pool = Pool()
     fresh: bool = False
     sizes: Sizes | None = None
     finished: Mapping[str, Outputs] = field(default_factory=dict)
+    notify: bool = False
 
     @property
     def overrides(self) -> list[str]:
@@ -150,6 +154,12 @@ def waiting(task: PipelineTask, hours: float) -> PipelineTask:
         return task
     task.set_cpu_request("100m").set_memory_request("512Mi")
     return _with_house_rules(task, hours, shared_memory_gib=2)
+
+
+def telling(task: PipelineTask) -> PipelineTask:
+    """Next to nothing, and the address of the webhook."""
+    kubernetes.use_secret_as_env(task, WEBHOOK, TOLD, optional=True)
+    return waiting(task, hours=0.25)
 
 
 def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> PipelineTask:

@@ -1,88 +1,20 @@
-"""What a run has made: the figures, the verdict and the page that its steps have recorded.
+"""Read the results of runs on the cluster, from the store or else from their pods' logs."""
 
-They are read from where the steps put them, `<pipeline root>/<pipeline>/<run>/<step>/<execution>/
-<artifact>` in the object store, or below the folder of a local run. Pipelines' own API (2.17) says
-nothing of a step's outputs.
-"""
-
-import json
 import os
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.table import Table
-
-from lathe import storage
 from lathe.errors import StageError, UserError
-from lathe.report.summary import Row, summary_table
+from lathe.report.results import Results, read_results, rows
 from pipelines.cluster import config_map, open_cluster
 from pipelines.compile import FUNCTIONS
 from pipelines.inputs import STORE_SECONDS, within
 from pipelines.pods import Pods
 from pipelines.server import Client
-from pipelines.summary import rows
 
-RECORDED = re.compile(r"(?:^|/)(?:report|choose|gate)(?:-\d+)?/(?:[^/]+/)?(metrics|page|verdict)$")
-"""Artifacts of the steps that sum a run up, in whatever sub-pipeline they are."""
 ROOT, LAUNCHER = "LATHE_PIPELINE_ROOT", "kfp-launcher"
 KEYS = ("AWS_ACCESS_KEY_ID", "LATHE_S3_SECRET_DIR")
-VERDICTS = {"pass": "passed", "fail": "failed"}
-
-
-@dataclass(frozen=True)
-class Results:
-    """What one run has recorded.
-
-    Attributes:
-        rows: the models' figures, the dense one's first; empty without a report.
-        best: figures of the model that the pipeline `compress` has chosen.
-        verdict: `passed`, `failed` or `inconclusive`, as the gate found; empty without a gate.
-        reasons: the gate's, a sentence each.
-        page: address or path of the HTML report; empty without one.
-    """
-
-    rows: tuple[Row, ...] = ()
-    best: dict[str, float] | None = None
-    verdict: str = ""
-    reasons: tuple[str, ...] = ()
-    page: str = ""
-
-    def table(self) -> Table:
-        """The table that `make run` prints."""
-        if self.best is None:
-            return summary_table(self.rows)
-        table = Table("", "chosen")
-        for name, value in self.best.items():
-            table.add_row(name, f"{value:.4g}")
-        return table
-
-
-def read_results(place: str) -> Results:
-    """The results below a folder or an address; of several of a kind, the latest.
-
-    Raises:
-        UserError: the store does not answer, or refuses the keys; or a file is not what a step
-            has written.
-    """
-    found: dict[str, str] = {}
-    for name in _names(place):
-        if match := RECORDED.search(name):
-            step = name[match.start() :].strip("/").partition("/")[0].partition("-")[0]
-            found[f"{step}/{match[1]}"] = name
-    figures = _json(found, "report/metrics")
-    verdict = _json(found, "gate/verdict")
-    return Results(
-        tuple(rows(figures)),
-        _json(found, "choose/metrics") or None,
-        VERDICTS.get(verdict.get("verdict", ""), verdict.get("verdict", "")),
-        tuple(verdict.get("reasons", ())),
-        found.get("report/page") or found.get("choose/page") or "",
-    )
 
 
 def results_of_logs(pods: Pods) -> Results:
@@ -97,31 +29,6 @@ def results_of_logs(pods: Pods) -> Results:
     if gate := found.get("gate"):
         verdict = "passed" if gate.get("passed") else "failed"
     return Results(tuple(rows(found.get("report", {}))), found.get("choose") or None, verdict)
-
-
-def _names(place: str) -> Iterable[str]:
-    """Paths or addresses of all files below, oldest first."""
-    if storage.is_store(place):
-        return storage.list_objects(place)
-    files = (path for path in Path(place).rglob("*") if path.is_file() and not path.is_symlink())
-    return map(str, sorted(files, key=lambda path: path.stat().st_mtime))
-
-
-def _json(found: dict[str, str], name: str) -> dict[str, Any]:
-    if name not in found:
-        return {}
-    try:
-        values = json.loads(read_text(found[name]))
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise UserError(f"{found[name]}: not what a step writes", "run the pipeline again")
-    return values
-
-
-def read_text(name: str) -> str:
-    """The text of a file or of an object."""
-    return storage.read_text(name) if storage.is_store(name) else Path(name).read_text("utf-8")
 
 
 class ResultsReader:

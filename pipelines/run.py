@@ -25,7 +25,9 @@ import typer
 from lathe.data.newest import resolve
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
+from lathe.report.notice import notice_of
 from lathe.storage import is_remote
+from lathe.tracking.webhook import post
 from pipelines.arguments import takes_arguments
 from pipelines.forecast import Forecast
 from pipelines.inputs import (
@@ -218,7 +220,11 @@ def main(
             run(pipeline, folder, arguments)
         except Interrupted as error:
             fail("interrupted: every process of the run has ended", 128 + error.number)
+        except StageFailed as error:
+            post(notice_of(pipeline, folder.name, "failed", str(folder), why=str(error)))
+            raise
         show(folder, pipeline, DEPLOYED)
+    post(notice_of(pipeline, folder.name, "succeeded", str(folder)))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from rich.table import Table
 
 from lathe.artifacts.kinds import PAGE
 from lathe.errors import StageError, UserError
+from lathe.report.results import Results, read_results, read_text
 from lathe.report.summary import columns
 from lathe.storage import atomic_file, claim_output_file
 from pipelines.comparison import comparison_table
 from pipelines.inputs import RUN_LOG
-from pipelines.results import Results, ResultsReader, read_results, read_text
+from pipelines.results import ResultsReader
 from pipelines.run import RUNS
 from pipelines.server import HELP, Client, answers, connect, is_configured
 from pipelines.submit import EXPERIMENT

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lathe.report.summary import Row, summary_table
+from lathe.report.results import rows
+from lathe.report.summary import summary_table
 
 CHECKPOINTS = {"model": "pretrain/model", "pruned": "prune/pruned", "INT8": "quantize/quantized"}
 
@@ -54,12 +55,3 @@ def newest(folder: Path, output: str) -> Path | None:
     """The latest `<stage>/<output>` under a run folder."""
     found = sorted(folder.glob(f"**/{output}"), key=lambda path: path.stat().st_mtime)
     return found[-1].absolute() if found else None
-
-
-def rows(figures: dict[str, float]) -> list[Row]:
-    """The report's rows, from metrics named `dense.perplexity`."""
-    found: dict[str, dict[str, float]] = {}
-    for key, value in figures.items():
-        name, _, field = key.partition(".")
-        found.setdefault(name, {})[field] = value
-    return [Row.of_figures(name, values) for name, values in found.items()]

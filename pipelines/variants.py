@@ -29,8 +29,9 @@ MACHINES: dict[str, tuple[Any, str, str]] = {
     "queue": (str, "queue", "Kueue LocalQueue through which GPUs are given out."),
     "cpus": (int | None, "cpus_per_node", "CPU cores of every step that works."),
     "memory": (str, "memory_per_node", "Memory of every such step, 32Gi; estimated unless given."),
+    "notify": (bool | None, "notify", "Post the run's end to the URL in the Secret lathe-webhook."),
 }
-"""Options about machines: type, key of the recipe's group Launch, help."""
+"""Options that are keys of the group Launch: type, key of the recipe's group Launch, help."""
 
 
 def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
@@ -83,7 +84,7 @@ def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) ->
     )
     machines = [*arguments["overrides"], *Variant(pool).overrides]
     sizes = _sizes(arguments, load_recipe(names[0], machines))
-    return Variant(pool, fresh or corpus.startswith(NEWEST), sizes)
+    return Variant(pool, fresh or corpus.startswith(NEWEST), sizes, notify=launch.notify)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

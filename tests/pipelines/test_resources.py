@@ -190,6 +190,29 @@ def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
         assert written == settings
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_whoever_is_told_of_the_end_is_told_of_a_failure_too(tmp_path, name):
+    path = tmp_path / f"{name}.yaml"
+    compiler.Compiler().compile(build(name, Variant(notify=True)), str(path))
+    spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)
+    handled, notify = sorted(spec["root"]["dag"]["tasks"].items())
+    assert (handled[0], notify[0]) == ("exit-handler-1", "notify")
+    assert notify[1]["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
+    assert notify[1]["dependentTasks"] == ["exit-handler-1"]
+    inside = spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    usual = build(name).pipeline_spec.root.dag.tasks
+    assert {task["taskInfo"]["name"] for task in inside.values()} == {
+        task.task_info.name for task in usual.values()
+    }
+    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    secrets = {part["secretName"]: part for part in settings["exec-notify"]["secretAsEnv"]}
+    assert secrets["lathe-webhook"]["optional"]
+    assert [part["secretKey"] for part in secrets["lathe-webhook"]["keyToEnv"]] == ["url", "ui"]
+    assert not any(
+        "lathe-webhook" in str(given) for label, given in settings.items() if label != "exec-notify"
+    )
+
+
 def test_a_scheduled_pipeline_reads_its_corpus_again(tmp_path):
     path = tmp_path / "full.yaml"
     compiler.Compiler().compile(build("full", Variant(fresh=True)), str(path))

@@ -9,9 +9,9 @@ from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
 from components.artifacts import FIGURES
+from lathe.report.results import Results, read_results
 from lathe.storage import write_text
 from pipelines import follow, runs
-from pipelines.results import Results, read_results
 from tests.support.fake_kfp import frame
 from tests.support.fake_kubernetes import FakeKubernetes
 

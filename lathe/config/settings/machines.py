@@ -77,3 +77,6 @@ class LaunchSettings(Settings):
     restarts: NonNegative = 2
     """Times to start again after a failure; a preemption does not count, and after a user's
     mistake there is no restart."""
+    notify: bool = False
+    """Whether a run of a pipeline on a cluster ends with a notice to the address in the Secret
+    `lathe-webhook`."""

@@ -1,0 +1,37 @@
+"""A run that has ended -> a notice to whoever waits for it."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def notify(
+    pipeline: str,
+    notice: dsl.Output[dsl.Artifact],
+    status: dsl.PipelineTaskFinalStatus,
+):
+    """Post the result of the run to the address in LATHE_WEBHOOK.
+
+    Args:
+        pipeline: Name of the pipeline.
+        notice: JSON file, as it was posted.
+        status: How the other steps have ended, which Pipelines fills in.
+    """
+    import json
+    import os
+    from pathlib import Path
+
+    from components.stage import log_plainly
+    from lathe.report.notice import notice_of
+    from lathe.tracking.webhook import post
+
+    log_plainly()
+    run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
+    place = notice.uri.partition(run)[0] + run + "/"
+    states = {"COMPLETE": "succeeded", "FAILED": "failed", "CANCELED": "cancelled"}
+    state = states.get(status.state, "ended")  # what Pipelines says of a pod that was lost
+    page = f"{ui}/#/runs/details/{run}" if ui else ""
+    told = notice_of(pipeline, run, state, place, page)
+    Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")
+    post(told)

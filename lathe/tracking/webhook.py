@@ -1,0 +1,72 @@
+"""Notices of runs that have ended, posted as JSON to the address in LATHE_WEBHOOK.
+
+The field `text` is what Slack's incoming webhooks, Mattermost and Rocket.Chat show; the others are
+for programs.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+log = logging.getLogger("lathe")
+
+ADDRESS = "LATHE_WEBHOOK"
+SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A run that has ended.
+
+    Attributes:
+        run: its id, or the name of its folder on this machine.
+        state: `succeeded`, `failed` or `cancelled`; `ended` where it is not known.
+        verdict: the gate's, `passed`, `failed` or `inconclusive`; empty without one.
+        reasons: the gate's, or why the run failed or has no figures.
+        figures: of each model, by its name.
+        table: the figures as `make run` prints them.
+        links: addresses of the run's page and of its report, where they are known.
+    """
+
+    pipeline: str
+    run: str
+    state: str
+    verdict: str = ""
+    reasons: tuple[str, ...] = ()
+    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    table: str = ""
+    links: Mapping[str, str] = field(default_factory=dict)
+
+    def message(self) -> dict[str, object]:
+        """The JSON that is posted."""
+        gate = f", gate {self.verdict}" if self.verdict else ""
+        lines = [f"lathe {self.pipeline} {self.run}: {self.state}{gate}", *self.reasons]
+        lines += [f"```\n{self.table}\n```"] if self.table else []
+        lines += [f"{name}: {address}" for name, address in self.links.items()]
+        return {"text": "\n".join(lines)} | asdict(self)
+
+
+def post(notice: Notice) -> None:
+    """Post a notice, if LATHE_WEBHOOK has an address; one that is not taken is a warning.
+
+    Of the address only the host is ever shown: the rest is as good as a password.
+    """
+    if not (address := os.environ.get(ADDRESS)):
+        return
+    try:
+        host = urlsplit(address).hostname
+        if not address.startswith(("http://", "https://")) or not host:
+            raise ValueError(f"the value of {ADDRESS} is no http(s) address")
+        body = json.dumps(notice.message()).encode()
+        request = Request(address, body, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=SECONDS):
+            log.info("told %s", host)
+    except HTTPError as error:
+        log.warning("%s has not taken the notice: %s %s", host, error.code, error.reason)
+    except (OSError, ValueError) as error:
+        log.warning("nobody was told of the run: %s", getattr(error, "reason", None) or error)

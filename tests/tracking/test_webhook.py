@@ -1,0 +1,199 @@
+"""Notices of runs, as a web server on loopback receives them."""
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kfp import dsl
+from typer.testing import CliRunner
+
+from components.notify.component import notify
+from lathe.storage import write_text
+from lathe.tracking import webhook
+from lathe.tracking.webhook import Notice, post
+from pipelines import run
+from tests.support.silent import ANSWERS, server
+
+RUN = "9fed934b-5541-4a0c-b6c8-b33c5ac2d5ab"
+FIGURES = {"n_params": 2.59e6, "flops": 5.51e6, "n_bytes": 10.4e6, "perplexity": 180.0}
+NOTICE = Notice("full", "20261123-101500", "succeeded")
+
+
+@dataclass
+class Listener:
+    """A webhook.
+
+    Attributes:
+        address: with a part that nobody else may see.
+        status: what it answers.
+    """
+
+    address: str = ""
+    status: int = 200
+    received: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    state = Listener()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.headers["Content-Type"] == "application/json"
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            state.received.append(json.loads(body))
+            self.send_response(state.status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        state.address = f"http://127.0.0.1:{server.server_port}/services/SECRET"
+        monkeypatch.setenv("LATHE_WEBHOOK", state.address)
+        yield state
+        server.shutdown()
+
+
+@pytest.fixture
+def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KFP_RUN_ID", RUN)
+    monkeypatch.setenv("LATHE_KFP_UI", "https://kubeflow.example.com/pipeline/")
+    log = logging.getLogger("lathe")
+    before = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate = before[:2]
+    log.setLevel(before[2])
+
+
+def told(place: str, folder: Path, state: str) -> dict[str, Any]:
+    """What the step `notify` of a run writes, whose artifacts are below `place`."""
+    uri = f"{place}/full/{RUN}/notify/1916f9ff-2cbb-49ff-b62c-c124d328123d/notice"
+    # In a pod the path follows from the address, and is below /s3.
+    artifact = SimpleNamespace(uri=uri, path=str(folder / "notice"))
+    status = dsl.PipelineTaskFinalStatus(
+        state=state,
+        pipeline_job_resource_name="full-x7k2p",
+        pipeline_task_name="exit-handler-1",
+        error_code=None,
+        error_message=None,
+    )
+    notify.python_func(pipeline="full", notice=artifact, status=status)
+    written: dict[str, Any] = json.loads((folder / "notice").read_text())
+    return written
+
+
+def put(place: str, artifact: str, values: object) -> None:
+    step, name = artifact.split("/")
+    execution = "0a16f9ff-2cbb-49ff-b62c-c124d328123d"
+    text = values if isinstance(values, str) else json.dumps(values)
+    write_text(f"{place}/full/{RUN}/{step}/{execution}/{name}", text)
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_a_run_that_has_ended_is_told_with_verdict_table_and_links(
+    s3: str, listener: Listener, tmp_path: Path
+) -> None:
+    metrics = {f"dense.{key}": value for key, value in FIGURES.items()}
+    metrics |= {f"INT8.{key}": value for key, value in (FIGURES | {"n_bytes": 2.6e6}).items()}
+    put(f"{s3}/v2", "report/metrics", metrics)
+    put(f"{s3}/v2", "report/page", "<!doctype html>")
+    put(f"{s3}/v2", "gate/verdict", {"verdict": "pass", "passed": True, "reasons": ["as good"]})
+    written = told(f"{s3}/v2", tmp_path, "COMPLETE")
+    (received,) = listener.received
+    assert received == written
+    assert (received["pipeline"], received["run"]) == ("full", RUN)
+    assert (received["state"], received["verdict"]) == ("succeeded", "passed")
+    assert received["figures"]["INT8"]["n_bytes"] == 2.6e6
+    page = f"https://kubeflow.example.com/pipeline/#/runs/details/{RUN}"
+    assert received["links"]["run"] == page
+    assert received["links"]["report"].startswith(f"{s3}/v2/full/{RUN}/report/")
+    text = received["text"]
+    assert text.startswith(f"lathe full {RUN}: succeeded, gate passed\nas good\n```\n")
+    assert "2.60 MB 0.25x" in text and text.endswith(f"report: {received['links']['report']}")
+
+
+@pytest.mark.usefixtures("in_a_pod")
+@pytest.mark.parametrize(
+    ("state", "word"), [("FAILED", "failed"), ("CANCELED", "cancelled"), ("RUNNING", "ended")]
+)
+def test_so_is_a_run_that_has_failed(
+    s3: str, listener: Listener, tmp_path: Path, state: str, word: str
+) -> None:
+    told(s3, tmp_path, state)
+    (received,) = listener.received
+    assert received["state"] == word and received["verdict"] == "" and received["figures"] == {}
+    assert received["text"].startswith(f"lathe full {RUN}: {word}\nrun: https://kubeflow.example")
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_without_the_store_it_is_told_without_figures(
+    s3: str, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    told(s3, tmp_path, "COMPLETE")
+    (received,) = listener.received
+    assert received["state"] == "succeeded" and "no figures: s3://" in received["text"]
+
+
+def test_nobody_is_told_where_no_address_is_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("LATHE_WEBHOOK", raising=False)
+    post(NOTICE)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://127.0.0.1:9/services/SECRET", "nobody was told of the run: "),
+        ("file:///services/SECRET", "the value of LATHE_WEBHOOK is no http(s) address"),
+        ("http://[::1/services/SECRET", "nobody was told of the run: "),
+        ("SECRET", "the value of LATHE_WEBHOOK is no http(s) address"),
+    ],
+)
+def test_an_address_that_does_not_answer_is_a_warning_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str, said: str
+) -> None:
+    monkeypatch.setenv("LATHE_WEBHOOK", address)
+    post(NOTICE)
+    (message,) = caplog.messages
+    assert said in message and "SECRET" not in message
+
+
+def test_neither_does_one_that_refuses_or_never_answers_fail_a_run(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener.status = 404
+    post(NOTICE)
+    monkeypatch.setattr(webhook, "SECONDS", 0.3)
+    with server(ANSWERS["silent"]) as port:
+        monkeypatch.setenv("LATHE_WEBHOOK", f"http://127.0.0.1:{port}/services/SECRET")
+        post(NOTICE)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings[0] == "127.0.0.1 has not taken the notice: 404 Not Found"
+    assert "timed out" in warnings[1] and "SECRET" not in caplog.text
+
+
+def test_a_run_on_this_machine_that_fails_is_told_with_its_reason(
+    listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise run.StageFailed("prepare failed: the corpus is empty")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "run", fails)
+    result = CliRunner().invoke(run.app, ["pretrain", "--name", "mine"])
+    assert result.exit_code == 1
+    (received,) = listener.received
+    assert (received["run"], received["state"]) == ("mine", "failed")
+    assert received["reasons"] == ["prepare failed: the corpus is empty"]
