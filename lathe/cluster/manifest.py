@@ -76,10 +76,11 @@ def find_launcher(cluster: Cluster) -> Launcher:
 def job_name(
     command: Sequence[str], shape: Shape, settings: LaunchSettings, launcher: Launcher
 ) -> str:
-    """A name that depends on the work and the run only, so that a retry finds the TrainJob."""
+    """A name that depends on the work and the run only, so that a retry finds the TrainJob. It has
+    fewer than 20 characters, as names of pods and services are made from it."""
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
     digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
-    return f"lathe-{command[0]}-{digest[:12]}"
+    return f"{command[0]}-{digest[:10]}"
 
 
 def pods_of(name: str) -> str:

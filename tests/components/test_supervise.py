@@ -85,6 +85,6 @@ def test_a_signal_reaches_the_work(tmp_path: Path) -> None:
     while attempts(tmp_path) == 0:
         time.sleep(0.05)
     step.terminate()
-    out, _ = step.communicate(timeout=20)
+    out, _ = step.communicate(timeout=120)
     assert step.returncode == 128 + signal.SIGTERM and attempts(tmp_path) == 1
     assert "starting it again" not in out

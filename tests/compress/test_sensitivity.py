@@ -287,7 +287,7 @@ def finish(process: subprocess.Popen[bytes]) -> str:
 
 def kill_after(process: subprocess.Popen[bytes], journal: Path, lines: int) -> None:
     """SIGKILL as soon as the journal holds so many lines."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
             break

@@ -38,7 +38,7 @@ def socket(images: dict[str, str], tmp_path: Path) -> Iterator[str]:
     path = tmp_path / "podman.sock"
     service = subprocess.Popen(["podman", "system", "service", "--time=0", f"unix://{path}"])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         yield f"unix://{path}"

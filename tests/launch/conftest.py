@@ -32,7 +32,7 @@ def in_pod(
 def nothing_left(server: FakeKubernetes) -> Iterator[None]:
     """However the test's launchers end, no TrainJob is left; pods may take a moment to end."""
     yield
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while server.list(TRAINJOBS) or server.list("pods", labels="jobset.sigs.k8s.io/jobset-name"):
         assert time.monotonic() < end, "a TrainJob or its pods are left"
         time.sleep(0.05)

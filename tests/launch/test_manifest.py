@@ -35,7 +35,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert "an-access-key" not in said and "not-for-the-manifest" not in said
     assert "UNRELATED" not in said and "LATHE_S3_SECRET_DIR" not in said
     assert "LATHE_SERVE_PORT" not in said and "LATHE_NETWORK_TIMEOUT" in said
-    assert re.fullmatch("lathe-pretrain-[0-9a-f]{12}", job["metadata"]["name"])
+    assert re.fullmatch("pretrain-[0-9a-f]{10}", job["metadata"]["name"])
     assert job["metadata"]["labels"] == {
         "app.kubernetes.io/name": "lathe",
         "app.kubernetes.io/part-of": "lathe",

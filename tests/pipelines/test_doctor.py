@@ -249,7 +249,7 @@ def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, 
     )
     eventually(lambda: [p for p in cluster.list("pods") if p["status"]["phase"] == "Running"])
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err.decode()
     assert not cluster.list("pods") and len(kubelet.pods) == 1
     assert b"Traceback" not in err

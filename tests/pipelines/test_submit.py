@@ -414,7 +414,7 @@ def test_as_a_user_runs_it_and_ends_following(kfp):
         if line.endswith("  prepare\n"):
             break
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     (run,) = kfp.runs
     page = f"{kfp.url}/#/runs/details/{run}"

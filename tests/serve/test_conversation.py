@@ -50,7 +50,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(
         read_until(ours, b"again\r\nagain")
         read_until(ours, b"\n> ")
         os.write(ours, b"\x04")
-        assert run.wait(20) == 0
+        assert run.wait(60) == 0
     finally:
         run.kill()
         os.close(ours)

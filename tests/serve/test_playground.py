@@ -60,12 +60,12 @@ def test_a_refusal_is_shown_in_the_servers_words(page: str) -> None:
 
 
 def test_what_is_not_the_page_is_refused(page: str, server: TritonServer) -> None:
-    assert requests.get(f"{page}/v2", timeout=10).status_code == 404
-    assert requests.post(f"{page}/v2/models", data="x", timeout=10).status_code == 404
-    assert requests.post(f"{page}/generate_stream", timeout=10).status_code == 413
+    assert requests.get(f"{page}/v2", timeout=60).status_code == 404
+    assert requests.post(f"{page}/v2/models", data="x", timeout=60).status_code == 404
+    assert requests.post(f"{page}/generate_stream", timeout=60).status_code == 413
     port = int(page.rsplit(":", 1)[1])
     with pytest.raises(UserError, match="in use"), playground("x", "y", port):
         pass
     with playground("127.0.0.1:1", "gpt") as lonely:
-        reply = requests.post(f"{lonely}/generate_stream", data="{}", timeout=10)
+        reply = requests.post(f"{lonely}/generate_stream", data="{}", timeout=60)
         assert reply.status_code == 502 and "no server answers" in reply.json()["error"]

@@ -86,7 +86,7 @@ def test_a_port_that_never_answers_is_told_soon(
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"{silent}: no answer within 0\.5 s"):
         ask(silent)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert not list(tmp_path.iterdir())
 
 
@@ -108,11 +108,11 @@ def test_a_server_of_something_else_is_told() -> None:
 def test_the_playground_says_that_no_server_answers(silent: str) -> None:
     with playground.playground(silent, "gpt") as page:
         began = time.monotonic()
-        reply = requests.post(f"{page}/generate_stream", data="{}", timeout=10)
-        assert reply.status_code == 502 and time.monotonic() - began < 5
+        reply = requests.post(f"{page}/generate_stream", data="{}", timeout=60)
+        assert reply.status_code == 502 and time.monotonic() - began < 15
         assert f"no server answers on {silent} within 0.5 s" in reply.json()["error"]
         wrong = {"Content-Length": "many"}
-        assert requests.post(f"{page}/generate_stream", headers=wrong, timeout=10).status_code
+        assert requests.post(f"{page}/generate_stream", headers=wrong, timeout=60).status_code
     with pytest.raises(UserError, match="port 99999"), playground.playground(silent, "gpt", 99999):
         pass
 

@@ -117,7 +117,7 @@ def test_a_detached_server_outlives_its_parent(
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
     with pytest.raises(UserError, match=f"no server is running.*{tmp_path}"):
         client_functions.generate("x")
-    assert run_python(START_AND_LEAVE, repository, tmp_path).wait(30) == 0
+    assert run_python(START_AND_LEAVE, repository, tmp_path).wait(120) == 0
     text = client_functions.generate("x", max_tokens=4, seed=1)
     assert "".join(client_functions.stream("x", max_tokens=4, seed=1)) == text
     stopped = serve_state.stop()

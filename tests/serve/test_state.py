@@ -92,7 +92,7 @@ def test_what_agrees_in_all_is_ended(tmp_path: Path) -> None:
         process = Process.of(server.pid).model_dump()
         write(tmp_path, values(server.pid, server=process, guard=process))
         assert serve_state.stop(tmp_path) is not None
-        assert server.wait(5) == -signal.SIGTERM
+        assert server.wait(60) == -signal.SIGTERM
 
 
 def broken() -> Iterator[tuple[str, Any]]:

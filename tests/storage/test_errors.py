@@ -54,7 +54,7 @@ def test_without_a_server_or_with_a_bad_address(
     started = time.monotonic()
     with pytest.raises(UserError, match=f"no answer from {address}"):
         fetch(f"{s3}/a.txt", tmp_path)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     with pytest.raises(UserError, match="write s3://bucket/key"):
         fetch("s3://corpora", tmp_path)
     with pytest.raises(UserError, match="invalid bucket name"):

@@ -343,7 +343,7 @@ with locked(pathlib.Path({str(tmp_path / "out")!r})):
     started = time.monotonic()
     with pytest.raises(UserError, match="another process is writing to it"):
         write(tmp_path / "out")
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 10
     other.stdin.close()
     other.wait()
     assert not (tmp_path / "out").exists()

@@ -30,7 +30,7 @@ class StatusServer:
         received: each status with the time that it came at; `refused` has the messages for others.
     """
 
-    trainjob: tuple[str, str] = ("lathe", "lathe-pretrain-0123456789ab")
+    trainjob: tuple[str, str] = ("lathe", "pretrain-0123456789")
     token: str = "of-the-pod"
     delay: float = 0.0
     url: str = ""

@@ -103,7 +103,7 @@ def kill_after_saves(
 ) -> None:
     """SIGKILL to all its processes as soon as `output` holds that many committed states, the
     newest of a step after `newer_than`."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         states = saved_steps(output / "state")
         if len(states) >= saves and int(states[-1].name.removeprefix("step_")) > newer_than:

@@ -31,7 +31,7 @@ def assert_same_bits(run: Path, other: Path) -> None:
 
 
 def wait_for_steps(process: subprocess.Popen[bytes], output: Path, steps: int) -> None:
-    trace, deadline = output / "train.jsonl", time.monotonic() + 60
+    trace, deadline = output / "train.jsonl", time.monotonic() + 180
     while not trace.exists() or trace.read_text().count('"loss"') < steps:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)

@@ -37,7 +37,7 @@ def reporters() -> list[threading.Thread]:
 
 
 def wait_for_no_reporter() -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while reporters():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -93,7 +93,7 @@ def test_a_new_token_is_used(server: StatusServer, tmp_path: Path) -> None:
         server.token = token
         (tmp_path / "token").write_text(token)
         before = len(server.received)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(server.received) == before and time.monotonic() < deadline:
             reporter.metrics({"loss": 1.0})
             time.sleep(0.02)
@@ -138,7 +138,7 @@ def test_a_report_does_not_wait_for_the_server(server: StatusServer) -> None:
     for _ in range(1000):
         reporter.metrics({"loss": 1.0})
     reporter.close()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < server.delay
 
 
 def test_a_process_ends_without_waiting_for_it(tmp_path: Path) -> None:
