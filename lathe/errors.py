@@ -21,6 +21,11 @@ class UserError(Exception):
         self.what = what
         self.hint = hint
 
+    @property
+    def line(self) -> str:
+        """Both in one line."""
+        return f"{self.what}; {self.hint}"
+
 
 class StageError(RuntimeError):
     """Work that failed on valid input; the message says what failed and where to look.

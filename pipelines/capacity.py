@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
@@ -14,6 +13,7 @@ from lathe.cluster.api import Cluster
 from lathe.cluster.findings import Finding, State
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
+from pipelines.compile import containers_of
 from pipelines.resources import ACCELERATOR, NODE_POOL, Pool
 
 Amounts = dict[str, Decimal]
@@ -45,13 +45,11 @@ class Need:
 
 def needs_of(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
     """What a pipeline's steps ask for, those alike once, and its TrainJobs."""
-    spec = pipeline.component_spec.implementation.graph.deployment_spec
-    executors = json_format.MessageToDict(spec)["executors"]
     needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
-    for name, executor in sorted(executors.items()):
-        if amounts := _amounts(executor.get("container", {}).get("resources", {})):
+    for name, container in containers_of(pipeline).items():
+        if amounts := _amounts(container.get("resources", {})):
             key = tuple(sorted(amounts.items()))
-            needs.setdefault(key, Need(name.removeprefix("exec-"), 1, amounts))
+            needs.setdefault(key, Need(name, 1, amounts))
     found = list(needs.values())
     if launch.nodes > 1:
         worker = {"cpu": Decimal(launch.cpus_per_node)}

@@ -5,10 +5,13 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from google.protobuf import json_format
 from kfp import compiler, dsl
 from kfp.dsl.graph_component import GraphComponent
 
+from components.images import TRAIN
 from components.notify.component import notify
 from pipelines.compress import compress
 from pipelines.full import full
@@ -78,6 +81,23 @@ def _with_notice(name: str, function: Callable[..., None]) -> Callable[..., None
             function(*args, **kwargs)
 
     return told
+
+
+def containers_of(pipeline: GraphComponent) -> dict[str, Any]:
+    """The container of every step, as the IR has it, by the name of the step."""
+    spec = pipeline.component_spec.implementation.graph.deployment_spec
+    executors = json_format.MessageToDict(spec)["executors"]
+    return {
+        name.removeprefix("exec-"): executor["container"]
+        for name, executor in sorted(executors.items())
+        if "container" in executor
+    }
+
+
+def images_of(pipeline: GraphComponent) -> list[str]:
+    """The images of the steps, that of most of them first."""
+    found = {container["image"] for container in containers_of(pipeline).values()}
+    return sorted(found, key=lambda image: (image != TRAIN, image))
 
 
 @functools.cache

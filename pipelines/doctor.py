@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 from rich.table import Table
 from rich.text import Text
 
-from components.images import TRAIN
+from lathe.backends import paddle_backend
 from lathe.cluster.api import Cluster
 from lathe.cluster.findings import Finding, examine
 from lathe.config.recipe import load_recipe
@@ -25,7 +24,7 @@ from lathe.config.settings import LaunchSettings
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.capacity import capacity, needs_of
 from pipelines.cluster import config_map, open_cluster
-from pipelines.compile import build
+from pipelines.compile import build, images_of
 from pipelines.doctor_pod import NoRoom, findings_of_pod, pod_of_step
 from pipelines.resources import Pool, Variant
 from pipelines.server import HELP, KUBEFLOW, connect
@@ -35,7 +34,6 @@ from pipelines.told import told
 from pipelines.variants import choose_variant, takes_machines
 
 PROGRAM = ["python", "-m", "lathe.cluster.doctor"]
-PADDLE_RUNTIME = "lathe-paddle"
 METADATA = "metadata-grpc-configmap"
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 COLUMNS = 120
@@ -86,20 +84,12 @@ class Doctor:
         return findings_of_pod(self.cluster, body)
 
 
-def images_of(pipeline: GraphComponent) -> list[str]:
-    """The images of the pipeline's steps, that of most of them first."""
-    spec = pipeline.component_spec.implementation.graph.deployment_spec
-    executors = json_format.MessageToDict(spec)["executors"].values()
-    found = {e["container"]["image"] for e in executors if "container" in e}
-    return sorted(found, key=lambda image: (image != TRAIN, image))
-
-
 def launch_settings(name: str, arguments: dict[str, Any], variant: Variant) -> LaunchSettings:
     """The group Launch of a pipeline's first recipe, for the machines of `variant`."""
     recipe = next(iter(recipe_names(name, arguments).values()))
     launch = load_recipe(recipe, [*arguments["overrides"], *variant.overrides]).Launch
     if variant.pool.engine == "paddle" and launch.runtime is None:
-        return launch.model_copy(update={"runtime": PADDLE_RUNTIME})
+        return launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})
     return launch
 
 

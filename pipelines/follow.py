@@ -198,8 +198,7 @@ def show_results(client: Client, run_id: str) -> None:
         with answers():
             results = ResultsReader(client).read(_get_run(client, run_id))
     except (UserError, StageError) as error:
-        missing = error.what if isinstance(error, UserError) else str(error)
-        missing += f"; {error.hint}" if isinstance(error, UserError) else ""
+        missing = error.line if isinstance(error, UserError) else str(error)
         results = _logged(client, run_id)
     if results == Results() and not missing:
         missing = "its steps have recorded none, or Pipelines reused those of an earlier run"

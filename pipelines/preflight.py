@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from google.protobuf import json_format
 from kfp.dsl.graph_component import GraphComponent
 
 from lathe import backends, storage
@@ -18,6 +17,7 @@ from lathe.errors import StageError, UserError
 from lathe.train.batch import resolve_batch
 from lathe.train.workers import mesh_shape
 from pipelines.arguments import argument, recipe_names, wrong_names
+from pipelines.compile import images_of
 from pipelines.inputs import Inputs
 from pipelines.registry import check_image, image_labels
 from pipelines.resources import Pool, Variant
@@ -74,7 +74,7 @@ class Preflight(Inputs):
         for key, recipe in recipe_names(name, arguments).items():
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             if settings and key == "recipe":
-                self.recipes_sources(name, arguments, settings)
+                self.sources(name, arguments, settings)
             stages = STAGES[name][key]
             if settings:
                 for stage in stages:
@@ -83,7 +83,7 @@ class Preflight(Inputs):
                 settings = load_recipe(recipe, [*arguments["overrides"], *variant.overrides])
                 self.check(recipe, _check_layout, recipe, settings, pool)
 
-    def recipes_sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
+    def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
         """Check the text and tokenizer that the recipe names, where no argument replaces them."""
         for key, value in (
             ("corpus", recipe.Prepare.source),
@@ -95,9 +95,7 @@ class Preflight(Inputs):
     def images(self, pipeline: GraphComponent, pool: Pool) -> None:
         """Check that the pipeline's images exist in their registries, and that they are built for
         GPUs if the pool has any."""
-        spec = pipeline.component_spec.implementation.graph.deployment_spec
-        executors = json_format.MessageToDict(spec)["executors"].values()
-        for image in sorted({e["container"]["image"] for e in executors if "container" in e}):
+        for image in images_of(pipeline):
             self.check(f"image {image}", _check_image, image, pool.gpus)
 
     def nodes(self, pool: Pool, strict: bool) -> None:

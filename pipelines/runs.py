@@ -126,7 +126,7 @@ def _of_cluster(reader: ResultsReader, run: Any) -> Run:
     try:
         results = reader.read(run)
     except UserError as error:
-        missing = f"{error.what}; {error.hint}"
+        missing = error.line
     except StageError as error:
         missing = str(error)
     ended = run.finished_at if run.finished_at and run.finished_at.year > 1 else None

@@ -75,7 +75,8 @@ def recipe_text(path: Path) -> str:
     Raises:
         UserError: as `load_recipe`, as far as the files can be read.
     """
-    layer = _read_file(_find(path), _find(path).parent, ())
+    found = _find(path)
+    layer = _read_file(found, found.parent, ())
     return f"# {printable(path.name)}\n{write(layer.values)}"
 
 

@@ -1,7 +1,8 @@
-"""The CPU flavours of all images, built once by `make images`."""
+"""The images, built once by `make images`."""
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,31 +18,37 @@ NAMES = ("serve", "train", "paddle")
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Name -> reference."""
+    """The CPU flavours: name -> reference."""
+    return build(tmp_path_factory, "cpu", NAMES)
+
+
+def build(factory: pytest.TempPathFactory, flavour: str, names: Sequence[str]) -> dict[str, str]:
+    """Build images as a user does: name -> reference."""
     if reason := podman.absent():
         pytest.skip(f"images cannot be built here: {reason}")
-    settings = tmp_path_factory.mktemp("podman") / "containers.conf"
+    settings = factory.mktemp("podman") / "containers.conf"
     settings.write_text(podman.SETTINGS)
     os.environ.setdefault("CONTAINERS_CONF", str(settings))
-    base = podman.make_base(tmp_path_factory.mktemp("base"))
-    options = " ".join(podman.pip_options(tmp_path_factory.mktemp("pip")))
+    base = podman.make_base(factory.mktemp("base"))
+    options = " ".join(podman.pip_options(factory.mktemp("pip")))
+    given = [f"FLAVOUR={flavour}", f"IMAGES={' '.join(names)}", f"BASE={base}"]
     done = subprocess.run(
-        ["make", "--no-print-directory", "images", f"BASE={base}", f"BUILD_OPTIONS={options}"],
+        ["make", "--no-print-directory", "images", *given, f"BUILD_OPTIONS={options}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=3600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    printed = dict(line.split() for line in done.stdout.splitlines()[-len(NAMES) :])
+    printed = dict(line.split() for line in done.stdout.splitlines()[-len(names) :])
     assert all(identity.startswith("sha256:") for identity in printed.values())
-    found = {name: f"localhost/lathe-{name}:{lathe.__version__}" for name in NAMES}
-    for reference, (name, moving) in zip(printed, found.items(), strict=True):
+    moving = {name: f"localhost/lathe-{name}:{lathe.__version__}" for name in names}
+    for reference, (name, other) in zip(printed, moving.items(), strict=True):
         assert reference.startswith(f"localhost/lathe-{name}:")
-        assert podman.podman("image", "inspect", "--format", "{{.Id}}", moving).strip() == (
+        assert podman.podman("image", "inspect", "--format", "{{.Id}}", other).strip() == (
             printed[reference].removeprefix("sha256:")
         )
-    return found
+    return dict(zip(names, printed, strict=True))
 
 
 @pytest.fixture

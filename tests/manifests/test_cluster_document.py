@@ -59,7 +59,9 @@ def test_what_commands_name_is_applied(production: list[Object]) -> None:
     }
     made = {
         words[words.index("generic") + 1]: {
-            word.split("=")[1] for word in words if word.startswith(("--from-file=", "--from-literal="))
+            word.split("=")[1]
+            for word in words
+            if word.startswith(("--from-file=", "--from-literal="))
         }
         for words in (shlex.split(line) for line in COMMANDS.split("\n") if "generic" in line)
     }
