@@ -69,17 +69,20 @@ class Variant:
         fresh: whether `prepare` reads the corpus in every run, so that a changed corpus at the same
             address is noticed and the stages run again.
         sizes: what the steps need; None where the model is not known.
+        shards: in which the corpus is tokenized, each by a step of its own.
         finished: outputs of the steps that an earlier run has finished, which are not done again.
     """
 
     pool: Pool = Pool()
     fresh: bool = False
     sizes: Sizes | None = None
+    shards: int = 1
     finished: Mapping[str, Outputs] = field(default_factory=dict)
 
     @property
     def overrides(self) -> list[str]:
-        """The pool's machines as recipe overrides, for the process that starts the workers.
+        """The pool's machines, and the shards, as recipe overrides, for the process that starts the
+        workers.
 
         The engine is not included, as the recipes of a run may have different ones.
         """
@@ -87,6 +90,7 @@ class Variant:
         settings: dict[str, object] = {"nodes": pool.nodes, "gpus_per_node": pool.gpus}
         settings |= {"queue": pool.queue, "node_pool": pool.node_pool if pool.gpus else None}
         settings |= {"cpus_per_node": pool.cpus, "memory_per_node": pool.memory}
+        settings |= {"shards": self.shards if self.shards > 1 else None}
         if pool.nodes > 1 and sizes:
             settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
             settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training)
@@ -106,6 +110,11 @@ def compiling(variant: Variant) -> Iterator[None]:
         yield
     finally:
         _VARIANT.reset(token)
+
+
+def compiled_variant() -> Variant:
+    """The one that is being compiled."""
+    return _VARIANT.get()
 
 
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:

@@ -83,7 +83,7 @@ def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) ->
     )
     machines = [*arguments["overrides"], *Variant(pool).overrides]
     sizes = _sizes(arguments, load_recipe(names[0], machines))
-    return Variant(pool, fresh or corpus.startswith(NEWEST), sizes)
+    return Variant(pool, fresh or corpus.startswith(NEWEST), sizes, launch.shards)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

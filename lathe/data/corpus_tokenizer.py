@@ -2,6 +2,7 @@
 work begins."""
 
 import json
+import os
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,8 @@ from lathe.artifacts.metadata import TokenizerMetadata
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.samples import split_boundaries
-from lathe.data.sources import documents, named
+from lathe.data.shard import MOST, Shard
+from lathe.data.sources import documents, named, opened
 from lathe.data.spool import Spool, line
 from lathe.data.tokenizer import (
     FILES,
@@ -22,7 +24,7 @@ from lathe.data.tokenizer import (
     vocab_size,
 )
 from lathe.errors import UserError
-from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage import atomic_folder, claim_output_folder, is_remote
 from lathe.storage.ownership import Kind
 
 HINT = "make the tokenizer again: lathe tokenizer"
@@ -55,6 +57,8 @@ def make_tokenizer(
     tokenizer = settings.tokenizer if tokenizer is None else tokenizer
     claim_apart(output, TOKENIZER, source, tokenizer)
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    if given:
+        _require_corpus(source, settings.text_key)
     with atomic_folder(output, TOKENIZER) as work:
         metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
         used = given
@@ -69,6 +73,15 @@ def make_tokenizer(
             json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
         )
     return CorpusTokenizer(output, vocab_size(used), given is None)
+
+
+def _require_corpus(source: str, text_key: str) -> None:
+    """Raise what is wrong with a corpus as far as it is quickly told, before all shards do."""
+    if is_remote(source):
+        with opened(source, Shard(1, MOST)):  # of a store, a small part is fetched
+            return
+    if source != "python":
+        next(documents(source, text_key))
 
 
 def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str) -> None:
@@ -99,7 +112,7 @@ def origin_of(folder: Path) -> TokenizerMetadata | None:
         UserError: a file was altered, or the metadata is broken.
     """
     file = folder / TOKENIZER.metadata_file
-    if not file.is_file():
+    if not os.path.lexists(file):
         return None
     metadata = read_metadata(file, TokenizerMetadata, HINT)
     check_files(folder, TOKENIZER.metadata_file, metadata.files, HINT)

@@ -75,7 +75,8 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             raise UserError(f"{len(shards)} shards: {counted}", HINT)
         origin = first.trained_on
         is_own = origin is not None and origin.model_dump() == trained_on(recipe, spool)
-        text = Text(first.source, spool, trained(recipe) if is_own else fingerprint(tokenizer))
+        used = trained(recipe) if is_own else fingerprint(tokenizer)
+        text = Text(first.source, spool, used, "join")
         return write_data_set(work, output, recipe, text, lambda _: (tokenizer, _tokens(shards)))
 
 

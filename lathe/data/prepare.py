@@ -55,11 +55,13 @@ class Text:
     Attributes:
         source: the name of the corpus.
         tokenizer: identifies the one that they are tokenized with.
+        doing: what becomes of the tokens, for the progress bar.
     """
 
     source: str
     spool: Spool
     tokenizer: str
+    doing: str
 
 
 Encode = Callable[[int], tuple[Tokenizer, Batches]]
@@ -99,7 +101,7 @@ def prepare(
             return used, encoded(spool, used)
 
         origin = fingerprint(given) if given else trained(recipe)
-        text = Text(named(source), spool, origin)
+        text = Text(named(source), spool, origin, "tokenize")
         return write_data_set(work, output, recipe, text, encode)
 
 
@@ -132,7 +134,7 @@ def write_data_set(
     save_tokenizer(used, work / "tokenizer.json")
     size = vocab_size(used)
     with WRITERS[settings.format](work / "tokens", size) as writer:
-        write_tokens(writer, batches, spool.documents)
+        write_tokens(writer, batches, spool.documents, text.doing)
     metadata = {
         "source": text.source,
         "made_from": made_from,

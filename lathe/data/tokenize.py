@@ -19,7 +19,7 @@ from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.shard import Shard
-from lathe.data.sources import Document, named, opened
+from lathe.data.sources import Document, named, no_text, opened
 from lathe.data.spool import Spool, line
 from lathe.data.tokenizer import (
     eos_id,
@@ -90,6 +90,8 @@ def tokenize(
     used, origin = load_tokenizer(Path(tokenizer)), origin_of(Path(tokenizer))
     use_threads(settings.num_workers)
     with atomic_folder(output, SHARD) as work, opened(source, shard.checked()) as corpus:
+        if not any(file.size for file in corpus.files):
+            raise no_text(source)
         counts: dict[tuple[int, int], int] = {}
         lines = _counted(corpus.documents(settings.text_key, shard), counts)
         spool = Spool(work / TEXT, lines, f"read shard {shard} of {named(source)}")
@@ -110,7 +112,7 @@ def tokenize(
             return _result(output, metadata | {"tokens": tokens}, reused=True)
         save_tokenizer(used, work / "tokenizer.json")
         with MegatronWriter(work / "tokens", vocab_size(used)) as writer:
-            write_tokens(writer, encoded(spool, used), spool.documents)
+            write_tokens(writer, encoded(spool, used), spool.documents, "tokenize")
         metadata["tokens"] = sum(writer.sizes)
         (work / SHARD.metadata_file).write_text(json.dumps(metadata) + "\n", encoding="utf-8")
     return _result(output, metadata, reused=False)
@@ -131,7 +133,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Batches:
 
 
 def write_tokens(
-    writer: MegatronWriter | PaddleWriter, batches: Batches, documents: int, doing: str = "tokenize"
+    writer: MegatronWriter | PaddleWriter, batches: Batches, documents: int, doing: str
 ) -> None:
     """Append all batches to token files, and log the speed."""
     started, tokens = time.perf_counter(), 0

@@ -18,8 +18,8 @@ def name(request):
 
 
 def test_all_stages_are_here():
-    stages = "analyze choose deploy evaluate export gate prepare pretrain prune quantize"
-    assert [*stages.split(), "release", "report"] == NAMES
+    stages = "analyze choose deploy evaluate export gate join prepare pretrain prune quantize"
+    assert [*stages.split(), "release", "report", "tokenize", "tokenizer"] == NAMES
 
 
 def test_interface(name):
