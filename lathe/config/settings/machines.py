@@ -51,7 +51,7 @@ class LaunchSettings(Settings):
     """The machines that training runs on. The group is Lathe's own.
 
     Several nodes are groups of processes on this machine or, within a cluster, the pods of a
-    Kubeflow TrainJob, which the other keys are about.
+    Kubeflow TrainJob, which most other keys are about.
     """
 
     nodes: Processes = 1
