@@ -58,7 +58,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     if store := os.environ.get(STORE):
         for artifact in (metrics, *artifacts):
             path = Path(artifact.path)
-            address = "/".join([store.rstrip("/"), *path.parts[-3:]])  # run, task, output
+            address = "/".join([store.rstrip("/"), *tracking.below_root(path.parts)])
             upload(path, address)
             artifact.uri = address
 

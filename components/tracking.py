@@ -3,9 +3,10 @@
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ TRACE = "train.jsonl"
 SUFFIXES = {"system.HTML": ".html", "system.Artifact": ".json"}
 """Of the outputs that are files."""
 
+TURN = re.compile(r"for-loop-\d+-iteration-\d+")
+"""A folder that KFP's local runner makes for a turn of a loop."""
 
 log = logging.getLogger("lathe")
 
@@ -101,9 +104,18 @@ def this_task() -> Task | None:
         if run := os.environ.get("KFP_RUN_ID"):
             at = parts.index(run)
             return Task(parts[at - 1], run, parts[at + 1])
-        pipeline, _, when = parts[-3].partition("-")
+        parts = below_root(parts)
+        pipeline, _, when = parts[0].partition("-")
         return Task(pipeline, when, parts[-2])
     return None
+
+
+def below_root(parts: Sequence[str]) -> Sequence[str]:
+    """Of a path or an address on one machine: the run, the turns of its loops, task and output."""
+    first = len(parts) - 3
+    while TURN.fullmatch(parts[first]):
+        first -= 1
+    return parts[first:]
 
 
 def _changed(settings: Recipe) -> dict[str, object]:

@@ -10,6 +10,7 @@ import typer
 from lathe.errors import UserError
 from pipelines.compile import ENGINE, FUNCTIONS, built, defaults
 
+SHARDS = "Launch.shards"
 OPTIONS = {
     "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
     "tokenizer": "Tokenizer file or folder.",
@@ -24,6 +25,9 @@ OPTIONS = {
 }
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
+Shards = Annotated[
+    int | None, typer.Option(help=f"Steps that tokenize a shard each: short for -o {SHARDS}=...")
+]
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
 ]
@@ -37,11 +41,15 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(function)
-    def command(pipeline: str, engine: str, overrides: list[str], **options: Any) -> None:
+    def command(
+        pipeline: str, engine: str, shards: int | None, overrides: list[str], **options: Any
+    ) -> None:
         values = {key: options.pop(key) for key in OPTIONS}
         given = {key: value for key, value in values.items() if value}
         if engine:
             overrides = [*overrides, f"{ENGINE}={engine}"]
+        if shards is not None:
+            overrides = [*overrides, f"{SHARDS}={shards}"]
         arguments = defaults(pipeline, overrides) | given | {"overrides": overrides}
         function(pipeline, arguments, **options)
 
@@ -54,6 +62,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         parameter("pipeline", Pipeline, "full"),
         *(parameter(k, Annotated[str, typer.Option(help=h)], "") for k, h in OPTIONS.items()),
         parameter("engine", Engine, ""),
+        parameter("shards", Shards, None),
         parameter("overrides", Overrides, []),
         *(parameter(p.name, p.annotation, p.default) for p in own),
     ]

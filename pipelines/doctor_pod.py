@@ -13,24 +13,24 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from lathe.cluster.api import LABELS, Cluster
 from lathe.cluster.findings import Finding
 from lathe.cluster.logs import LogFollower
-from lathe.cluster.manifest import STORE_KEYS
 from lathe.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
 from lathe.errors import StageError, UserError
 from pipelines.pods import CONTAINER, STAGE
 from pipelines.resources import (
     ACCELERATOR,
     CONFIG_MAP,
+    KEYS,
     NODE_POOL,
     POD_FIELDS,
     SECRET,
     SERVICE_ACCOUNT,
+    STORE,
     TAINT,
     USER,
     Pool,
 )
 
 DOCTOR = "lathe-doctor"
-STORE = {"AWS_ENDPOINT_URL": "endpoint", "AWS_REGION": "region"}
 # The network policies know a step by Argo's label.
 STEP_LABELS = LABELS | {STAGE: "doctor", "workflows.argoproj.io/workflow": DOCTOR}
 SECONDS = 900
@@ -50,9 +50,9 @@ def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) ->
     fields: dict[str, dict[str, Any]] = {
         name: {"fieldRef": {"fieldPath": path}} for name, path in POD_FIELDS.items()
     }
-    for name, key in STORE_KEYS.items():
+    for key, name in KEYS.items():
         fields[name] = {"secretKeyRef": {"name": SECRET, "key": key}}
-    for name, key in STORE.items():
+    for key, name in STORE.items():
         fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}
     main = {
         "name": CONTAINER,

@@ -6,8 +6,16 @@ from typing import Any
 
 from kfp import dsl
 
+from lathe.artifacts.kinds import SHARD, checked
+from lathe.artifacts.metadata import ShardMetadata
+from lathe.inputs import parse_json
+from lathe.storage import read_text
+
 METRICS = "metrics"
 """Artifact of every step, which Pipelines stores last, when the step has succeeded."""
+TOKENIZE = "tokenize"
+"""The step of a shard."""
+HINT = "run the pipeline again"
 KINDS = (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
 TYPES = {kind.schema_title: kind for kind in KINDS}
 Outputs = dict[str, str]
@@ -36,7 +44,7 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
 
     An object's address is `<root>/<step>/<execution>/<output>`, followed by the name of a file if
     the output is a folder. An execution that was lost has no metrics; a step that has succeeded
-    several times, as in a loop, is left out.
+    several times, as in a loop, is left out, but for shards: see `turn_of`.
     """
     pattern = re.compile(rf"{re.escape(root.rstrip('/'))}/([a-z0-9-]+)/([0-9a-f-]{{36}})/(\w+)")
     executions: dict[str, dict[str, Outputs]] = {}
@@ -48,7 +56,21 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
         step: [outputs for outputs in found.values() if METRICS in outputs]
         for step, found in executions.items()
     }
-    return {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
+    shards = done.pop(TOKENIZE, [])
+    once = {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
+    return once | {turn_of(_number(outputs)): outputs for outputs in shards}
+
+
+def turn_of(shard: int) -> str:
+    """What stands for the step of a shard among the finished ones."""
+    return f"{TOKENIZE} {shard}"
+
+
+def _number(outputs: Outputs) -> int:
+    """The number of a shard, which is in its metadata: the name of its step is that of all."""
+    where = f"{outputs['tokens']}/{SHARD.metadata_file}"
+    values = parse_json(read_text(where), where, HINT)
+    return checked(values, ShardMetadata, where, HINT).shard
 
 
 def _imported(address: str, type_name: str) -> Any:

@@ -1,6 +1,6 @@
 """Run one pipeline with KFP's own local runner, every stage a subprocess of this Python.
 
-`python -m pipelines.local NAME ROOT CACHE ARGUMENTS` (ARGUMENTS is JSON) is the process that
+`python -m pipelines.local NAME ROOT CACHE SHARDS ARGUMENTS` (ARGUMENTS is JSON) is the process that
 `pipelines.run` starts, reads and, if need be, ends.
 """
 
@@ -16,10 +16,11 @@ from kfp.local import subprocess_task_handler as kfp_subprocess
 
 from lathe.launch.parent import tied
 from pipelines.cache import CheckedCache
-from pipelines.compile import built
+from pipelines.compile import build, built
+from pipelines.resources import Variant
 
 
-def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
+def run(name: str, root: str, cache: str, shards: int, arguments: dict[str, Any]) -> None:
     """Run pipeline `name`; outputs go to `root`, finished tasks are cached in `cache`.
 
     Raises:
@@ -28,7 +29,7 @@ def run(name: str, root: str, cache: str, arguments: dict[str, Any]) -> None:
     # "python" is not in the image's name; accelerators have no effect on a laptop.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    pipeline = built(name)
+    pipeline = build(name, Variant(shards=shards)) if shards > 1 else built(name)
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():
@@ -54,4 +55,4 @@ _run = kfp_subprocess.run_local_subprocess
 
 
 if __name__ == "__main__":
-    run(*sys.argv[1:4], json.loads(sys.argv[4]))
+    run(*sys.argv[1:4], int(sys.argv[4]), json.loads(sys.argv[5]))

@@ -21,8 +21,9 @@ TAINT = ACCELERATOR
 NODE_POOL = "lathe/node-pool"
 QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
-TRACKING = "lathe-tracking"
-WEBHOOK = "lathe-webhook"
+KEYS = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
+STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+WEBHOOK, TRACKING = "lathe-webhook", "lathe-tracking"
 TOLD = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
 TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
 SERVICE_ACCOUNT = "lathe-pipeline"
@@ -71,6 +72,7 @@ class Variant:
         fresh: whether `prepare` reads the corpus in every run, so that a changed corpus at the same
             address is noticed and the stages run again.
         sizes: what the steps need; None where the model is not known.
+        shards: in which the corpus is tokenized, each by a step of its own.
         finished: outputs of the steps that an earlier run has finished, which are not done again.
         notify: whether somebody is told of the end of the run.
     """
@@ -78,12 +80,14 @@ class Variant:
     pool: Pool = Pool()
     fresh: bool = False
     sizes: Sizes | None = None
+    shards: int = 1
     finished: Mapping[str, Outputs] = field(default_factory=dict)
     notify: bool = False
 
     @property
     def overrides(self) -> list[str]:
-        """The pool's machines as recipe overrides, for the process that starts the workers.
+        """The pool's machines, and the shards, as recipe overrides, for the process that starts the
+        workers.
 
         The engine is not included, as the recipes of a run may have different ones.
         """
@@ -91,6 +95,7 @@ class Variant:
         settings: dict[str, object] = {"nodes": pool.nodes, "gpus_per_node": pool.gpus}
         settings |= {"queue": pool.queue, "node_pool": pool.node_pool if pool.gpus else None}
         settings |= {"cpus_per_node": pool.cpus, "memory_per_node": pool.memory}
+        settings |= {"shards": self.shards if self.shards > 1 else None}
         if pool.nodes > 1 and sizes:
             settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
             settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training)
@@ -110,6 +115,11 @@ def compiling(variant: Variant) -> Iterator[None]:
         yield
     finally:
         _VARIANT.reset(token)
+
+
+def compiled_variant() -> Variant:
+    """The one that is being compiled."""
+    return _VARIANT.get()
 
 
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
@@ -195,10 +205,8 @@ def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) 
     kubernetes.empty_dir_mount(
         task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
     )
-    keys = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
-    kubernetes.use_secret_as_env(task, SECRET, keys)
-    store = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
-    kubernetes.use_config_map_as_env(task, CONFIG_MAP, store)
+    kubernetes.use_secret_as_env(task, SECRET, KEYS)
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
     kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)

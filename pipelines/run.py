@@ -80,7 +80,8 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     folder = folder.absolute()
     cache = folder / CACHE / fingerprint(arguments, recipes)
     command = [sys.executable, "-u", "-m", "pipelines.local"]
-    command += [name, str(folder), str(cache), json.dumps(arguments)]
+    shards = json.loads(recipes[0])["Launch"]["shards"]
+    command += [name, str(folder), str(cache), str(shards), json.dumps(arguments)]
     forecast = Forecast() if name == "full" and not any(arguments.values()) else None
     log = StageLog(forecast)
     if forecast:

@@ -11,14 +11,19 @@ from components.deploy.component import deploy
 from components.evaluate.component import evaluate
 from components.export.component import export
 from components.gate.component import gate
+from components.join.component import join
 from components.prepare.component import prepare
 from components.pretrain.component import pretrain
 from components.prune.component import prune
 from components.quantize.component import quantize
 from components.release.component import release
 from components.report.component import report
+from components.tokenize.component import tokenize
+from components.tokenizer.component import tokenizer
+from pipelines.finished import turn_of
 from pipelines.resources import (
     cached_unless_fresh,
+    compiled_variant,
     on_cpu,
     on_gpu,
     on_training_nodes,
@@ -26,6 +31,8 @@ from pipelines.resources import (
     waiting,
     with_engine,
 )
+
+PREPARE = "prepare"
 
 
 class Steps:
@@ -35,7 +42,10 @@ class Steps:
         self.overrides = overrides
 
     def prepare(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return cached_unless_fresh(on_cpu(self._task(prepare, recipe, **inputs), hours=4, copies=2))
+        variant = compiled_variant()
+        if variant.shards > 1 and PREPARE not in variant.finished:
+            return self._prepare_in_shards(recipe, **inputs)
+        return self._read_corpus(prepare, recipe, **inputs)
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
@@ -88,6 +98,26 @@ class Steps:
                 f"{variant}_export": exported.outputs["exported"],
             }
         return results
+
+    def _prepare_in_shards(self, recipe: str, corpus: Any, **inputs: Any) -> dsl.PipelineTask:
+        """The same in a step for each shard, of those that are not tokenized yet; the last step has
+        the name and the outputs of the one that does it alone."""
+        of, finished = compiled_variant().shards, compiled_variant().finished
+        numbers = range(1, of + 1)
+        done = [finished[turn_of(n)]["tokens"] for n in numbers if turn_of(n) in finished]
+        given: dict[str, Any] = {"finished": done}
+        if left := [n for n in numbers if turn_of(n) not in finished]:
+            chosen = self._read_corpus(tokenizer, recipe, corpus=corpus, **inputs)
+            with dsl.ParallelFor(left, name="shards") as number:
+                own = {"tokenizer": chosen.outputs["vocabulary"], "shard": number, "of": of}
+                shard = self._read_corpus(tokenize, recipe, corpus=corpus, **own)
+            given["shards"] = dsl.Collected(shard.outputs["tokens"])
+        return on_cpu(self._task(_named(join, PREPARE), recipe, **given), hours=4, copies=2)
+
+    def _read_corpus(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return cached_unless_fresh(
+            on_cpu(self._task(component, recipe, **inputs), hours=4, copies=2)
+        )
 
     def _by_engine(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return with_engine(self._task(component, recipe, **inputs))

@@ -67,24 +67,27 @@ def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) ->
     Raises:
         UserError: that recipe is wrong.
     """
-    names = list(recipe_names(name, arguments).values())
-    recipe = load_recipe(names[0], arguments["overrides"])
-    launch, corpus = recipe.Launch, arguments.get("corpus") or recipe.Prepare.source
-    gpus = launch.gpus_per_node if "gpus_per_node" in launch.model_fields_set else Pool.gpus
-    engine = _engine_of(names, arguments["overrides"])
-    is_told = launch.model_fields_set
+    names, overrides = list(recipe_names(name, arguments).values()), arguments["overrides"]
+    recipe = load_recipe(names[0], overrides)
+    launch, told = recipe.Launch, recipe.Launch.model_fields_set
+    corpus = arguments.get("corpus") or recipe.Prepare.source
     pool = Pool(
         nodes=launch.nodes,
-        gpus=gpus,
+        gpus=launch.gpus_per_node if "gpus_per_node" in told else Pool.gpus,
         node_pool=launch.node_pool or Pool.node_pool,
         queue=launch.queue,
-        engine=engine,
-        cpus=launch.cpus_per_node if "cpus_per_node" in is_told else None,
-        memory=launch.memory_per_node if "memory_per_node" in is_told else None,
+        engine=_engine_of(names, overrides),
+        cpus=launch.cpus_per_node if "cpus_per_node" in told else None,
+        memory=launch.memory_per_node if "memory_per_node" in told else None,
     )
-    machines = [*arguments["overrides"], *Variant(pool).overrides]
-    sizes = _sizes(arguments, load_recipe(names[0], machines))
-    return Variant(pool, fresh or corpus.startswith(NEWEST), sizes, notify=launch.notify)
+    machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
+    return Variant(
+        pool,
+        fresh=fresh or corpus.startswith(NEWEST),
+        sizes=_sizes(arguments, machines),
+        shards=launch.shards,
+        notify=launch.notify,
+    )
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

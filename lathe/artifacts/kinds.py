@@ -16,6 +16,8 @@ from lathe.storage.ownership import FileKind, Kind
 from lathe.storage.verified import require_intact
 
 DATA = Kind("token data set", "data.json", ("documents", "tokens", "vocab_size", "eos_id"))
+TOKENIZER = Kind("tokenizer", "origin.json", ("source", "trained_on"))
+SHARD = Kind("tokenized shard", "shard.json", ("shard", "of", "blocks"))
 CHECKPOINT = Kind("checkpoint", "lathe.json", ("lathe", "stage"))
 EXPORT = Kind("export", "export.json", ("flavour", "sha256"))
 EVALUATION = Kind("evaluation", "metrics.json", ("model", "protocol", "digests"))

@@ -35,6 +35,9 @@ def _plain(name: str) -> str:
     return name
 
 
+TEXT = "text.jsonl.zst"
+"""The documents of a shard."""
+
 TASK_NAME = r"^\w[\w.-]*$"
 """Pattern of a task's name, which is also the name of the file with its units."""
 
@@ -104,6 +107,65 @@ class DataMetadata(Metadata):
             raise ValueError("files or boundaries is missing")
         if self.files is not None and "tokenizer.json" not in self.files:
             raise ValueError("files lists no tokenizer.json")
+        return self
+
+
+class TrainedOn(BaseModel):
+    """The documents that a tokenizer was trained on: the training part of this split of a text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    text_sha256: Sha256
+    split: list[Finite]
+    vocab_size: Positive
+
+
+class TokenizerMetadata(Metadata):
+    """`origin.json`, beside a tokenizer that `lathe tokenizer` trained or copied.
+
+    Attributes:
+        source: the corpus that it is for, as it was found.
+        trained_on: None if it was given.
+    """
+
+    source: str
+    trained_on: TrainedOn | None
+    files: Files
+
+
+class ShardMetadata(Metadata):
+    """`shard.json`.
+
+    Attributes:
+        corpus_sha256: of the names and sizes of the corpus's files.
+        tokenizer_sha256: of the tokenizer.
+        text_sha256: of the shard's own documents.
+        blocks: file, block and documents of each block, in the order of the corpus.
+    """
+
+    shard: Positive
+    of: Positive
+    source: str
+    corpus_sha256: Sha256
+    text_key: str
+    tokenizer_sha256: Sha256
+    trained_on: TrainedOn | None
+    text_sha256: Sha256
+    documents: Count
+    tokens: Count
+    blocks: list[Annotated[tuple[Count, Count, Positive], Field(strict=False)]]
+    files: Files
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "ShardMetadata":
+        if self.shard > self.of:
+            raise ValueError(f"shard {self.shard} of {self.of}")
+        places = [(file, block) for file, block, _ in self.blocks]
+        if places != sorted(set(places)):
+            raise ValueError("blocks are not in the order of the corpus")
+        if sum(documents for _, _, documents in self.blocks) != self.documents:
+            raise ValueError(f"blocks do not add up to {self.documents} documents")
+        if missing := {"tokenizer.json", TEXT, "tokens.bin", "tokens.idx"} - self.files.keys():
+            raise ValueError(f"files lists no {' and no '.join(sorted(missing))}")
         return self
 
 

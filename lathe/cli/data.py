@@ -4,27 +4,30 @@ from typing import Annotated
 
 import typer
 
+from lathe.artifacts.remote import input_path
 from lathe.cli.app import app
-from lathe.cli.options import RUN, Output, Overrides, RecipeName, load
+from lathe.cli.options import RUN, Output, OutputBeside, Overrides, RecipeName, load
 from lathe.console import show
+
+Source = Annotated[
+    str | None,
+    typer.Option(
+        help="Text, JSONL (.gz, .xz, .zst), a folder of them, an http(s):// or s3:// address, "
+        "a Hugging Face data set, or newest:PLACE, the newest one in a folder or below a "
+        "prefix; the recipe's Prepare.source unless given."
+    ),
+]
+GivenTokenizer = Annotated[
+    str | None, typer.Option(help="tokenizer.json, a folder with GPT-2's BPE, or `train`.")
+]
 
 
 @app.command(
     epilog="Example: lathe prepare --source novels.jsonl.xz --tokenizer gpt2/ --output run/novels"
 )
 def prepare(
-    source: Annotated[
-        str | None,
-        typer.Option(
-            help="Text, JSONL (.gz, .xz, .zst), a folder of them, an http(s):// or s3:// address, "
-            "a Hugging Face data set, or newest:PLACE, the newest one in a folder or below a "
-            "prefix; the recipe's Prepare.source unless given."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="tokenizer.json, a folder with GPT-2's BPE, or `train`."),
-    ] = None,
+    source: Source = None,
+    tokenizer: GivenTokenizer = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "data",
@@ -32,11 +35,82 @@ def prepare(
     """Turn a corpus into a token data set, a tokenizer and held-out sets.
 
     Without --source it is the English prose that ships with Python: nothing is downloaded.
+    `lathe tokenize` and `lathe join` do the same on several machines.
     """
     settings = load(recipe, override)
     from lathe.data.prepare import prepare
 
     made = prepare(settings, output, source, tokenizer)
+    show(
+        data=made.folder,
+        documents=made.documents,
+        tokens=made.tokens,
+        vocabulary=made.vocab_size,
+        cloze_examples=made.cloze_examples,
+    )
+
+
+@app.command(epilog="Example: lathe tokenizer --source novels.jsonl.xz --output run/tokenizer")
+def tokenizer(
+    source: Source = None,
+    tokenizer: GivenTokenizer = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Output = RUN / "tokenizer",
+) -> None:
+    """Train the tokenizer of a corpus, as prepare does, on the training documents alone."""
+    settings = load(recipe, override)
+    from lathe.data.corpus_tokenizer import make_tokenizer
+
+    made = make_tokenizer(settings, output, source, tokenizer)
+    show(tokenizer=made.folder, vocabulary=made.vocab_size)
+
+
+@app.command(
+    epilog="Example: lathe tokenize --shard 2/8 --source novels.jsonl.xz --tokenizer run/tokenizer"
+)
+def tokenize(
+    shard: Annotated[
+        str, typer.Option(metavar="NUMBER/OF", help="Which shard of how many, from 1: 2/8.")
+    ],
+    source: Source = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="As prepare's, or the folder of `lathe tokenizer`; `train` is none."),
+    ] = None,
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: OutputBeside = None,
+) -> None:
+    """Tokenize one shard of a corpus; `lathe join` makes the data set of all of them.
+
+    Shards may be tokenized anywhere and in any order. One that is complete is kept when the
+    command is repeated.
+    """
+    settings = load(recipe, override)
+    from lathe.data.shard import Shard
+    from lathe.data.tokenize import tokenize
+
+    wanted = Shard.parse(shard)
+    place = output or RUN / f"shard-{wanted.number}-of-{wanted.of}"
+    made = tokenize(settings, place, wanted, source, tokenizer)
+    show(shard=made.folder, documents=made.documents, tokens=made.tokens)
+
+
+@app.command(epilog="Example: lathe join run/shard-*-of-8 --output run/data")
+def join(
+    shards: Annotated[
+        list[str], typer.Argument(metavar="SHARD...", help="Every shard's folder or address.")
+    ],
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+    output: Output = RUN / "data",
+) -> None:
+    """Make a data set of the tokenized shards of a corpus, byte for byte that of prepare."""
+    settings = load(recipe, override)
+    from lathe.data.join import join
+
+    made = join(settings, [input_path(shard) for shard in shards], output)
     show(
         data=made.folder,
         documents=made.documents,

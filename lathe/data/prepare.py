@@ -1,11 +1,8 @@
 """The prepare stage: turn a corpus into a token data set and its held-out sets."""
 
-import hashlib
 import json
 import logging
-import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,12 +14,15 @@ from lathe.artifacts.kinds import DATA, check_files, read_metadata
 from lathe.artifacts.metadata import DataMetadata
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cloze import cloze_passages
+from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.newest import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sources import documents, named
+from lathe.data.spool import Spool, line
+from lathe.data.tokenize import Batches, encoded, use_threads, write_tokens
 from lathe.data.tokenizer import (
-    FILES,
     eos_id,
+    fingerprint,
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
@@ -30,14 +30,9 @@ from lathe.data.tokenizer import (
 )
 from lathe.data.tokens import HINT, WRITERS
 from lathe.errors import UserError
-from lathe.progress import bar
-from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")
-
-# A batch is tokenized by all cores at once; its size bounds the encodings to some 100 MB.
-BATCH_DOCUMENTS = 1024
-BATCH_CHARACTERS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -53,25 +48,24 @@ class PreparedData:
     reused: bool
 
 
-class Spool:
-    """The corpus on local disk, so that it can be counted, digested and read again in order."""
+@dataclass(frozen=True)
+class Text:
+    """The documents of a data set.
 
-    def __init__(self, path: Path, source: str, text_key: str) -> None:
-        self.path, self.documents = path, 0
-        digest = hashlib.sha256()
-        with path.open("wb") as file, bar(f"read {named(source)}") as progress:
-            for text in documents(source, text_key):
-                line = json.dumps(text, ensure_ascii=False).encode() + b"\n"
-                digest.update(line)
-                file.write(line)
-                self.documents += 1
-                progress.advance()
-        self.sha256 = digest.hexdigest()
+    Attributes:
+        source: the name of the corpus.
+        tokenizer: identifies the one that they are tokenized with.
+        doing: what becomes of the tokens, for the progress bar.
+    """
 
-    def __iter__(self) -> Iterator[str]:
-        with self.path.open("rb") as file:
-            for line in file:
-                yield json.loads(line)
+    source: str
+    spool: Spool
+    tokenizer: str
+    doing: str
+
+
+Encode = Callable[[int], tuple[Tokenizer, Batches]]
+"""The tokenizer, given the number of training documents, and the tokens of all documents."""
 
 
 def prepare(
@@ -92,91 +86,72 @@ def prepare(
         UserError: as `documents` and `load_tokenizer`, or the training part is shorter than one
             sample. Nothing is left half written.
     """
-    settings, dataset = recipe.Prepare, recipe.Data.Train.dataset
+    settings = recipe.Prepare
     source = resolve(settings.source if source is None else source)
     tokenizer = settings.tokenizer if tokenizer is None else tokenizer
-    if not tokenizer:
-        raise UserError("--tokenizer is empty", "give a file or a folder, or `train`")
-    local = [] if source == "python" else [source.removeprefix("hf://")]
-    claim_output_folder(output, DATA, *local, *(Path(tokenizer) / name for name in FILES))
+    claim_apart(output, DATA, source, tokenizer)
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
-    if settings.num_workers:
-        os.environ["RAYON_NUM_THREADS"] = str(settings.num_workers)
+    use_threads(settings.num_workers)
     with atomic_folder(output, DATA) as work:
-        spool = Spool(work.with_name("documents.jsonl"), source, settings.text_key)
-        made_from = {
-            "text_sha256": spool.sha256,
-            "format": settings.format,
-            "tokenizer": _fingerprint(given) if given else f"train {settings.vocab_size}",
-            "split": list(dataset.split),
-            "cloze_examples": settings.cloze_examples,
-            "heldout_characters": settings.heldout_characters,
-        }
-        metadata = _whole(output, made_from)
-        if metadata is not None:
-            _check_parts(metadata, named(source), dataset.max_seq_len)
-            log.info("%s: already prepared from the same text and settings, kept", output)
-            return _result(output, metadata, reused=True)
-        boundaries = split_boundaries(dataset.split, spool.documents)
-        used = given or train_tokenizer(islice(spool, boundaries[1]), settings.vocab_size)
-        save_tokenizer(used, work / "tokenizer.json")
-        metadata = {"source": named(source), "made_from": made_from, "boundaries": boundaries}
-        metadata |= _write_tokens(work, settings.format, spool, used, boundaries)
-        metadata["cloze_examples"] = _write_held_out(
-            work,
-            islice(spool, boundaries[2], boundaries[3]),
-            boundaries[3] - boundaries[2],
-            settings,
-        )
-        _check_parts(metadata, named(source), dataset.max_seq_len)
-        (work / DATA.metadata_file).write_text(
-            json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
-        )
-    return _result(output, metadata, reused=False)
+        lines = map(line, documents(source, settings.text_key))
+        spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
+
+        def encode(training: int) -> tuple[Tokenizer, Batches]:
+            used = given or train_tokenizer(islice(spool, training), settings.vocab_size)
+            return used, encoded(spool, used)
+
+        origin = fingerprint(given) if given else trained(recipe)
+        text = Text(named(source), spool, origin, "tokenize")
+        return write_data_set(work, output, recipe, text, encode)
 
 
-def _write_tokens(
-    work: Path, format: str, spool: Spool, tokenizer: Tokenizer, boundaries: Sequence[int]
-) -> dict[str, Any]:
-    size, eos = vocab_size(tokenizer), eos_id(tokenizer)
-    started, tokens = time.perf_counter(), 0
-    with (
-        WRITERS[format](work / "tokens", size) as writer,
-        bar("tokenize", total=spool.documents) as progress,
-    ):
-        for batch in _batches(spool):
-            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                writer.append([*encoding.ids, eos])
-                tokens += writer.sizes[-1]
-            seconds = time.perf_counter() - started
-            rates = (len(writer.sizes) / seconds, tokens / seconds)
-            status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
-            progress.advance(len(batch), status)
-    log.info(
-        "tokenized %s documents, %s tokens in %.1f s: %s",
-        *(f"{spool.documents:,}", f"{tokens:,}", seconds, status),
-    )
-    return {
-        "format": format,
+def trained(recipe: Recipe) -> str:
+    """What a data set says of a tokenizer that is trained on its own training documents."""
+    return f"train {recipe.Prepare.vocab_size}"
+
+
+def write_data_set(
+    work: Path, output: Path, recipe: Recipe, text: Text, encode: Encode
+) -> PreparedData:
+    """Fill the folder `work`, which is to replace `output`, unless that is already made of the
+    same text; raises UserError if the training part is shorter than one sample."""
+    settings, dataset, spool = recipe.Prepare, recipe.Data.Train.dataset, text.spool
+    made_from = {
+        "text_sha256": spool.sha256,
+        "format": settings.format,
+        "tokenizer": text.tokenizer,
+        "split": list(dataset.split),
+        "cloze_examples": settings.cloze_examples,
+        "heldout_characters": settings.heldout_characters,
+    }
+    metadata = _whole(output, made_from)
+    if metadata is not None:
+        _check_parts(metadata, text.source, dataset.max_seq_len)
+        log.info("%s: already prepared from the same text and settings, kept", output)
+        return _result(output, metadata, reused=True)
+    boundaries = split_boundaries(dataset.split, spool.documents)
+    used, batches = encode(boundaries[1])
+    save_tokenizer(used, work / "tokenizer.json")
+    size = vocab_size(used)
+    with WRITERS[settings.format](work / "tokens", size) as writer:
+        write_tokens(writer, batches, spool.documents, text.doing)
+    metadata = {
+        "source": text.source,
+        "made_from": made_from,
+        "boundaries": boundaries,
+        "format": settings.format,
         "documents": spool.documents,
-        "tokens": tokens,
+        "tokens": sum(writer.sizes),
         "vocab_size": size,
-        "eos_id": eos,
+        "eos_id": eos_id(used),
         "part_tokens": [sum(writer.sizes[a:b]) for a, b in pairwise(boundaries)],
     }
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    tests = islice(spool, boundaries[2], boundaries[3])
+    count = boundaries[3] - boundaries[2]
+    metadata["cloze_examples"] = _write_held_out(work, tests, count, settings)
+    _check_parts(metadata, text.source, dataset.max_seq_len)
+    (work / DATA.metadata_file).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    return _result(output, metadata, reused=False)
 
 
 def _write_held_out(
@@ -221,10 +196,6 @@ def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
         return None
     same = bool(metadata.files) and metadata.raw.get("made_from") == made_from
     return metadata.raw if same else None
-
-
-def _fingerprint(tokenizer: Tokenizer) -> str:
-    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def _result(folder: Path, metadata: dict[str, Any], reused: bool) -> PreparedData:

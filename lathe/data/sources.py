@@ -1,30 +1,82 @@
 """Read documents from files, folders, addresses and Hugging Face data sets."""
 
-import gzip
-import io
+import json
 import logging
-import lzma
 import os
+import platform
 import tempfile
-import zlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
-
-import zstandard
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, NamedTuple, NoReturn
 
 from lathe.data.embedded import python_documents
+from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
+from lathe.data.text_lines import COMPRESSED, text_lines
 from lathe.errors import UserError, explain_os_error
-from lathe.inputs import lines, open_file, parse_json, require_text
-from lathe.storage import fetch, is_remote
+from lathe.inputs import parse_json, require_text
+from lathe.storage import digest, fetch, is_remote, is_store, sizes_below
 from lathe.storage.failures import shown
 
 log = logging.getLogger("lathe")
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
-COMPRESSED = {".gz", ".xz", ".zst"}
 IN_FOLDERS = JSON_LINES | {".txt", ".md"}
 DOCUMENT_CHARACTERS = 4000
+
+Takes = Callable[[int], bool]
+Records = Iterator[tuple[int, str]]
+
+
+class Document(NamedTuple):
+    """A document, its file's number in the corpus, and its block's number in the file."""
+
+    file: int
+    block: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """A file of a corpus, or all of one that has no files.
+
+    Attributes:
+        name: relative to the corpus.
+        size: in bytes; rows of a Hugging Face data set.
+        read: yields number and text of the records that `takes` wants, for the key of the text.
+    """
+
+    name: str
+    size: int
+    read: Callable[[str, Takes], Records]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a corpus, in the order in which they are read."""
+
+    files: list[CorpusFile]
+
+    @property
+    def digest(self) -> str:
+        """Of the files' names and sizes, and of how their documents are dealt out."""
+        files = [(file.name, file.size) for file in self.files]
+        return digest(json.dumps([BLOCK, STRIDE, files]))
+
+    def documents(self, text_key: str, shard: Shard = WHOLE) -> Iterator[Document]:
+        """Yield the stripped, non-empty documents of a shard, in the order of the corpus."""
+        for number, (file, span) in enumerate(spans(self.files)):
+            if not shard.reads(span):
+                continue
+
+            def takes(record: int, span: Span = span) -> bool:
+                return shard.of == 1 or shard.takes(span, record // BLOCK)
+
+            for record, text in file.read(text_key, takes):
+                if stripped := text.strip():
+                    yield Document(number, record // BLOCK, stripped)
 
 
 def documents(source: str, text_key: str = "text") -> Iterator[str]:
@@ -48,14 +100,17 @@ def documents(source: str, text_key: str = "text") -> Iterator[str]:
             line), a missing text key, bytes that are not UTF-8.
     """
     empty = True
-    for text in _read(source, text_key):
-        if stripped := text.strip():
+    with opened(source) as corpus:
+        for document in corpus.documents(text_key):
             empty = False
-            yield stripped
+            yield document.text
     if empty:
-        raise UserError(
-            f"{named(source)}: no text in it", "give a corpus with at least one document"
-        )
+        raise no_text(source)
+
+
+def no_text(source: str) -> UserError:
+    """The error for a corpus without a document."""
+    return UserError(f"{named(source)}: no text in it", "give a corpus with at least one document")
 
 
 def named(source: str) -> str:
@@ -63,111 +118,97 @@ def named(source: str) -> str:
     return shown(source) if is_remote(source) else source
 
 
-def _read(source: str, text_key: str) -> Iterator[str]:
+@contextmanager
+def opened(source: str, shard: Shard = WHOLE) -> Iterator[Corpus]:
+    """Open a corpus; of one in a store, the files that the shard reads are fetched.
+
+    Raises:
+        UserError: see `documents`.
+    """
     if source == "python":
-        yield from python_documents()
+        yield Corpus([CorpusFile(f"python {platform.python_version()}", 1, _python_records)])
     elif source.startswith("hf://"):
-        yield from _read_data_set(source, text_key)
+        yield Corpus([_data_set(source)])
     elif is_remote(source):
         with tempfile.TemporaryDirectory() as folder:
-            yield from _read_path(fetch(source, Path(folder)), text_key)
+            yield Corpus(_fetched(source, Path(folder), shard))
     else:
-        yield from _read_path(fetch(source, Path()), text_key)
+        yield Corpus(_files(fetch(source, Path())))
 
 
-def _read_path(path: Path, text_key: str) -> Iterator[str]:
+def spans(files: Iterable[CorpusFile]) -> Iterator[tuple[CorpusFile, Span]]:
+    """Yield each file with its bytes among those of all."""
+    files = list(files)
+    begin, total = 0, sum(file.size for file in files)
+    for file in files:
+        yield file, Span(begin, begin + file.size, total)
+        begin += file.size
+
+
+def _fetched(source: str, folder: Path, shard: Shard) -> list[CorpusFile]:
+    sizes = sizes_below(source) if is_store(source) and shard.of > 1 else {}
+    if not sizes:
+        return _files(fetch(source, folder))
+    files = [_file(folder / name, name, sizes[name]) for name in _texts(sizes, named(source))]
+    if wanted := {file.name for file, span in spans(files) if shard.reads(span)}:
+        fetch(source, folder, wanted)
+    return files
+
+
+def _files(path: Path) -> list[CorpusFile]:
     if not path.is_dir():
-        is_json = _kind(path) in JSON_LINES
-        yield from _json_texts(path, text_key) if is_json else _blocks(_lines(path))
-        return
-    files = _files(path)
-    texts = [p for p in files if _kind(p) in IN_FOLDERS]
-    if len(texts) < len(files):
-        log.warning("%s: %d files with other endings ignored", path, len(files) - len(texts))
-    for file in texts:
-        yield from _read_path(file, text_key)
-
-
-def _files(folder: Path) -> list[Path]:
-    """All files below a folder, sorted, without hidden ones."""
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=_raise):
+        return [_file(path, path.name, path.stat().st_size)]
+    found: list[str] = []
+    for parent, folders, names in os.walk(path, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
+        found += [Path(parent, name).relative_to(path).as_posix() for name in names]
         for link in (p for p in (Path(parent, name) for name in folders) if p.is_symlink()):
             log.warning("%s: a link to a folder, passed over", link)
-    return sorted(found)
+    return [_file(path / n, n, _size(path / n)) for n in _texts(found, str(path))]
+
+
+def _texts(names: Iterable[str], where: str) -> list[str]:
+    """The names of text files, sorted, without hidden ones."""
+    paths = sorted(map(PurePosixPath, names))
+    seen = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+    texts = [str(path) for path in seen if _kind(path) in IN_FOLDERS]
+    if len(texts) < len(seen):
+        log.warning("%s: %d files with other endings ignored", where, len(seen) - len(texts))
+    return texts
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # which reading it explains
+        return 0
 
 
 def _raise(error: OSError) -> NoReturn:
     raise explain_os_error(error)
 
 
-def _kind(path: Path) -> str:
+def _kind(path: PurePath) -> str:
     """The file name's extension, without that of the compression."""
     suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+    return PurePosixPath(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
-def _lines(path: Path) -> Iterator[str]:
-    """Yield decoded lines, decompressed and without line ends."""
-    with open_file(path) as file:
-        try:
-            yield from lines(_unpacked(file, path.suffix.lower()), path)
-        except OSError as error:
-            if error.errno:
-                raise
-            raise _broken(path, error) from error
-        except (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
-            raise _broken(path, error) from error
+def _file(path: Path, name: str, size: int) -> CorpusFile:
+    is_json = _kind(path) in JSON_LINES
+    return CorpusFile(name, size, partial(_json_records if is_json else _text_records, path))
 
 
-def _broken(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{path}: cannot be read: {error}",
-        "check that the file is complete and has the right extension",
-    )
+def _python_records(text_key: str, takes: Takes) -> Records:
+    return _wanted(python_documents(), takes)
 
 
-def _unpacked(file: BinaryIO, ending: str) -> io.BufferedIOBase | BinaryIO:
-    match ending:
-        case ".gz":
-            return gzip.GzipFile(fileobj=file)
-        case ".xz":
-            return lzma.LZMAFile(file)
-        case ".zst":
-            return io.BufferedReader(_Zstandard(file), 1 << 18)
-    return file
+def _text_records(path: Path, text_key: str, takes: Takes) -> Records:
+    return _wanted(_blocks(text_lines(path)), takes)
 
 
-class _Zstandard(io.RawIOBase):
-    """Read one or more frames. The library's own reader ignores that a file is truncated."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._unpacked = memoryview(b"")
-        self._packed = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            # A few bytes at a time: a block of a decompression bomb is expanded in memory.
-            self._packed = self._packed or self._file.read(1 << 12)
-            if not self._packed:
-                if not self._frame.eof:
-                    raise EOFError("the file ends inside a zstandard frame")
-                return 0
-            if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._unpacked = memoryview(self._frame.decompress(self._packed))
-            self._packed = self._frame.unused_data
-        room = memoryview(buffer)
-        count = min(len(room), len(self._unpacked))
-        room[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
-        return count
+def _wanted(texts: Iterable[str], takes: Takes) -> Records:
+    return ((number, text) for number, text in enumerate(texts) if takes(number))
 
 
 def _blocks(text: Iterable[str]) -> Iterator[str]:
@@ -182,15 +223,15 @@ def _blocks(text: Iterable[str]) -> Iterator[str]:
     yield "\n".join(gathered)
 
 
-def _json_texts(path: Path, text_key: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
+def _json_records(path: Path, text_key: str, takes: Takes) -> Records:
+    for number, line in enumerate(text_lines(path)):
+        if not takes(number) or not line.strip():
             continue
-        where = f"{path}:{number}"
+        where = f"{path}:{number + 1}"
         row = parse_json(line, where, "mend or remove the line")
         if not isinstance(row, dict):
             raise UserError(f"{where}: not a JSON object", f'write {{"{text_key}": "..."}}')
-        yield _text(where, row, text_key)
+        yield number, _text(where, row, text_key)
 
 
 def _text(where: str, row: dict[str, Any], text_key: str) -> str:
@@ -208,7 +249,7 @@ def _text(where: str, row: dict[str, Any], text_key: str) -> str:
     return require_text(text, where)
 
 
-def _read_data_set(source: str, text_key: str) -> Iterator[str]:
+def _data_set(source: str) -> CorpusFile:
     import datasets  # type: ignore[import-untyped]  # slow to import, and few need it
 
     name, config, split, *more = (*source.removeprefix("hf://").split(":"), "", "")
@@ -221,11 +262,16 @@ def _read_data_set(source: str, text_key: str) -> Iterator[str]:
             rows = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         else:
             rows = datasets.load_dataset(name, config or None, split=split)
-        numbered = enumerate(iter(rows))
+        size = len(rows)
     except Exception as error:  # `datasets` raises whatever its many readers raise
         raise UserError(
             f"{source}: cannot be loaded: {str(error).partition(chr(10))[0]}",
             "check the name, config and split; offline, give hf:// the folder of a local data set",
         ) from error
-    for number, row in numbered:
-        yield _text(f"{source} row {number}", row, text_key)
+
+    def read(text_key: str, takes: Takes) -> Records:
+        for number, row in enumerate(rows):
+            if takes(number):
+                yield number, _text(f"{source} row {number}", row, text_key)
+
+    return CorpusFile(name, size, read)

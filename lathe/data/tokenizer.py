@@ -1,5 +1,6 @@
 """Byte-level BPE tokenizers: read GPT-2's or any `tokenizers` file, or train one."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -83,6 +84,11 @@ def eos_id(tokenizer: Tokenizer) -> int:
     found = tokenizer.token_to_id(EOS)
     assert isinstance(found, int), "load_tokenizer and train_tokenizer promise it"
     return found
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """SHA-256 of everything that the tokenizer does."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

@@ -1,9 +1,10 @@
 """Atomic files and folders, and the same calls for paths and for addresses in a store."""
 
+from collections.abc import Container
 from pathlib import Path
 
 from lathe.errors import UserError, explain_os_error, printable
-from lathe.storage.download import fetch_stored
+from lathe.storage.download import fetch_stored, sizes_below
 from lathe.storage.failures import explained
 from lathe.storage.files import atomic_file, digest, sha256
 from lathe.storage.http import fetch_http
@@ -42,6 +43,7 @@ __all__ = [
     "require_apart",
     "scheme_of",
     "sha256",
+    "sizes_below",
     "upload",
     "write_text",
 ]
@@ -52,13 +54,14 @@ def is_remote(uri: str) -> bool:
     return is_store(uri) or scheme_of(uri) in ("http", "https")
 
 
-def fetch(uri: str, folder: Path) -> Path:
+def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
     """The local path of `uri`: a path is returned as it is, an address is downloaded to `folder`.
 
     `s3://bucket/key` (or `minio://`) is one object or, if there is none, the prefix
     `s3://bucket/key/`: every object below it, as a folder. A prefix that `upload` wrote is checked
     against its manifest. Files appear in the folder only when all have arrived; what an interrupted
-    fetch has downloaded is kept there under a hidden name, and the next fetch resumes it.
+    fetch has downloaded is kept there under a hidden name, and the next fetch resumes it. `only`
+    names the files of a prefix to download, of which all are by default.
 
     `file:///path` is the same in a folder that is a store (`lathe.storage.local`); write a space
     there as it is, not as %20. The AWS variables name the store of `s3://`: `AWS_ENDPOINT_URL`
@@ -85,5 +88,5 @@ def fetch(uri: str, folder: Path) -> Path:
     with explained(uri, folder):
         folder.mkdir(parents=True, exist_ok=True)
         if is_store(uri):
-            return fetch_stored(uri, folder)
+            return fetch_stored(uri, folder, only)
         return fetch_http(uri, folder)

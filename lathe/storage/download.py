@@ -3,12 +3,13 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lathe.errors import UserError
+from lathe.storage.failures import explained
 from lathe.storage.files import digest, sha256
 from lathe.storage.manifest import MARKER, OWN_NAMES, STAGE, Entry, from_json, require_relative
 from lathe.storage.object_store import ObjectStore, Stored
@@ -28,15 +29,30 @@ class Wanted:
     sha256: str | None
 
 
-def fetch_stored(uri: str, folder: Path) -> Path:
+def fetch_stored(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
     """Download an object or a prefix of a store; see `lathe.storage.fetch`."""
     store, key = open_store(uri)
     if not key.endswith("/") and (found := store.stat(key)):
         name = require_relative(PurePosixPath(key).name, uri)
         _fetch(store, uri, [Wanted(name, found, None)], folder)
         return folder / name
-    _fetch(store, uri, _below(store, key.removesuffix("/") + "/", uri), folder)
+    below = _below(store, key.removesuffix("/") + "/", uri)
+    _fetch(store, uri, [w for w in below if only is None or w.name in only], folder)
     return folder
+
+
+def sizes_below(uri: str) -> dict[str, int]:
+    """Bytes of the files below a prefix, by name; empty if it is the address of an object.
+
+    Raises:
+        UserError: nothing there, or what `fetch` would refuse.
+    """
+    with explained(uri):
+        store, key = open_store(uri)
+        if not key.endswith("/") and store.stat(key):
+            return {}
+        below = _below(store, key.removesuffix("/") + "/", uri)
+    return {wanted.name: wanted.stored.size for wanted in below}
 
 
 def _below(store: ObjectStore, prefix: str, uri: str) -> list[Wanted]:

@@ -141,6 +141,15 @@ def test_a_run_on_this_machine_has_the_name_of_its_folder(store, tmp_path, monke
     assert set(tracked(store)) == {"prepare", "pretrain 2026-01-05-03-00-00-000001"}
 
 
+def test_a_turn_of_a_loop_on_this_machine_is_of_its_run(store, tmp_path, monkeypatch):
+    monkeypatch.delenv("KFP_RUN_ID")
+    run = "/home/me/run/one/pretrain-2026-01-05-03-00-00-000001"
+    step(monkeypatch, "tokenize", local=f"{run}/for-loop-2-iteration-1")
+    with stage("tiny", []):
+        record({"tokens": 5}, metrics_of(tmp_path))
+    assert set(tracked(store)) == {"tokenize", "pretrain 2026-01-05-03-00-00-000001"}
+
+
 def test_a_file_that_cannot_be_kept_costs_that_file_only(store, tmp_path, monkeypatch, capsys):
     (tmp_path / "page").write_text("<html>")
     monkeypatch.setattr(runs.TrackedStep, "file", lambda *_: (_ for _ in ()).throw(OSError("full")))

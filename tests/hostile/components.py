@@ -14,6 +14,12 @@ STORE = "s3://bucket/releases"
 # What each is given, and of what kind its artifacts are.
 GIVEN: dict[str, dict[str, Any]] = {
     "prepare": {"recipe": SMALL, "corpus": "corpus.jsonl", "model": "dense"},
+    "tokenizer": {"recipe": SMALL, "corpus": "corpus.jsonl", "model": "dense"},
+    "tokenize": {
+        **{"recipe": SMALL, "corpus": "corpus.jsonl", "tokenizer": "tokenizer.json"},
+        **{"shard": 1, "of": 2},
+    },
+    "join": {"recipe": SMALL, "shards": ["shard-1", "shard-2"]},
     "pretrain": {"recipe": SMALL, "data": "data", "init": "dense"},
     "prune": {"recipe": PRUNE, "model": "dense", "data": "data"},
     "analyze": {"recipe": QAT, "model": "pruned", "data": "data"},
@@ -38,6 +44,8 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 KINDS = {
     "corpus": "corpus",
+    "tokenizer": "tokenizer",
+    "shards": "shard",
     "data": "data",
     "init": "checkpoint",
     "model": "checkpoint",
@@ -57,6 +65,9 @@ KINDS = {
 }
 OUTPUTS = {
     "prepare": ("data", "data.json"),
+    "tokenizer": ("vocabulary", "origin.json"),
+    "tokenize": ("tokens", "shard.json"),
+    "join": ("data", "data.json"),
     "pretrain": ("model", "lathe.json"),
     "prune": ("pruned", "lathe.json"),
     "quantize": ("quantized", "lathe.json"),
@@ -73,6 +84,8 @@ ODD: dict[str, tuple[str, Callable[[Path], object] | None]] = {
     "long": (LONG, None),
     "another-kind": ("", None),
 }
+FINE = dict.fromkeys(("tokenize", "tokenizer"), ("a-file", "another-kind"))
+"""What is a corpus for these, though too short to train on."""
 METADATA_FILES = {
     "data": "data/data.json",
     "checkpoint": "dense/lathe.json",
@@ -80,6 +93,7 @@ METADATA_FILES = {
     "export": "dense-onnx/export.json",
     "sensitivity": "sensitivity/sensitivity.json",
     "deployed": "deployed/deploy.json",
+    "shard": "shard-1/shard.json",
 }
 CONTENTS = {"{}": b"{}", "[]": b"[]", "deep lists": b"[" * 100_000}
 OPTIONAL = ("corpus", "cloze", "init")
@@ -108,7 +122,7 @@ def cases() -> Iterator[Case]:
 
 def _odd(name: str, given: Mapping[str, Any], parameter: str, kind: str) -> Iterator[Case]:
     for odd, (path, make) in ODD.items():
-        if (kind == "corpus" and odd == "another-kind") or (
+        if (kind == "corpus" and odd in FINE.get(name, ("another-kind",))) or (
             name in EXPENSIVE and odd not in ("missing", "another-kind")
         ):
             continue
@@ -121,7 +135,7 @@ def _odd(name: str, given: Mapping[str, Any], parameter: str, kind: str) -> Iter
 def _metadata_files(
     name: str, given: Mapping[str, Any], parameter: str, kind: str, value: Any
 ) -> Iterator[Case]:
-    if kind not in METADATA_FILES or name in ("release", "prepare"):
+    if kind not in METADATA_FILES or name in ("release", "prepare", "tokenizer"):
         return
     file = METADATA_FILES[kind]
     artifact = file.split("/")[0]

@@ -30,6 +30,9 @@ SEALED: dict[str, list[Reader]] = {
     "paddled/tokens_idx.npz": [("blend", "second")],
     "blended/1-data/tokens.bin": [("pretrain", "--data")],
     "blended/2-paddled/tokens_idx.npz": [("pretrain", "--data")],
+    "vocabulary/tokenizer.json": [("tokenize", "--tokenizer")],
+    "shard-1/tokens.bin": [("join", "first")],
+    "shard-2/text.jsonl.zst": [("join", "second")],
     "dense/model.safetensors": OF_MODEL,
     "dense/config.json": OF_MODEL,
     "dense/tokenizer.json": OF_MODEL,
@@ -44,6 +47,8 @@ SEALED: dict[str, list[Reader]] = {
 # What is not: damage that reads as something else is not seen.
 OPEN: dict[str, list[Reader]] = {
     "data/data.json": OF_DATA,
+    "vocabulary/origin.json": [("tokenize", "--tokenizer")],
+    "shard-1/shard.json": [("join", "first")],
     "blended/data.json": [("pretrain", "--data")],
     "dense/lathe.json": OF_MODEL,
     "plain/model.safetensors": OF_PLAIN,
@@ -57,7 +62,8 @@ OPEN: dict[str, list[Reader]] = {
     "paddle/mp_00_sharding_00_pp_00/model.pdparams": [("import-paddle", "source")],
     "tokenizer.json": [("prepare", "--tokenizer"), ("import-paddle", "--tokenizer")],
 }
-FOREIGN = {("data/data.json", "absent")}  # a data set of another tool has no metadata file
+# Data sets and tokenizers of other tools have no metadata file.
+FOREIGN = {("data/data.json", "absent"), ("vocabulary/origin.json", "absent")}
 MAY_LACK = {"dense-eval/samples.json"}
 
 

@@ -38,6 +38,8 @@ READ: dict[str, Reader] = {
     "sensitivity/sensitivity.json": ("quantize", "--sensitivity"),
     "deployed/deploy.json": ("report", "--deployed"),
     "tokenizer.json": ("prepare", "--tokenizer"),
+    "vocabulary/origin.json": ("tokenize", "--tokenizer"),
+    "shard-1/shard.json": ("join", "first"),
 }
 KEYS = {
     "data/data.json": "made_from boundaries format documents tokens vocab_size eos_id part_tokens"
@@ -51,6 +53,9 @@ KEYS = {
     "dense-eval/metrics.json": "model text protocol digests",
     "sensitivity/sensitivity.json": "mode metric model baseline linears skip",
     "deployed/deploy.json": "prompts identical serving samples",
+    "vocabulary/origin.json": "source trained_on files",
+    "shard-1/shard.json": "shard of source corpus_sha256 text_key tokenizer_sha256 trained_on"
+    " text_sha256 documents tokens blocks files",
 }
 NEEDED = ("files", "sha256", "proof", "source", "boundaries", "eos_id", "vocab_size", "documents")
 NEEDED += ("blend", "linears", "skip")

@@ -47,6 +47,11 @@ RUNS = (
     "prepare --source corpus.jsonl --tokenizer train -r small.yaml --output data",
     "prepare --source corpus.jsonl --tokenizer data -r small.yaml -o Prepare.format=paddle"
     " --output paddled",
+    "tokenizer --source corpus.jsonl --tokenizer train -r small.yaml --output vocabulary",
+    "tokenize --shard 1/2 --source corpus.jsonl --tokenizer vocabulary -r small.yaml"
+    " --output shard-1",
+    "tokenize --shard 2/2 --source corpus.jsonl --tokenizer vocabulary -r small.yaml"
+    " --output shard-2",
     "blend data=1 paddled=1 --output blended",
     "pretrain --data data -r small.yaml --output dense",
     "prune dense --data data -r small-prune.yaml --output pruned",

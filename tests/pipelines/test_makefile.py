@@ -39,6 +39,12 @@ def test_the_default_is_the_full_pipeline():
     assert dry_run()[1:] == ["-m", "pipelines.run", "full"]
 
 
+@pytest.mark.parametrize("target", ["run", "submit", "schedule", "doctor"])
+def test_shards_wherever_data_is_prepared(target):
+    words = dry_run("SHARDS=8", target=target)
+    assert words[words.index("full") :][:3] == ["full", "--shards", "8"]
+
+
 def test_submit_and_schedule():
     words = dry_run(
         *("PIPELINE=qat", "MODEL=s3://m/gpt/", "NODES=2", "GPUS=8", "NODE_POOL=a100", "FOLLOW=1"),

@@ -51,7 +51,7 @@ class LaunchSettings(Settings):
     """The machines that training runs on. The group is Lathe's own.
 
     Several nodes are groups of processes on this machine or, within a cluster, the pods of a
-    Kubeflow TrainJob, which all other keys are about.
+    Kubeflow TrainJob, which most other keys are about.
     """
 
     nodes: Processes = 1
@@ -72,6 +72,8 @@ class LaunchSettings(Settings):
     """Kueue LocalQueue that the TrainJob waits in; null starts it at once."""
     priority: KubernetesName | None = None
     """Kueue WorkloadPriorityClass, which orders the jobs of a queue; it needs `queue`."""
+    shards: Annotated[int, Field(ge=1, le=256)] = 1
+    """Steps of a pipeline that tokenize a shard of the corpus each; the data set is the same."""
     deadline_hours: Annotated[float, Field(gt=0, le=10 * 365 * 24)] = 240.0
     """Hours from the launcher's start, waiting included, after which the job is ended."""
     restarts: NonNegative = 2

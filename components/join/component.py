@@ -1,0 +1,36 @@
+"""Tokenized shards -> token data set."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def join(
+    recipe: str,
+    overrides: list[str],
+    data: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+    shards: dsl.Input[list[dsl.Dataset]] = None,
+    finished: list[str] = [],  # noqa: B006
+):
+    """Make one data set of the shards of a corpus.
+
+    Args:
+        recipe: Name or path of the recipe (groups Prepare and Data).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        shards: Tokenized shards.
+        finished: Addresses of those that an earlier run has tokenized.
+        data: Token data set, tokenizer, held-out text and cloze examples.
+        metrics: Documents, tokens and vocabulary size.
+    """
+    from pathlib import Path
+
+    from components.artifacts import local, record
+    from components.stage import stage
+    from lathe.artifacts.remote import input_path
+    from lathe.data.join import join
+
+    with stage(recipe, overrides) as settings:
+        folders = [*map(input_path, finished), *local(*(shards or []))]
+        record(join(settings, folders, Path(data.path)), metrics, data)

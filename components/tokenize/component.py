@@ -1,0 +1,42 @@
+"""Text and tokenizer -> one tokenized shard."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def tokenize(
+    recipe: str,
+    overrides: list[str],
+    shard: int,
+    of: int,
+    tokenizer: dsl.Input[dsl.Artifact],
+    tokens: dsl.Output[dsl.Dataset],
+    metrics: dsl.Output[dsl.Metrics],
+    corpus: str = "",
+):
+    """Tokenize one shard of a corpus.
+
+    Args:
+        recipe: Name or path of the recipe (group Prepare).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        shard: Number of the shard, from 1.
+        of: Number of shards.
+        tokenizer: Folder of the step `tokenizer`.
+        corpus: File, folder, address or data set name; the recipe's when empty.
+        tokens: The shard's tokens and documents.
+        metrics: The shard's number, documents and tokens.
+    """
+    from pathlib import Path
+
+    from components.artifacts import local, record
+    from components.stage import stage
+    from lathe.data.shard import Shard
+    from lathe.data.tokenize import tokenize
+
+    with stage(recipe, overrides) as settings:
+        (folder,) = local(tokenizer)
+        part = Shard(shard, of)
+        result = tokenize(settings, Path(tokens.path), part, corpus or None, str(folder))
+        record(result, metrics, tokens)

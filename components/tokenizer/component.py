@@ -1,0 +1,42 @@
+"""Text -> tokenizer, before the text is tokenized in shards."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def tokenizer(
+    recipe: str,
+    overrides: list[str],
+    vocabulary: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+    corpus: str = "",
+    tokenizer: str = "",
+    model: dsl.Input[dsl.Model] = None,
+):
+    """Train the tokenizer of a corpus, or take the given one.
+
+    Args:
+        recipe: Name or path of the recipe (groups Prepare and Data).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        corpus: File, folder, address or data set name; the recipe's when empty.
+        tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
+        model: A model that the data is for, whose tokenizer is taken.
+        vocabulary: Folder with the tokenizer and where it comes from.
+        metrics: Vocabulary size.
+    """
+    from pathlib import Path
+
+    from components.artifacts import local, record
+    from components.stage import stage
+    from lathe.artifacts.remote import input_path
+    from lathe.data.corpus_tokenizer import make_tokenizer
+
+    with stage(recipe, overrides) as settings:
+        (of_model,) = local(model)
+        given = input_path(tokenizer) if tokenizer else of_model
+        result = make_tokenizer(
+            settings, Path(vocabulary.path), corpus or None, given and str(given)
+        )
+        record(result, metrics, vocabulary)

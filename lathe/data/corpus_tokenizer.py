@@ -1,0 +1,137 @@
+"""The tokenizer of a corpus, as a folder of its own: shards of the corpus need it before any other
+work begins."""
+
+import json
+import os
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lathe.artifacts.kinds import TOKENIZER, check_files, read_metadata
+from lathe.artifacts.metadata import TokenizerMetadata
+from lathe.config.settings import Recipe
+from lathe.data.newest import NEWEST, resolve
+from lathe.data.samples import split_boundaries
+from lathe.data.shard import MOST, Shard
+from lathe.data.sources import documents, named, opened
+from lathe.data.spool import Spool, line
+from lathe.data.tokenizer import (
+    FILES,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+    vocab_size,
+)
+from lathe.errors import UserError
+from lathe.storage import atomic_folder, claim_output_folder, is_remote
+from lathe.storage.ownership import Kind
+
+HINT = "make the tokenizer again: lathe tokenizer"
+
+
+@dataclass(frozen=True)
+class CorpusTokenizer:
+    """What `make_tokenizer` wrote."""
+
+    folder: Path
+    vocab_size: int
+    trained: bool
+
+
+def make_tokenizer(
+    recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
+) -> CorpusTokenizer:
+    """Write the tokenizer that `prepare` would use to a folder: trained on the training documents,
+    or the one that is given.
+
+    Args:
+        output: holds `tokenizer.json` and, in `origin.json`, where it comes from.
+        source, tokenizer: see `lathe.data.prepare.prepare`.
+
+    Raises:
+        UserError: as `prepare`. Nothing is left half written.
+    """
+    settings, split = recipe.Prepare, recipe.Data.Train.dataset.split
+    source = resolve(settings.source if source is None else source)
+    tokenizer = settings.tokenizer if tokenizer is None else tokenizer
+    claim_apart(output, TOKENIZER, source, tokenizer)
+    given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    if given:
+        _require_corpus(source, settings.text_key)
+    with atomic_folder(output, TOKENIZER) as work:
+        metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
+        used = given
+        if used is None:
+            lines = map(line, documents(source, settings.text_key))
+            spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
+            training = split_boundaries(split, spool.documents)[1]
+            used = train_tokenizer(islice(spool, training), settings.vocab_size)
+            metadata["trained_on"] = trained_on(recipe, spool)
+        save_tokenizer(used, work / "tokenizer.json")
+        (work / TOKENIZER.metadata_file).write_text(
+            json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
+        )
+    return CorpusTokenizer(output, vocab_size(used), given is None)
+
+
+def _require_corpus(source: str, text_key: str) -> None:
+    """Raise what is wrong with a corpus as far as it is quickly told, before all shards do."""
+    if is_remote(source):
+        with opened(source, Shard(1, MOST)):  # of a store, a small part is fetched
+            return
+    if source != "python":
+        next(documents(source, text_key))
+
+
+def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str) -> None:
+    """Check, before any work, that `output` may be written and is apart from corpus and tokenizer.
+
+    Raises:
+        UserError: see `claim_output_folder`; or no tokenizer is named.
+    """
+    if not tokenizer:
+        raise UserError("--tokenizer is empty", "give a file or a folder, or `train`")
+    local = [] if source == "python" else [source.removeprefix("hf://")]
+    claim_output_folder(output, kind, *local, *(Path(tokenizer) / name for name in FILES))
+
+
+def trained_on(recipe: Recipe, text: Spool) -> dict[str, Any]:
+    """What a tokenizer that is trained on this text by this recipe follows from."""
+    return {
+        "text_sha256": text.sha256,
+        "split": list(recipe.Data.Train.dataset.split),
+        "vocab_size": recipe.Prepare.vocab_size,
+    }
+
+
+def origin_of(folder: Path) -> TokenizerMetadata | None:
+    """Where the tokenizer in a folder comes from; None if `make_tokenizer` did not write it.
+
+    Raises:
+        UserError: a file was altered, or the metadata is broken.
+    """
+    file = folder / TOKENIZER.metadata_file
+    if not os.path.lexists(file):
+        return None
+    metadata = read_metadata(file, TokenizerMetadata, HINT)
+    check_files(folder, TOKENIZER.metadata_file, metadata.files, HINT)
+    return metadata
+
+
+def source_of(source: str, tokenizer: Path) -> str:
+    """The corpus of a shard: every shard has to read the same, so `newest:PLACE` is the one that
+    was found when the tokenizer was made.
+
+    Raises:
+        UserError: the tokenizer does not say which one that was.
+    """
+    if not source.startswith(NEWEST):
+        return source
+    origin = origin_of(tokenizer)
+    if origin is None:
+        raise UserError(
+            f"{source}: shards may find different ones",
+            "name the corpus, or give the folder of `lathe tokenizer` as --tokenizer",
+        )
+    return origin.source

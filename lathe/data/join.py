@@ -1,0 +1,160 @@
+"""Make one data set of the tokenized shards of a corpus, the same as in one piece."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from lathe.artifacts.kinds import DATA, SHARD, check_files, read_metadata
+from lathe.artifacts.metadata import TEXT, ShardMetadata
+from lathe.config.settings import Recipe
+from lathe.data.corpus_tokenizer import trained_on
+from lathe.data.ids import check_ids
+from lathe.data.megatron import TokenArrays, read_megatron
+from lathe.data.prepare import PreparedData, Text, trained, write_data_set
+from lathe.data.sources import no_text
+from lathe.data.spool import Spool, read_lines
+from lathe.data.tokenize import HINT, Batches
+from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
+from lathe.errors import UserError
+from lathe.storage import atomic_folder, claim_output_folder
+
+SAME = {
+    "of": "number of shards",
+    "source": "corpus",
+    "corpus_sha256": "state of the corpus: its files have other names or sizes",
+    "text_key": "Prepare.text_key",
+    "tokenizer_sha256": "tokenizer",
+    "trained_on": "training of the tokenizer",
+}
+"""What shards of one corpus have in common, by key of their metadata."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    folder: Path
+    metadata: ShardMetadata
+    arrays: TokenArrays
+
+    def blocks(self) -> Iterator[tuple[int, int, int, int, "_Opened"]]:
+        """Place in the corpus, first document in the shard and documents of each block."""
+        first = 0
+        for file, block, documents in self.metadata.blocks:
+            yield file, block, first, documents, self
+            first += documents
+
+
+def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
+    """Write the data set that `prepare` makes of the same corpus, byte for byte.
+
+    Args:
+        recipe: `Prepare`, and the split and `max_seq_len` of `Data.Train.dataset`.
+        folders: every shard of the corpus once, in any order; see `lathe.data.tokenize.tokenize`.
+        output: see `prepare`.
+
+    Raises:
+        UserError: a shard is missing, given twice, altered or of another corpus, tokenizer or
+            number of shards; or as `prepare`. Nothing is left half written.
+    """
+    claim_output_folder(output, DATA, *folders)
+    shards = [_open(folder) for folder in folders]
+    _require_same(shards)
+    _require_each_once(shards)
+    first = shards[0].metadata
+    documents = sum(shard.metadata.documents for shard in shards)
+    if not documents:
+        raise no_text(first.source)
+    tokenizer = _tokenizer_of(shards)
+    with atomic_folder(output, DATA) as work:
+        spool = Spool(work.with_name("documents"), _lines(shards), f"read {len(shards)} shards")
+        if spool.documents != documents:
+            counted = f"{spool.documents:,} documents, not {documents:,} as counted"
+            raise UserError(f"{len(shards)} shards: {counted}", HINT)
+        origin = first.trained_on
+        is_own = origin is not None and origin.model_dump() == trained_on(recipe, spool)
+        used = trained(recipe) if is_own else fingerprint(tokenizer)
+        text = Text(first.source, spool, used, "join")
+        return write_data_set(work, output, recipe, text, lambda _: (tokenizer, _tokens(shards)))
+
+
+def _open(folder: Path) -> _Opened:
+    if not (folder / SHARD.metadata_file).is_file():
+        raise UserError(
+            f"{folder}: no tokenized shard: it has no {SHARD.metadata_file}",
+            "give the folders that `lathe tokenize` wrote",
+        )
+    metadata = read_metadata(folder / SHARD.metadata_file, ShardMetadata, HINT)
+    check_files(folder, SHARD.metadata_file, metadata.files, HINT)
+    arrays = read_megatron(folder / "tokens.bin", folder / "tokens.idx")
+    counts = len(arrays.sizes), len(arrays.tokens)
+    if counts != (metadata.documents, metadata.tokens):
+        raise UserError(
+            f"{folder / SHARD.metadata_file}: counts {metadata.documents:,} documents and "
+            f"{metadata.tokens:,} tokens, the files hold {counts[0]:,} and {counts[1]:,}",
+            HINT,
+        )
+    return _Opened(folder, metadata, arrays)
+
+
+def _require_same(shards: Sequence[_Opened]) -> None:
+    first = shards[0]
+    for shard in shards[1:]:
+        for key, what in SAME.items():
+            if getattr(shard.metadata, key) != getattr(first.metadata, key):
+                raise UserError(
+                    f"{shard.folder} and {first.folder}: another {what}",
+                    "tokenize all shards of one corpus alike, and those again that are not",
+                )
+
+
+def _require_each_once(shards: Sequence[_Opened]) -> None:
+    found: dict[int, Path] = {}
+    for shard in shards:
+        number, of = shard.metadata.shard, shard.metadata.of
+        if number in found:
+            raise UserError(
+                f"{found[number]} and {shard.folder}: both are shard {number}/{of}",
+                "give every shard once",
+            )
+        found[number] = shard.folder
+    if missing := [f"{n}/{of}" for n in range(1, of + 1) if n not in found]:
+        shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+        raise UserError(
+            f"{len(missing)} of {of} shards missing: {shown}",
+            f"lathe tokenize --shard {missing[0]} makes one; give all of them",
+        )
+
+
+def _tokenizer_of(shards: Sequence[_Opened]) -> Tokenizer:
+    first = shards[0]
+    tokenizer = load_tokenizer(first.folder)
+    if fingerprint(tokenizer) != first.metadata.tokenizer_sha256:
+        raise UserError(
+            f"{first.folder / 'tokenizer.json'}: not the one that {SHARD.metadata_file} names",
+            HINT,
+        )
+    for shard in shards:
+        check_ids(shard.arrays, vocab_size(tokenizer), shard.folder)
+    return tokenizer
+
+
+def _in_order(shards: Sequence[_Opened]) -> Iterator[tuple[int, int, "_Opened"]]:
+    """First document in its shard, number of documents and shard of each block of the corpus."""
+    merged = heapq.merge(*(shard.blocks() for shard in shards), key=lambda block: block[:2])
+    for _, _, first, documents, shard in merged:
+        yield first, documents, shard
+
+
+def _lines(shards: Sequence[_Opened]) -> Iterator[bytes]:
+    texts = {shard.folder: read_lines(shard.folder / TEXT) for shard in shards}
+    for _, documents, shard in _in_order(shards):
+        yield from islice(texts[shard.folder], documents)
+
+
+def _tokens(shards: Sequence[_Opened]) -> Batches:
+    for first, documents, shard in _in_order(shards):
+        starts, sizes, tokens = shard.arrays.starts, shard.arrays.sizes, shard.arrays.tokens
+        yield [tokens[starts[i] : starts[i] + sizes[i]] for i in range(first, first + documents)]

@@ -1,0 +1,73 @@
+"""Which documents of a corpus belong to a shard of it: decided without reading the others.
+
+Every shard is an equal range of the corpus's bytes. A file within a range belongs to that shard
+alone; the documents of a file that several ranges share are dealt out in proportion, in blocks. So
+a shard reads only its own files, and of a shared one, which cannot be divided before it is read
+(compressed, or text without marks), parses and tokenizes only its own documents.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lathe.errors import UserError
+
+BLOCK = 64
+"""Documents that are dealt out together."""
+SLOTS, STRIDE = 1 << 16, 40503
+"""Places of a file at which blocks are put, and the step from one to the next: the golden ratio
+(Knuth's multiplicative hashing), so that any number of blocks is spread evenly."""
+MOST = 256
+
+
+class Span(NamedTuple):
+    """The bytes of a file among those of its corpus."""
+
+    begin: int
+    end: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Shard `number`, from 1, of `of`."""
+
+    number: int = 1
+    of: int = 1
+
+    @staticmethod
+    def parse(text: str) -> "Shard":
+        """Parse `2/8`; raises UserError if it has another form."""
+        match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+        if not match:
+            raise UserError(f"--shard {text}: not NUMBER/OF", "write --shard 2/8")
+        return Shard(int(match[1]), int(match[2])).checked()
+
+    def checked(self) -> "Shard":
+        """The shard; raises UserError if there is no such one."""
+        if not 1 <= self.number <= self.of <= MOST:
+            raise UserError(
+                f"shard {self}: no such shard", f"count from 1, to {MOST} shards at most"
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def reads(self, span: Span) -> bool:
+        """Whether documents of this file may belong to the shard."""
+        last = max(span.begin, span.end - 1)
+        return self._owner(span.begin, span) <= self.number <= self._owner(last, span)
+
+    def takes(self, span: Span, block: int) -> bool:
+        """Whether this block of the file belongs to the shard."""
+        slot = block * STRIDE % SLOTS
+        return self.number == self._owner(
+            span.begin + (span.end - span.begin) * slot // SLOTS, span
+        )
+
+    def _owner(self, place: int, span: Span) -> int:
+        return min(place * self.of // max(span.total, 1), self.of - 1) + 1
+
+
+WHOLE = Shard()

@@ -1,0 +1,81 @@
+"""Lines of text files, compressed or not."""
+
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from lathe.errors import UserError
+from lathe.inputs import lines, open_file
+
+COMPRESSED = {".gz", ".xz", ".zst"}
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """Yield decoded lines, decompressed and without line ends.
+
+    Raises:
+        UserError: as `lathe.inputs.lines`, or the file is truncated or not what its ending says.
+    """
+    with open_file(path) as file:
+        try:
+            yield from lines(_unpacked(file, path.suffix.lower()), path)
+        except OSError as error:
+            if error.errno:
+                raise
+            raise _broken(path, error) from error
+        except (EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError) as error:
+            raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path}: cannot be read: {error}",
+        "check that the file is complete and has the right extension",
+    )
+
+
+def _unpacked(file: BinaryIO, ending: str) -> io.BufferedIOBase | BinaryIO:
+    match ending:
+        case ".gz":
+            return gzip.GzipFile(fileobj=file)
+        case ".xz":
+            return lzma.LZMAFile(file)
+        case ".zst":
+            return io.BufferedReader(_Zstandard(file), 1 << 18)
+    return file
+
+
+class _Zstandard(io.RawIOBase):
+    """Read one or more frames. The library's own reader ignores that a file is truncated."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._unpacked = memoryview(b"")
+        self._packed = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._unpacked:
+            # A few bytes at a time: a block of a decompression bomb is expanded in memory.
+            self._packed = self._packed or self._file.read(1 << 12)
+            if not self._packed:
+                if not self._frame.eof:
+                    raise EOFError("the file ends inside a zstandard frame")
+                return 0
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._unpacked = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+        room = memoryview(buffer)
+        count = min(len(room), len(self._unpacked))
+        room[:count], self._unpacked = self._unpacked[:count], self._unpacked[count:]
+        return count

@@ -1,0 +1,190 @@
+"""Tokenize a corpus, or one shard of it, on all cores."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lathe.artifacts.kinds import SHARD, check_files, read_metadata
+from lathe.artifacts.metadata import TEXT, ShardMetadata
+from lathe.config.settings import Recipe
+from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
+from lathe.data.megatron import MegatronWriter
+from lathe.data.paddle import PaddleWriter
+from lathe.data.shard import Shard
+from lathe.data.sources import Document, named, no_text, opened
+from lathe.data.spool import Spool, line
+from lathe.data.tokenizer import (
+    eos_id,
+    fingerprint,
+    load_tokenizer,
+    save_tokenizer,
+    vocab_size,
+)
+from lathe.errors import UserError
+from lathe.progress import bar
+from lathe.storage import atomic_folder
+
+log = logging.getLogger("lathe")
+
+# A batch is tokenized by all cores at once; its size bounds the encodings to some 100 MB.
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 1 << 21
+
+HINT = "make the shard again: lathe tokenize"
+Batches = Iterable[Sequence[Any]]
+"""Token ids of documents, some documents at a time; a document is a list or an array, (tokens,)."""
+
+
+@dataclass(frozen=True)
+class TokenizedShard:
+    """What `tokenize` wrote, or found complete and kept."""
+
+    folder: Path
+    shard: int
+    of: int
+    documents: int
+    tokens: int
+    reused: bool
+
+
+def tokenize(
+    recipe: Recipe,
+    output: Path,
+    shard: Shard,
+    source: str | None = None,
+    tokenizer: str | None = None,
+) -> TokenizedShard:
+    """Tokenize one shard of a corpus into `output`; a complete folder of the same text is kept.
+
+    Shards need nothing of each other, and `lathe.data.join.join` makes of all of them the data set
+    that `prepare` makes in one piece.
+
+    Args:
+        recipe: `Prepare`.
+        output: holds the shard's tokens and documents, the tokenizer, and which documents of the
+            corpus these are, in `shard.json`.
+        source: see `prepare`; `newest:PLACE` is the corpus for which the tokenizer was made.
+        tokenizer: see `load_tokenizer`; `Prepare.tokenizer` unless given.
+
+    Raises:
+        UserError: as `prepare`, or the tokenizer has yet to be trained. Nothing is left half
+            written.
+    """
+    settings = recipe.Prepare
+    tokenizer = settings.tokenizer if tokenizer is None else tokenizer
+    if tokenizer == "train":
+        raise UserError(
+            "--tokenizer train: every shard needs the same tokenizer",
+            "train it first, with `lathe tokenizer`, and give its folder as --tokenizer",
+        )
+    source = source_of(settings.source if source is None else source, Path(tokenizer))
+    claim_apart(output, SHARD, source, tokenizer)
+    used, origin = load_tokenizer(Path(tokenizer)), origin_of(Path(tokenizer))
+    use_threads(settings.num_workers)
+    with atomic_folder(output, SHARD) as work, opened(source, shard.checked()) as corpus:
+        if not any(file.size for file in corpus.files):
+            raise no_text(source)
+        counts: dict[tuple[int, int], int] = {}
+        lines = _counted(corpus.documents(settings.text_key, shard), counts)
+        spool = Spool(work / TEXT, lines, f"read shard {shard} of {named(source)}")
+        metadata: dict[str, Any] = {
+            "shard": shard.number,
+            "of": shard.of,
+            "source": named(source),
+            "corpus_sha256": corpus.digest,
+            "text_key": settings.text_key,
+            "tokenizer_sha256": fingerprint(used),
+            "trained_on": origin.raw["trained_on"] if origin else None,
+            "text_sha256": spool.sha256,
+            "documents": spool.documents,
+            "blocks": [(file, block, count) for (file, block), count in counts.items()],
+        }
+        if tokens := _kept(output, metadata):
+            log.info("%s: already tokenized from the same text, kept", output)
+            return _result(output, metadata | {"tokens": tokens}, reused=True)
+        save_tokenizer(used, work / "tokenizer.json")
+        with MegatronWriter(work / "tokens", vocab_size(used)) as writer:
+            write_tokens(writer, encoded(spool, used), spool.documents, "tokenize")
+        metadata["tokens"] = sum(writer.sizes)
+        (work / SHARD.metadata_file).write_text(json.dumps(metadata) + "\n", encoding="utf-8")
+    return _result(output, metadata, reused=False)
+
+
+def use_threads(count: int) -> None:
+    """Tokenize on so many threads; 0 for one on each core."""
+    if count:
+        os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Batches:
+    """Yield the token ids of documents in batches, each document with end-of-text appended."""
+    eos = eos_id(tokenizer)
+    for batch in _batches(texts):
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        yield [[*encoding.ids, eos] for encoding in encodings]
+
+
+def write_tokens(
+    writer: MegatronWriter | PaddleWriter, batches: Batches, documents: int, doing: str
+) -> None:
+    """Append all batches to token files, and log the speed."""
+    started, tokens = time.perf_counter(), 0
+    seconds, status = 0.0, ""
+    with bar(doing, total=documents) as progress:
+        for batch in batches:
+            for sequence in batch:
+                writer.append(sequence)
+                tokens += len(sequence)
+            seconds = time.perf_counter() - started
+            rates = (len(writer.sizes) / seconds, tokens / seconds)
+            status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
+            progress.advance(len(batch), status)
+    log.info(
+        "%s: %s documents, %s tokens in %.1f s: %s",
+        *(doing, f"{documents:,}", f"{tokens:,}", seconds, status),
+    )
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _counted(documents: Iterable[Document], counts: dict[tuple[int, int], int]) -> Iterator[bytes]:
+    """Yield the documents as lines, and count those of every block."""
+    for place, block in groupby(documents, key=lambda document: document[:2]):
+        for document in block:
+            counts[place] = counts.get(place, 0) + 1
+            yield line(document.text)
+
+
+def _kept(output: Path, wanted: dict[str, Any]) -> int | None:
+    """The tokens of a folder made from the same inputs, if none of its files has changed."""
+    try:
+        metadata = read_metadata(output / SHARD.metadata_file, ShardMetadata, HINT)
+        check_files(output, SHARD.metadata_file, metadata.files, HINT)
+    except UserError:
+        return None
+    wanted = json.loads(json.dumps(wanted))
+    return metadata.tokens if wanted.items() <= metadata.raw.items() else None
+
+
+def _result(folder: Path, metadata: dict[str, Any], reused: bool) -> TokenizedShard:
+    numbers = {key: metadata[key] for key in ("shard", "of", "documents", "tokens")}
+    return TokenizedShard(folder=folder, **numbers, reused=reused)
