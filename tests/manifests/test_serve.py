@@ -90,9 +90,8 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
     environment = find_environment()
     ports = free_ports(ServingSettings(http_port=0, grpc_port=0, metrics_port=0))
     changes = {"/models/release": str(release), "$(TRITON_ADMIN_KEY)": KEY}
-    changes |= {
-        f"port={old}": f"port={new}" for old, new in zip((8000, 8001, 8002), ports, strict=True)
-    }
+    own = zip((8000, 8001, 8002), ports.values(), strict=True)
+    changes |= {f"port={old}": f"port={new}" for old, new in own}
     line = "\n".join(arguments(production))
     for old, new in changes.items():
         assert old in line
@@ -108,7 +107,7 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports))
+    running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports.values()))
     try:
         deadline = time.monotonic() + 60
         while status(f"http://{running.http}/v2/health/ready") != 200:
