@@ -2,7 +2,6 @@
 
 import codecs
 import json
-import math
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -89,27 +88,6 @@ def bytes_of(name: str) -> bytes:
     if name.startswith("bytes:\\x"):
         return bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))
     return name.encode()
-
-
-def completion_choice(index: int, chunk: Chunk, logprobs: Json | None) -> Json:
-    """A choice of a completion, or a piece of one."""
-    return {
-        "index": index,
-        "text": chunk.text,
-        "logprobs": logprobs,
-        "finish_reason": REASONS[chunk.finish_reason],
-    }
-
-
-def completion_logprobs(chunk: Chunk, offsets: TextOffsets) -> Json:
-    """The field `logprobs` of a completion; null stands for what has no probability, the first
-    token of an echoed prompt."""
-    return {
-        "tokens": chunk.names,
-        "token_logprobs": [None if math.isnan(v) else v for v in chunk.log_probabilities],
-        "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
-        "text_offset": offsets.take(chunk.names),
-    }
 
 
 def event(piece: Json) -> bytes:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lathe.gateway.chat import Chat
 from lathe.gateway.completions import Completion
 from lathe.gateway.endpoint import Answer, Endpoint
 from lathe.gateway.errors import ApiError
@@ -19,8 +20,10 @@ from lathe.gateway.keys import ApiKeys
 from lathe.gateway.limits import Door, Limits
 from lathe.gateway.metrics import GatewayMetrics
 from lathe.gateway.models import Model
-from lathe.gateway.requests import CompletionRequest
+from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.triton import Triton
+
+PATHS = "/v1/models, /v1/completions and /v1/chat/completions"
 
 
 class Gateway:
@@ -46,7 +49,9 @@ class Gateway:
         Args:
             origins: of web pages that may ask it (CORS).
         """
-        completions = Endpoint("/v1/completions", self._completion, self._door, self._metrics)
+        door, metrics = self._door, self._metrics
+        completions = Endpoint("/v1/completions", self._completion, door, metrics)
+        chat = Endpoint("/v1/chat/completions", self._chat, door, metrics)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
@@ -58,6 +63,7 @@ class Gateway:
                 Route("/v1/models", self._list),
                 Route("/v1/models/{name}", self._model),
                 Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chat, methods=["POST"]),
                 Route("/health", self._health),
                 Route("/metrics", self._page),
             ],
@@ -86,6 +92,10 @@ class Gateway:
             raise ApiError(400, what, param="prompt")
         return Completion(request, self._named(request.model), self.triton)
 
+    def _chat(self, given: Any) -> Answer:
+        request = ChatRequest.model_validate(given)
+        return Chat(request, self._named(request.model), self.triton)
+
     def _named(self, name: str) -> Model:
         if name in self._models:
             return self._models[name]
@@ -113,6 +123,6 @@ class Gateway:
 
 async def _refused(_: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"{error.detail}: see /v1/models, /v1/completions")
+        error = ApiError(error.status_code, f"{error.detail}: {PATHS} are there")
     assert isinstance(error, ApiError)
     return error.response()

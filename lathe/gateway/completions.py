@@ -1,28 +1,19 @@
 """/v1/completions: one request may have several prompts, and several choices for each."""
 
-import asyncio
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe.gateway.answers import (
-    DONE,
-    Head,
-    Json,
-    TextOffsets,
-    Usage,
-    completion_choice,
-    completion_logprobs,
-    event,
-)
-from lathe.gateway.errors import ApiError
+from lathe.gateway.answers import DONE, REASONS, Head, Json, TextOffsets, event
+from lathe.gateway.generation import Generation, Task
 from lathe.gateway.models import Model
-from lathe.gateway.requests import CompletionRequest, Prompt
+from lathe.gateway.requests import CompletionRequest
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
 
 
 class Completion:
-    """One request and its answer.
+    """The answer to one request.
 
     Attributes:
         is_stream: whether a stream is asked for.
@@ -33,34 +24,25 @@ class Completion:
     """
 
     def __init__(self, request: CompletionRequest, model: Model, triton: Triton) -> None:
-        if request.sequences > model.max_running:
-            name = "n" if request.n == request.sequences else "best_of"
-            what = f"{name} {request.sequences} is above what {model.name} generates at a time"
-            raise ApiError(400, f"{what}, {model.max_running}", param=name)
-        self._request, self._model, self._triton = request, model, triton
+        task = Task(
+            request.prompts, request.of_backend(), request.n, request.sequences, request.echo
+        )
+        self._request = request
+        self._generation = Generation(task, model, triton)
         self._head = Head("text_completion", model, "cmpl")
-        self._parameters = request.of_backend()
-        # A long list of prompts must not fill the queue that others wait in.
-        self._turns = asyncio.Semaphore(max(1, model.max_running // request.sequences))
-        self.is_stream = request.stream
-        self.usage = Usage()
+        self.is_stream, self.usage = request.stream, self._generation.usage
 
     async def whole(self) -> Json:
         """The answer, when all of it is there."""
-        prompts = self._request.prompts
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._sequences(prompt)) for prompt in prompts]
-        choices = [chunk for task in tasks for chunk in task.result()]
-        return self._head.to_json(
-            [self._choice(i, chunk, TextOffsets()) for i, chunk in enumerate(choices)],
-            usage=self.usage.to_json(),
-        )
+        chunks = await self._generation.whole()
+        choices = [self._choice(i, chunk, TextOffsets()) for i, chunk in enumerate(chunks)]
+        return self._head.to_json(choices, usage=self.usage.to_json())
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The answer's server-sent events, as it is generated."""
         usage = {"usage": None} if self._request.includes_usage else {}
         offsets: dict[int, TextOffsets] = {}
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(self._generation.pieces()) as pieces:
             async for index, chunk in pieces:
                 choice = self._choice(index, chunk, offsets.setdefault(index, TextOffsets()))
                 yield event(self._head.to_json([choice], **usage))
@@ -68,50 +50,21 @@ class Completion:
             yield event(self._head.to_json([], usage=self.usage.to_json()))
         yield DONE
 
-    async def _sequences(self, prompt: Prompt) -> list[Chunk]:
-        """The best `n` sequences for a prompt, best first if there are more than `n`."""
-        found = [chunk async for chunk in self._chunks(prompt)]
-        if len(found) > self._request.n:
-            found.sort(key=self._mean_log_probability, reverse=True)
-        return found[: self._request.n]
-
-    async def _pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """Pieces of all choices, with their indices, as they come."""
-        queue: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
-
-        async def put(number: int, prompt: Prompt) -> None:
-            async for chunk in self._chunks(prompt):
-                queue.put_nowait((number * self._request.n + chunk.sequence, chunk))
-
-        async def put_all() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for number, prompt in enumerate(self._request.prompts):
-                        group.create_task(put(number, prompt))
-            finally:
-                queue.put_nowait(None)
-
-        task = asyncio.create_task(put_all())
-        try:
-            while (piece := await queue.get()) is not None:
-                yield piece
-            await task
-        finally:
-            task.cancel()
-
-    async def _chunks(self, prompt: Prompt) -> AsyncGenerator[Chunk]:
-        async with self._turns:
-            found = self._triton.generate(self._model.name, prompt, self._parameters)
-            async with aclosing(found) as chunks:
-                async for chunk in chunks:
-                    self.usage.add(chunk, chunk.sequence == 0, self._request.echo)
-                    yield chunk
-
     def _choice(self, index: int, chunk: Chunk, offsets: TextOffsets) -> Json:
         is_asked = self._request.logprobs is not None
-        logprobs = completion_logprobs(chunk, offsets) if is_asked else None
-        return completion_choice(index, chunk, logprobs)
+        return {
+            "index": index,
+            "text": chunk.text,
+            "logprobs": _logprobs(chunk, offsets) if is_asked else None,
+            "finish_reason": REASONS[chunk.finish_reason],
+        }
 
-    def _mean_log_probability(self, chunk: Chunk) -> float:
-        new = chunk.log_probabilities[chunk.prompt_tokens if self._request.echo else 0 :]
-        return sum(new) / max(len(new), 1)
+
+def _logprobs(chunk: Chunk, offsets: TextOffsets) -> Json:
+    """null stands for what has no probability, the first token of an echoed prompt."""
+    return {
+        "tokens": chunk.names,
+        "token_logprobs": [None if math.isnan(v) else v for v in chunk.log_probabilities],
+        "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
+        "text_offset": offsets.take(chunk.names),
+    }

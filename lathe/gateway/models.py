@@ -18,12 +18,14 @@ class Model:
         created: when it was deployed, in seconds since the epoch.
         digest: SHA-256 of its `model.onnx`.
         max_running: sequences that it generates at a time.
+        chat_template: makes a prompt of messages; None if the checkpoint came without one.
     """
 
     name: str
     created: int
     digest: str
     max_running: int
+    chat_template: str | None = None
 
     def to_json(self) -> dict[str, object]:
         """Its entry in the list of models."""
@@ -65,4 +67,14 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
         digest, max_running = (json.loads(settings[key]) for key in ("sha256", "max_running"))
     except (KeyError, ValueError):
         raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
-    return Model(config.name, int(path.stat().st_mtime), digest, max_running)
+    created, template = int(path.stat().st_mtime), _chat_template(path.parent / "1")
+    return Model(config.name, created, digest, max_running, template)
+
+
+def _chat_template(exported: Path) -> str | None:
+    path = exported / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["lathe"].get("chat_template")
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
+    return found if isinstance(found, str) else None

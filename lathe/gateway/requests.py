@@ -5,7 +5,7 @@ ignored. Those that would change the answer and are not supported are refused.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,7 @@ MOST_CHOICES = 128
 MOST_STOPS = 16
 
 Prompt = str | list[int]
+Parameters = dict[str, Parameter | Sequence[str]]
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(min_length=1)]
@@ -84,12 +85,10 @@ class Sampling(BaseModel):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def parameters(
-        self, sequences: int, max_tokens: int | None
-    ) -> dict[str, Parameter | Sequence[str]]:
-        """The backend's parameters for as many sequences."""
+    def parameters(self, sequences: int, max_tokens: int | None) -> Parameters:
+        """The backend's parameters for as many sequences; without `max_tokens` its own default."""
         is_greedy = self.temperature == 0 or self.top_p == 0
-        found: dict[str, Parameter | Sequence[str]] = {
+        found: Parameters = {
             "num_return_sequences": sequences,
             "max_tokens": max_tokens,
             "min_tokens": max_tokens if self.ignore_eos else self.min_tokens,
@@ -102,10 +101,36 @@ class Sampling(BaseModel):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "seed": None if self.seed is None else self.seed % MAX_INT,
+            "stream": self.stream,
         }
         if self.stop:
             found["stop"] = self.stop
         return found
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a conversation; what else it has is the template's to read."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Text
+    content: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return "".join(Part.model_validate(part).text for part in value)
+        return "" if value is None else value
 
 
 class CompletionRequest(Sampling):
@@ -152,12 +177,53 @@ class CompletionRequest(Sampling):
         is_one = isinstance(given, str) or isinstance(given[0], int)
         return [given] if is_one else list(given)
 
-    def of_backend(self) -> dict[str, Parameter | Sequence[str]]:
+    def of_backend(self) -> Parameters:
         """The backend's parameters."""
         scored = self.logprobs is not None or self.sequences > self.n
         return self.parameters(self.sequences, self.max_tokens) | {
-            "stream": self.stream,
             "echo": self.echo,
             "logprobs": scored,
             "top_logprobs": self.logprobs or 0,
         }
+
+
+class ChatRequest(Sampling):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+    # Would change the answer, and a model of this kind cannot do it.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    audio: Any = None
+
+    @field_validator("tools", "tool_choice", "functions", "function_call", "audio")
+    @classmethod
+    def _not_supported(cls, value: Any) -> None:
+        if value not in ([], "none"):
+            raise ValueError("not supported")
+
+    @field_validator("response_format")
+    @classmethod
+    def _only_text(cls, value: Any) -> None:
+        if value != {"type": "text"}:
+            raise ValueError("not supported: the answer is plain text")
+
+    @model_validator(mode="after")
+    def _top_has_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    def of_backend(self) -> Parameters:
+        """The backend's parameters."""
+        limits = (self.max_completion_tokens, self.max_tokens)
+        most = next((limit for limit in limits if limit is not None), None)
+        scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        return self.parameters(self.n, most) | scored

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,6 @@ from tests.serve.conftest import (
 )
 
 __all__ = ["checkpoint", "client", "exported", "repository", "server", "serving", "triton"]
-
-Open = Callable[..., str]
 
 
 @contextmanager
@@ -52,8 +51,10 @@ def opened(
     limits: Limits | None = None,
     keys: Path | None = None,
     origins: list[str] | None = None,
+    chat_template: str | None = None,
 ) -> Iterator[str]:
     models = read_models(Path(server.state.repository))
+    models = {n: replace(model, chat_template=chat_template) for n, model in models.items()}
     known = ApiKeys(keys) if keys else None
     gateway = Gateway(models, server.state.grpc, limits or Limits(), known)
     with running(gateway, origins or []) as address:

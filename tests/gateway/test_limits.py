@@ -31,6 +31,15 @@ def post(address: str, body: Any = BODY, **headers: str) -> requests.Response:
     return requests.post(f"{address}/v1/completions", json=body, headers=headers, timeout=30)
 
 
+def wait_for(address: str, line: str) -> str:
+    """The metrics, once they have a line."""
+    deadline = time.monotonic() + 10
+    while line not in (page := requests.get(f"{address}/metrics", timeout=30).text):
+        assert time.monotonic() < deadline, page
+        time.sleep(0.01)
+    return page
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
@@ -73,9 +82,8 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, content: str | bytes | N
 def test_too_many_requests_are_refused_at_once(server: TritonServer) -> None:
     with opened(server, Limits(requests=2)) as address, ThreadPoolExecutor(2) as pool:
         held = [pool.submit(post, address, LONG) for _ in range(2)]
-        deadline = time.monotonic() + 10
-        while (refused := post(address)).status_code == 200 and time.monotonic() < deadline:
-            pass
+        wait_for(address, "lathe_gateway_requests_in_flight 2.0")
+        refused = post(address)
         assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
         assert refused.json()["error"]["type"] == "server_error"
         assert requests.get(f"{address}/health", timeout=30).status_code == 200
@@ -152,15 +160,9 @@ def test_metrics_count_requests_and_tokens(server: TritonServer) -> None:
             body = json.dumps(LONG).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
             leaver.sendall(head % len(body) + body)
-            time.sleep(0.2)
-        deadline = time.monotonic() + 10
+            wait_for(address, "lathe_gateway_requests_in_flight 1.0")
         gone = 'lathe_gateway_requests_total{path="/v1/completions",status="499"} 1.0'
-        while True:
-            page = requests.get(f"{address}/metrics", timeout=30).text
-            if gone in page or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-    assert gone in page
+        page = wait_for(address, gone)
     assert 'lathe_gateway_requests_total{path="/v1/completions",status="200"} 2.0' in page
     assert 'lathe_gateway_requests_total{path="/v1/completions",status="400"} 1.0' in page
     assert "lathe_gateway_prompt_tokens_total 10.0" in page
