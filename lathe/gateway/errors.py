@@ -24,6 +24,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
+        message = message.encode(errors="replace").decode()  # it may quote half a character
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -62,8 +63,9 @@ def of_backend(error: Exception) -> ApiError:
 def of_validation(error: ValidationError) -> ApiError:
     """The first mistake in a request's body."""
     first = error.errors(include_url=False)[0]
-    place = [str(part) for part in first["loc"]]
-    if not place:
-        return ApiError(400, first["msg"])
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return ApiError(400, message)
+    param = str(first["loc"][0])
     value = "" if first["type"] == "missing" else f" (given: {str(first['input'])[:100]!r})"
-    return ApiError(400, f"{place[0]}: {first['msg']}{value}", param=place[0])
+    return ApiError(400, f"{param}: {message}{value}", param=param)

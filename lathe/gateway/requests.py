@@ -29,7 +29,7 @@ Parameters = dict[str, Parameter | Sequence[str]]
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):

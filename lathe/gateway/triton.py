@@ -22,7 +22,11 @@ from lathe.serve.response import chunks_of, refusal
 
 STREAMS = 4
 READY_SECONDS = 2.0
-OPTIONS = [*CHANNEL_OPTIONS, ("grpc.max_receive_message_length", -1)]
+OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # a Triton that starts again is found soon
+]
 
 
 class Unavailable(StageError):

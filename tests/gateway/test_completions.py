@@ -183,6 +183,8 @@ def test_penalties_and_the_parameters_of_others(openai: OpenAI) -> None:
         ({"prompt": []}, 400, "prompt", "not a text"),
         ({"prompt": [1, "a"]}, 400, "prompt", "not a text"),
         ({"prompt": [400]}, 400, None, "400 is no token"),
+        ({"prompt": [-1]}, 400, "prompt", "not a text"),
+        ({"prompt": [2**70]}, 400, "prompt", "not a text"),
         ({"prompt": None}, 400, "prompt", "Field required"),
         ({"prompt": ["x"] * 300}, 400, "prompt", "300 prompts exceed the limit of 256"),
         ({"prompt": "x" * 1020}, 400, None, "1020 tokens and max_tokens 16 exceed"),
@@ -206,6 +208,10 @@ def test_what_is_not_json_and_paths_that_are_not_there(address: str) -> None:
     for body in (b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000):
         reply = requests.post(f"{address}/v1/completions", data=body, timeout=30)
         assert reply.status_code == 400 and "error" in reply.json()
+    half = b'{"model": "gpt", "prompt": "\\ud800"}'
+    for body in (half, half.replace(b"gpt", b"\\ud800"), half.replace(b"prompt", b"stop")):
+        reply = requests.post(f"{address}/v1/completions", data=body, timeout=30)
+        assert 400 <= reply.status_code < 500 and "error" in reply.json()
     assert requests.get(f"{address}/v1/completions", timeout=30).status_code == 405
     reply = requests.post(f"{address}/v1/embeddings", json={}, timeout=30)
     assert reply.status_code == 404 and "/v1/completions" in reply.json()["error"]["message"]
