@@ -4,15 +4,18 @@ a message: what the gateway asks of the backend."""
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from google.protobuf import text_format
 from tokenizers import Tokenizer
+from tritonclient.grpc import model_config_pb2
 
+from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.gateway.triton import Triton, Unavailable
 from lathe.model.checkpoint import Checkpoint
@@ -106,23 +109,24 @@ def test_a_token_has_a_name(byte_tokenizer: Tokenizer) -> None:
     assert token_bytes.echo(ids) == "a é<|endoftext|>"
 
 
-def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer, client: Client) -> None:
-    async def leave() -> list[Chunk]:
-        triton = Triton(server.state.grpc)
-        opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]  # every row there is
-        for request in opened:
-            await anext(request)
-        streams = dict(triton._streams)
-        for request in opened:
-            await request.aclose()  # type: ignore[attr-defined]
-        started = time.perf_counter()
-        async with aclosing(triton.generate("gpt", "b", {"max_tokens": 2})) as again:
-            found = [chunk async for chunk in again]
-        assert time.perf_counter() - started < 1 and triton._streams == streams
-        await triton.close()
-        return found
+async def cancel_all_and_ask(server: TritonServer) -> None:
+    """Cancelling every row there is frees them at once, and breaks no stream."""
+    triton = Triton(server.state.grpc)
+    opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]
+    for request in opened:
+        await anext(request)
+    streams = dict(triton._streams)
+    for request in opened:
+        await request.aclose()
+    started = time.perf_counter()
+    found = [chunk async for chunk in triton.generate("gpt", "b", {"max_tokens": 2})]
+    assert found[-1].finish_reason
+    assert time.perf_counter() - started < 1 and triton._streams == streams
+    await triton.close()
 
-    assert asyncio.run(leave())[-1].finish_reason == "length"
+
+def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
+    asyncio.run(cancel_all_and_ask(server))
 
 
 def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client) -> None:
@@ -144,11 +148,27 @@ def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client)
     assert any(a != b for a, b in pairwise(expected))
 
 
-def test_a_server_that_ends_is_told_and_the_next_one_is_found(
-    tmp_path: Any, triton: None, exported: Any, serving: Any
+def test_a_repository_of_an_earlier_version_is_served(
+    tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
 ) -> None:
-    from lathe.config.settings import GenerationSettings
+    """It requires a text, and knows neither ids nor the outputs that came later."""
+    repository = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
+    path = repository / "gpt" / "config.pbtxt"
+    config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+    config.input[0].optional = False
+    del config.input[1], config.output[6:]
+    path.write_text(text_format.MessageToString(config))
+    with start(repository, serving, tmp_path / "state") as server:
+        (chunk,) = ask(server, "hello", max_tokens=3, logprobs=True, top_logprobs=1, **GREEDY)
+        assert len(chunk.log_probabilities) == 3 and chunk.top == []
+        with pytest.raises(UserError, match=r"input_ids(?s:.*)deploy the model again"):
+            ask(server, [1, 2])
+        asyncio.run(cancel_all_and_ask(server))
 
+
+def test_a_server_that_ends_is_told_and_the_next_one_is_found(
+    tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
+) -> None:
     repository = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
 
     async def outlive() -> list[Chunk]:
