@@ -119,7 +119,7 @@ unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 wait
 	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
 
 .PHONY: serve
-serve: env serve-env ## Start the server on the model deployed last
+serve: env serve-env ## Start Triton and OpenAI's interface on the model deployed last
 	$(BIN)/lathe serve
 
 .PHONY: stop

@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def complete(exported: Path) -> None:
-    """A tokenizer, and the metadata's digest: what a server needs of an export."""
+    """A tokenizer, the configuration, and the rest of the metadata: what a server needs."""
     words = map("".join, product(string.ascii_lowercase, repeat=4))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, *islice(words, SHAPE.vocab_size - len(letters))]
@@ -98,8 +98,11 @@ def complete(exported: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(exported / "tokenizer.json"))
+    (exported / "config.json").write_text(json.dumps(SHAPE.to_json()))
     metadata = json.loads((exported / "export.json").read_text())
-    metadata["sha256"] = sha256(exported / "model.onnx")
+    graph = exported / "model.onnx"
+    metadata |= {"flavour": "int8", "bytes": graph.stat().st_size, "sha256": sha256(graph)}
+    metadata["source"] = metadata["sha256"]
     (exported / "export.json").write_text(json.dumps(metadata))
 
 

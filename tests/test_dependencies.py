@@ -28,9 +28,11 @@ PACKAGES = {  # of modules that are named otherwise
 }
 PROVIDED = {"triton_python_backend_utils"}  # by Triton, to the backends that it starts
 NOT_BY_NAME = {
+    "httptools",  # uvicorn takes it where it is
     "kfp-kubernetes",  # is the module kfp.kubernetes
     "nvidia-pytriton",  # carries the program tritonserver
     "tensorboard",  # torch.utils.tensorboard imports it
+    "uvloop",  # uvicorn takes it where it is
 }
 FOR_PADDLESLIM = {"pip", "requests", "setuptools", "six"}  # which does not declare them
 
@@ -97,6 +99,8 @@ def test_every_import_is_declared() -> None:
         declared = names(base())
         if path.startswith(NEEDS_CLUSTER):
             declared |= names(extra("cluster"))
+        if path.startswith("lathe/gateway/"):
+            declared |= names(extra("serve"))
         if path.startswith("lathe/tracking/"):
             declared |= names(extra("tracking"))
         if path.startswith("lathe/paddle/") or path in ALSO_IN_PADDLE:

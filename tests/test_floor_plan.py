@@ -13,7 +13,7 @@ LAYERS = (
     {"config", "storage", "runtime", "pages"},
     {"artifacts", "tracking"},
     {"data", "serve"},
-    {"model"},
+    {"model", "gateway"},
     {"train", "export"},
     {"launch", "evaluate"},
     {"compress", "cluster"},
@@ -37,10 +37,13 @@ LIBRARIES = {
     "tenacity": {"storage", "cluster"},
     "urllib3": {"storage", "cluster"},
     "matplotlib": {"pages", "compress", "report", "search", "serve"},
-    "jinja2": {"pages"},
+    "jinja2": {"pages", "gateway"},
     "omegaconf": {"config"},
-    "tritonclient": {"serve", "production"},
-    "grpc": {"serve", "production"},
+    "tritonclient": {"serve", "gateway", "production"},
+    "grpc": {"serve", "gateway", "production"},
+    "starlette": {"gateway"},
+    "uvicorn": {"gateway"},
+    "prometheus_client": {"gateway"},
     "mlflow": {"tracking"},
     "model_registry": {"tracking"},
     "typer": {"cli", "cluster", "paddle"},
@@ -49,6 +52,9 @@ LIBRARIES = {
 
 SERVER = {"numpy", "onnxruntime", "tokenizers", "triton_python_backend_utils"}
 """What is installed where a Triton backend runs."""
+
+PACKAGES = {"google": "protobuf", "grpc": "grpcio"}
+"""Of modules that are named otherwise."""
 
 CLI = [f"cli/{path.name}" for path in (LATHE / "cli").glob("*.py")]
 
@@ -120,6 +126,16 @@ def test_the_server_needs_only_what_its_environment_has() -> None:
     modules = reached(["serve/backend.py", "serve/score_backend.py"])
     assert "lathe.runtime.session" in modules
     assert set().union(*modules.values()) <= SERVER | sys.stdlib_module_names
+
+
+def test_the_gateway_needs_only_what_its_environment_has() -> None:
+    """Which may be that of NVIDIA's Triton, with little beside the backend's own packages."""
+    modules = reached([f"gateway/{path.name}" for path in (LATHE / "gateway").glob("*.py")])
+    assert "lathe.serve.client" in modules
+    needed = set().union(*modules.values()) - sys.stdlib_module_names
+    lock = (LATHE.parent / "images" / "serve" / "cuda.lock").read_text(encoding="utf-8")
+    packages = {PACKAGES.get(name, name).replace("_", "-") for name in needed}
+    assert {name for name in packages if f"\n{name}==" not in lock} == set()
 
 
 def test_the_environment_of_paddle_needs_no_torch() -> None:

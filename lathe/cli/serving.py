@@ -61,7 +61,7 @@ def serve(
     from lathe.production.deploy import serve
 
     state = serve(deployed)
-    show(model=state.model_name, http=state.http, grpc=state.grpc)
+    show(model=state.model_name, http=state.http, grpc=state.grpc, openai=state.openai)
 
 
 @app.command()

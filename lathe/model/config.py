@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lathe.artifacts.kinds import checked, read_json
 from lathe.errors import UserError
 from lathe.model.architecture import GPT2, HEAD, Architecture, Units
+from lathe.model.chat_template import read_chat_template
 from lathe.model.quantization import PlanJson, QuantizationPlan
 
 MOST_LAYERS = 100_000
@@ -29,6 +30,8 @@ class GPTConfig:
     n_inner: tuple[int, ...]
     layer_norm_epsilon: float = 1e-5
     quantization: QuantizationPlan | None = None
+    chat_template: str | None = None
+    """Jinja that makes a prompt of messages, as Hugging Face's tokenizers have it."""
 
     @property
     def architecture(self) -> Architecture:
@@ -117,6 +120,7 @@ class GPTConfig:
                 "n_head": list(self.n_head),
                 "n_inner": list(self.n_inner),
                 "quantization": self.quantization.to_json() if self.quantization else None,
+                "chat_template": self.chat_template,
             },
         }
 
@@ -163,6 +167,7 @@ class GPTConfig:
             n_inner=tuple(shape.n_inner),
             layer_norm_epsilon=shape.layer_norm_epsilon,
             quantization=plan.plan() if plan else None,
+            chat_template=shape.chat_template,
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -188,7 +193,11 @@ def read_config(folder: Path) -> GPTConfig:
     path = folder / "config.json"
     if not path.exists():
         raise UserError(f"{folder}: no config.json", "give the folder of a checkpoint")
-    return GPTConfig.from_json(read_json(path, "copy the checkpoint again"), str(path))
+    values = read_json(path, "copy the checkpoint again")
+    config = GPTConfig.from_json(values, str(path))
+    if "lathe" not in values:
+        return replace(config, chat_template=read_chat_template(folder))
+    return config
 
 
 class _Part(BaseModel):
@@ -218,6 +227,7 @@ class _Shape(_Part):
     n_inner: list[_Size]
     layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 1e-5
     quantization: PlanJson | None = None
+    chat_template: str | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "_Shape":

@@ -23,6 +23,7 @@ from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
 from lathe.model.architecture import Architecture
+from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config
 from lathe.storage import sha256
 from lathe.storage.verified import require_intact
@@ -57,6 +58,7 @@ def resolve(folder: Path | str) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = ["config.json", WEIGHTS, "tokenizer.json", "vocab.json", "merges.txt"]
+        patterns += CHAT_FILES
         try:
             return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
         except (OSError, ValueError) as error:  # no such model, or no network

@@ -92,7 +92,7 @@ def deploy(
     prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
     find_environment()
     if keep_running and serve_state.find() is None:
-        free_ports(recipe.Serving)
+        free_ports(recipe.Serving, with_gateway=True)
     with locked(output):
         repository = output / REPOSITORY
         write_repository(exported, repository, recipe.Serving, recipe.Generation)
@@ -164,7 +164,7 @@ def serve(deployed: Path) -> ServerState:
     where = f"{deployed / REPORT}: serving"
     serving = checked(report.get("serving"), ServingSettings, where, "deploy the model again")
     require_whole(deployed / REPOSITORY)
-    return start(deployed / REPOSITORY, serving).detach()
+    return start(deployed / REPOSITORY, serving, with_gateway=True).detach()
 
 
 def _claim(output: Path, *inputs: Source) -> None:
@@ -189,7 +189,7 @@ def _start(
         return start(repository, serving.model_copy(update=ANY_PORTS), output / SERVER)
     if serve_state.stop():
         log.info("stopped the server that was running")
-    return start(repository, serving)
+    return start(repository, serving, with_gateway=True)
 
 
 def _rehearse(

@@ -126,7 +126,13 @@ class Batcher:
         done = int(self._cache.lengths[row])
         stretch = group.prompt[done : done + PREFILL_CHUNK]
         try:
-            logits = self.model.step(self._part(row, row + 1), stretch[None])
+            part = self._part(row, row + 1)
+            if group.scores_prompt:
+                every = self.model.read(part, stretch)
+                group.read(done, every)
+                logits = every[-1:]
+            else:
+                logits = self.model.step(part, stretch[None])
             if done + len(stretch) < len(group.prompt):
                 return
             step = group.choose(logits)

@@ -75,4 +75,4 @@ class Beams(SequenceGroup):
                 ids, reason = ids[:-1], "stop"
             stream = TextStream(self._vocabulary.token_bytes, self._params.stop)
             text = "".join(stream.add(token) for token in ids) + stream.rest()
-            self.deliver(Chunk(text, ids, reason, index))
+            self.deliver(Chunk(text, ids, reason, index, prompt_tokens=len(self.prompt)))

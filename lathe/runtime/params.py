@@ -16,13 +16,19 @@ from lathe.errors import UserError
 ALIASES = {"max_dec_len": "max_tokens", "min_dec_len": "min_tokens"}
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
 MAX_INT = 2**63 - 1
+MAX_TOP = 20  # alternatives of a token, as in OpenAI's interface
+
+NO_BEAMS = ("logprobs", "echo", "presence_penalty", "frequency_penalty")
+"""What beam search does not have."""
 
 
 @dataclass(frozen=True)
 class Params:
     """One request's generation parameters. `max_tokens` None means the server's default, cut to
-    the room left in the context; a number that exceeds that room is refused. A request ends with
-    what it has generated `timeout_seconds` after its arrival."""
+    the room left in the context; a number that exceeds that room is refused, and 0 only reads the
+    prompt. A request ends with what it has generated `timeout_seconds` after its arrival. With
+    `echo` the answer begins with the prompt. The presence and frequency penalties count the
+    generated tokens, as OpenAI's do."""
 
     max_tokens: int | None = None
     min_tokens: int = 1
@@ -31,6 +37,8 @@ class Params:
     top_k: int = 50
     top_p: float = 0.75
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     num_return_sequences: int = 1
     num_beams: int = 4
     length_penalty: float = 1.0
@@ -38,6 +46,8 @@ class Params:
     timeout_seconds: float | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
+    echo: bool = False
     stream: bool = False
 
     @property
@@ -57,18 +67,22 @@ class Field:
 
 
 FIELDS = {
-    "max_tokens": Field(int, lambda v: 1 <= v <= MAX_INT, "at least 1"),
+    "max_tokens": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
     "min_tokens": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
     "decode_strategy": Field(str, lambda v: v in STRATEGIES, ", ".join(STRATEGIES)),
     "temperature": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
     "top_k": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0 (0: no limit)"),
     "top_p": Field(float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     "repetition_penalty": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
+    "presence_penalty": Field(float, lambda v: -2 <= v <= 2, "from -2 to 2"),
+    "frequency_penalty": Field(float, lambda v: -2 <= v <= 2, "from -2 to 2"),
     "num_return_sequences": Field(int, lambda v: 1 <= v <= MAX_INT, "at least 1"),
     "num_beams": Field(int, lambda v: 2 <= v <= MAX_INT, "at least 2"),
     "length_penalty": Field(float, math.isfinite, "finite"),
     "stop": Field(str, bool, "a string, or a JSON list of strings, none empty"),
     "logprobs": Field(bool, lambda v: True, "true or false"),
+    "top_logprobs": Field(int, lambda v: 0 <= v <= MAX_TOP, f"from 0 to {MAX_TOP}"),
+    "echo": Field(bool, lambda v: True, "true or false"),
     "seed": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0"),
     "timeout_seconds": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
     "stream": Field(bool, lambda v: True, "true or false"),
@@ -105,8 +119,14 @@ def parse(given: Mapping[str, Any], defaults: Params) -> Params:
             f"num_return_sequences {sequences} is above num_beams {params.num_beams}",
             f"raise num_beams to {sequences}, or ask for fewer sequences",
         )
-    if params.logprobs and strategy == "beam_search":
-        raise UserError("logprobs with beam_search", "leave one of them out")
+    if strategy == "beam_search":
+        for name in NO_BEAMS:
+            if getattr(params, name) != getattr(Params(), name):
+                raise UserError(f"{name} with beam_search", "leave one of them out")
+        if params.max_tokens == 0:
+            raise UserError("max_tokens 0 with beam_search", "leave one of them out")
+    if params.top_logprobs and not params.logprobs:
+        raise UserError("top_logprobs without logprobs", "give logprobs true as well")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise UserError(
             f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}",

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 
 FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
+PROMPTS = ("text_input", "input_ids")  # inputs of the generating model, which needs one of them
+CANCEL = "cancel"  # parameter of a request that cancels another, whose id is its value
+BUSY = "the server is busy"  # how the error of a full queue begins
 # Inputs of the scoring model: either all of the first, or all of the second.
 TOKENS = ("tokens", "index", "targets")
 TEXTS = ("text_input", "continuation")
@@ -27,7 +30,12 @@ class Chunk:
 
     Attributes:
         sequence: index among the `num_return_sequences`, from 0.
-        log_probabilities: the model's own, one per token, if requested.
+        log_probabilities: the model's own, one per token, if requested; NaN for the first token of
+            an echoed prompt.
+        names: the tokens as text, if log-probabilities are requested; see `TokenBytes.name`.
+        top: log-probabilities by name of the likeliest tokens at each token's place and of the
+            token itself, if requested; empty for the first token of an echoed prompt.
+        prompt_tokens: number of tokens of the prompt; 0 before the last chunk.
     """
 
     text: str
@@ -35,6 +43,9 @@ class Chunk:
     finish_reason: FinishReason
     sequence: int = 0
     log_probabilities: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    top: list[dict[str, float]] = field(default_factory=list)
+    prompt_tokens: int = 0
 
 
 def score_name(model_name: str) -> str:

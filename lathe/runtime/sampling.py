@@ -1,7 +1,8 @@
 """Choose the next token from one row of logits, in numpy.
 
 The definitions are those of transformers' logits processors, in their order: repetition penalty,
-minimum length, then for sampling: temperature, top-k, top-p (on what remains), one draw.
+minimum length, then for sampling: temperature, top-k, top-p (on what remains), one draw. OpenAI's
+presence and frequency penalties follow the repetition penalty.
 """
 
 from typing import Any
@@ -23,6 +24,7 @@ def next_token(
     params: Params,
     eos_id: int | None,
     rng: np.random.Generator,
+    counts: NDArray[np.int32] | None = None,
 ) -> int:
     """Choose the next id.
 
@@ -30,9 +32,14 @@ def next_token(
         logits: (vocab,) float32 of the last position; not modified.
         seen: (vocab,) true for every id in the prompt or generated so far.
         n_generated: number of ids generated so far; EOS is excluded below `params.min_tokens`.
+        counts: (vocab,) how often each id was generated so far, for the presence and frequency
+            penalties.
     """
     if params.repetition_penalty != 1.0:
         logits = penalize(logits, seen, params.repetition_penalty)
+    if counts is not None and (params.presence_penalty or params.frequency_penalty):
+        penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        logits = logits - penalty.astype(np.float32)
     if eos_id is not None and n_generated < params.min_tokens:
         logits = logits.copy()
         logits[eos_id] = -np.inf
@@ -49,6 +56,13 @@ def log_softmax(logits: Logits) -> Logits:
     total = np.exp(shifted).sum(-1, dtype=np.float64, keepdims=True)
     out: Logits = shifted - np.log(total).astype(np.float32)
     return out
+
+
+def likeliest(scores: Logits, k: int) -> NDArray[np.int64]:
+    """(k,) ids of the largest scores, in order; of equal ones the lower id first."""
+    ids = _top(scores, min(k, scores.size))
+    order = np.argsort(-scores[ids], kind="stable")[:k]
+    return ids[order]
 
 
 def penalize(logits: Logits, seen: NDArray[np.bool_], penalty: float) -> Logits:

@@ -1,6 +1,7 @@
 """One request of the running batch: its branches and how their next tokens are chosen."""
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,10 +13,13 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 from lathe.runtime.params import Params
 from lathe.runtime.protocol import Chunk, FinishReason
-from lathe.runtime.sampling import log_softmax, next_token
+from lathe.runtime.sampling import likeliest, log_softmax, next_token
 from lathe.runtime.text import TextStream, TokenBytes
 
 log = logging.getLogger("lathe")
+
+Score = tuple[float, dict[str, float]]
+"""A token's log-probability, and by name those of the likeliest tokens in its place."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,25 @@ class SequenceGroup(ABC):
         self.arrived = time.monotonic()
         self.begun = False
         self._params, self._receiver = request.params, request.receiver
+        self._token_bytes = request.vocabulary.token_bytes
+        self._prompt_scores: list[Score] = [(math.nan, {})]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt are requested."""
+        return self._params.echo and self._params.logprobs
+
+    def read(self, first: int, logits: NDArray[np.float32]) -> None:
+        """Note the log-probabilities of the prompt.
+
+        Args:
+            first: position in the prompt of the first row.
+            logits: (T, V) after each of T tokens.
+        """
+        targets = self.prompt[first + 1 : first + 1 + len(logits)]
+        scores = log_softmax(logits[: len(targets)])
+        for token, row in zip(targets.tolist(), scores, strict=True):
+            self._prompt_scores.append(score(token, row, self._params, self._token_bytes))
 
     @abstractmethod
     def choose(self, logits: NDArray[np.float32]) -> Step:
@@ -114,6 +137,21 @@ class SequenceGroup(ABC):
             log.exception("an answer could not be delivered")
 
 
+def score(
+    token: int, scores: NDArray[np.float32], params: Params, token_bytes: TokenBytes
+) -> Score:
+    """The log-probability of a token, and by name those of the likeliest ones and of itself.
+
+    Args:
+        scores: (V,) log-probabilities.
+    """
+    top: dict[str, float] = {}
+    if params.top_logprobs:
+        ids = [*likeliest(scores, params.top_logprobs).tolist(), token]
+        top = {token_bytes.name(i): float(scores[i]) for i in ids}
+    return float(scores[token]), top
+
+
 class Samples(SequenceGroup):
     """Greedy search and sampling: `params.num_return_sequences` independent branches."""
 
@@ -122,10 +160,15 @@ class Samples(SequenceGroup):
         seed = np.random.SeedSequence(request.params.seed)
         generators = [np.random.default_rng(s) for s in [seed, *seed.spawn(self.width - 1)]]
         self._branches = [_Branch(i, request, rng) for i, rng in enumerate(generators)]
+        self._only_reads = request.max_tokens == 0
 
     def choose(self, logits: NDArray[np.float32]) -> Step:
         parents = range(len(self._branches)) if self.begun else [0] * self.width
+        if not self.begun and (self._params.echo or self._only_reads):
+            self._answer_prompt()
         self.begun = True
+        if self._only_reads:
+            return Step([], [])
         step, alive = Step([], []), []
         for branch, parent in zip(self._branches, parents, strict=True):
             chunk = branch.choose(logits[parent])
@@ -141,6 +184,18 @@ class Samples(SequenceGroup):
         for branch in self._branches:
             self.deliver(branch.expired())
 
+    def _answer_prompt(self) -> None:
+        tokens: list[int] = self.prompt.tolist() if self._params.echo else []
+        chances, top, names = [], [], []
+        if self.scores_prompt:
+            chances, top = map(list, zip(*self._prompt_scores, strict=True))
+            names = [self._token_bytes.name(token) for token in tokens]
+        text = self._token_bytes.echo(tokens)
+        reason: FinishReason = "length" if self._only_reads else ""
+        count = len(self.prompt) if self._only_reads else 0
+        for i in range(self.width):
+            self.deliver(Chunk(text, tokens, reason, i, chances, names, top, count))
+
 
 class _Branch:
     def __init__(self, index: int, request: Request, rng: np.random.Generator) -> None:
@@ -150,21 +205,33 @@ class _Branch:
         self._text = TextStream(vocabulary.token_bytes, params.stop)
         self._seen = np.zeros(vocabulary.size, bool)
         self._seen[list(request.prompt)] = True
-        self._count = 0
+        self._counts = np.zeros(vocabulary.size, np.int32)
+        self._count, self._prompt_tokens = 0, len(request.prompt)
+        self._token_bytes = vocabulary.token_bytes
 
     def expired(self) -> Chunk:
-        return Chunk(self._text.rest(), [], "timeout", self._index)
+        return self._ended(self._text.rest(), "timeout")
+
+    def _ended(self, text: str, reason: FinishReason) -> Chunk:
+        return Chunk(text, [], reason, self._index, prompt_tokens=self._prompt_tokens)
 
     def choose(self, logits: NDArray[np.float32]) -> Chunk:
-        token = next_token(logits, self._seen, self._count, self._params, self._eos_id, self._rng)
+        token = next_token(
+            logits, self._seen, self._count, self._params, self._eos_id, self._rng, self._counts
+        )
         if token == self._eos_id:
-            return Chunk(self._text.rest(), [], "stop", self._index)
-        chances = [float(log_softmax(logits)[token])] if self._params.logprobs else []
+            return self._ended(self._text.rest(), "stop")
         self._count, self._seen[token] = self._count + 1, True
+        self._counts[token] += 1
         text = self._text.add(token)
         reason: FinishReason = ""
         if self._text.stopped:
             reason = "stop"
         elif self._count == self._max_tokens:
             text, reason = text + self._text.rest(), "length"
-        return Chunk(text, [token], reason, self._index, chances)
+        count = self._prompt_tokens if reason else 0
+        if not self._params.logprobs:
+            return Chunk(text, [token], reason, self._index, prompt_tokens=count)
+        chance, top = score(token, log_softmax(logits), self._params, self._token_bytes)
+        name = self._token_bytes.name(token)
+        return Chunk(text, [token], reason, self._index, [chance], [name], [top], count)

@@ -131,14 +131,33 @@ class OnnxModel:
         # The padding of a short row is written too, and overwritten by the row's next tokens.
         if int(cache.lengths.max()) + length > cache.capacity:
             raise ValueError(f"{int(totals.max())} tokens exceed the cache's {cache.capacity}")
-        inputs = _inputs(tokens, cache.lengths, totals, lengths[:, None] - 1)
-        for name, value in inputs.items():
+        logits: NDArray[np.float32] = self._run(cache, tokens, totals, lengths[:, None] - 1)[:, 0]
+        return logits
+
+    def read(self, cache: KVCache, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Append tokens (T,) to a cache of one row; returns logits (T, V) after each of them."""
+        totals = cache.lengths + len(tokens)
+        if int(totals[0]) > cache.capacity:
+            raise ValueError(f"{int(totals[0])} tokens exceed the cache's {cache.capacity}")
+        every = np.arange(len(tokens))[None]
+        logits: NDArray[np.float32] = self._run(cache, tokens[None], totals, every)[0]
+        return logits
+
+    def _run(
+        self,
+        cache: KVCache,
+        tokens: NDArray[np.int64],
+        totals: NDArray[np.int64],
+        index: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """Logits (B, k, V) at positions `index` (B, k) of `tokens` (B, T)."""
+        for name, value in _inputs(tokens, cache.lengths, totals, index).items():
             cache.binding.bind_cpu_input(name, value)
-        logits = np.empty((batch, 1, self.vocab_size), np.float32)
+        logits = np.empty((*index.shape, self.vocab_size), np.float32)
         cache.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self.session.run_with_iobinding(cache.binding)
         cache.lengths[:] = totals
-        return logits[:, 0]
+        return logits
 
     def logits(
         self,

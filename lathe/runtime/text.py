@@ -1,7 +1,7 @@
 """Incremental detokenization of byte-level BPE that never emits half a character."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -23,6 +23,7 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._special = {i: token.content for i, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
         for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
@@ -38,6 +39,24 @@ class TokenBytes:
 
     def __getitem__(self, token: int) -> bytes:
         return self._bytes.get(token, b"")
+
+    def name(self, token: int) -> str:
+        """A text for one token alone: its own if it has one, `bytes:\\xf0\\x9f` for a part of a
+        character, as OpenAI's interface writes it, and `token_id:300` for an id beyond the
+        tokenizer's."""
+        if token in self._special:
+            return self._special[token]
+        if token not in self._bytes:
+            return f"token_id:{token}"
+        try:
+            return self[token].decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self[token])
+
+    def echo(self, tokens: Iterable[int]) -> str:
+        """The text of a prompt, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        parts = (self._special.get(token, "").encode() or self[token] for token in tokens)
+        return b"".join(parts).decode(errors="replace")
 
 
 class TextStream:

@@ -3,6 +3,7 @@
 Needs only numpy, onnxruntime and tokenizers.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -42,17 +43,20 @@ class TextGenerator:
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
         self._batcher = Batcher(self.model, max_running, max_queue, watcher)
 
-    def submit(self, prompt: str, params: Params, receiver: Receiver) -> bool:
+    def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         """Queue a request; chunks reach the receiver on another thread.
+
+        Args:
+            prompt: a text, or token ids.
 
         Returns:
             False if the queue is full.
 
         Raises:
-            UserError: the prompt is empty or too long, `max_tokens` exceeds the room in the
-                context, or more branches are requested than may run at a time.
+            UserError: the prompt is empty or too long, an id is out of range, `max_tokens` exceeds
+                the room in the context, or more branches are requested than may run at a time.
         """
-        ids = self._encode(prompt)
+        ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
         max_tokens = self._max_tokens(len(ids), params.max_tokens)
         kind = Beams if params.decode_strategy == "beam_search" else Samples
         if params.branches > self._batcher.max_running:
@@ -81,22 +85,30 @@ class TextGenerator:
                 "shorten it",
             )
         ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
-        if len(ids) >= self.n_positions:
-            raise UserError(
-                f"text_input of {len(ids)} tokens leaves no room in the model's "
-                f"{self.n_positions} positions",
-                f"shorten it to {self.n_positions - 1} tokens or less",
-            )
         return ids
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        if not ids:
+            raise UserError("input_ids is empty", "give at least one token")
+        limit = self.model.vocab_size
+        if wrong := [i for i in ids if not 0 <= i < limit]:
+            raise UserError(f"input_ids: {wrong[0]} is no token", f"give ids from 0 to {limit - 1}")
+        return list(ids)
 
     def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
         room = self.n_positions - n_prompt
+        if room < (asked != 0):
+            raise UserError(
+                f"a prompt of {n_prompt} tokens leaves no room in the model's "
+                f"{self.n_positions} positions",
+                f"shorten it to {self.n_positions - 1} tokens or less",
+            )
         if asked is None:
             return min(self.default_max_tokens, room)
         if asked > room:
             raise UserError(
-                f"text_input of {n_prompt} tokens and max_tokens {asked} exceed the model's "
+                f"a prompt of {n_prompt} tokens and max_tokens {asked} exceed the model's "
                 f"{self.n_positions} positions",
-                f"lower max_tokens to {room} or less, or shorten text_input",
+                f"lower max_tokens to {room} or less, or shorten the prompt",
             )
         return asked

@@ -29,12 +29,17 @@ class ResponseSender:
     def __init__(self) -> None:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Answer] = set()
+        self._named: dict[str, Answer] = {}  # the open ones by the ids of their requests
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def accept(self, answer: "Answer") -> None:
         """Keep `answer.abandoned` up to date with what Triton reports."""
-        self._errands.put(lambda: self._open.add(answer))
+        self._errands.put(lambda: self._accept(answer))
+
+    def abandon(self, name: str) -> None:
+        """Treat the client of the open request with this id as disconnected; there may be none."""
+        self._errands.put(lambda: self._abandon(name))
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         """Queue a response, which `make` builds on this object's thread."""
@@ -45,9 +50,20 @@ class ResponseSender:
         self._errands.put(None)
         self._thread.join()
 
+    def _accept(self, answer: "Answer") -> None:
+        self._open.add(answer)
+        if answer.name:
+            self._named[answer.name] = answer
+
+    def _abandon(self, name: str) -> None:
+        if answer := self._named.get(name):
+            answer.abandoned = True
+
     def _send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         if final:
             self._open.discard(answer)
+            if self._named.get(answer.name) is answer:
+                del self._named[answer.name]
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         answer.sender.send(make(), flags=flags)
 
@@ -71,7 +87,7 @@ class ResponseSender:
     def _ask(self) -> None:
         for answer in list(self._open):
             try:
-                answer.abandoned = answer.sender.is_cancelled()
+                answer.abandoned |= answer.sender.is_cancelled()
             except Exception:
                 log.exception("Triton cannot tell whether a client is still connected")
                 self._open.discard(answer)
@@ -81,11 +97,12 @@ class Answer:
     """Sends the chunks of one request, streamed or all at the end.
 
     Attributes:
-        abandoned: whether its client has disconnected.
+        name: the id that its request has, if any.
+        abandoned: whether its client has disconnected, or has cancelled it.
     """
 
-    def __init__(self, sender: Any, responses: ResponseSender) -> None:
-        self.sender, self.responses = sender, responses
+    def __init__(self, name: str, sender: Any, responses: ResponseSender) -> None:
+        self.name, self.sender, self.responses = name, sender, responses
         self.params = Params()
         self.abandoned = False
         self.receiver = Receiver(self.take, lambda: self.abandoned)
@@ -134,6 +151,9 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
         chunks[-1].finish_reason,
         chunks[-1].sequence,
         [value for chunk in chunks for value in chunk.log_probabilities],
+        [name for chunk in chunks for name in chunk.names],
+        [top for chunk in chunks for top in chunk.top],
+        chunks[-1].prompt_tokens,
     )
 
 
@@ -149,6 +169,17 @@ def _response(chunks: Sequence[Chunk]) -> Any:
             [value for chunk in chunks for value in chunk.log_probabilities], np.float32
         ),
     }
+    if any(chunk.prompt_tokens for chunk in chunks):
+        arrays["prompt_token_count"] = np.array([c.prompt_tokens for c in chunks], np.int64)
+    if any(chunk.names for chunk in chunks):
+        names = [name.encode() for chunk in chunks for name in chunk.names]
+        arrays["token_names"] = np.array(names, np.object_)
+    if tops := [top for chunk in chunks for top in chunk.top]:
+        named = [name.encode() for top in tops for name in top]
+        values = [value for top in tops for value in top.values()]
+        arrays["top_count"] = np.array([len(top) for top in tops], np.int64)
+        arrays["top_names"] = np.array(named, np.object_)
+        arrays["top_log_probabilities"] = np.array(values, np.float32)
     return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])
 
 

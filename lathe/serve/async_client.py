@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import (  # type: ignore[import-untyped]
-    InferResult,
     service_pb2,
     service_pb2_grpc,
 )
 
 from lathe.runtime.protocol import Chunk
-from lathe.serve.client import CHANNEL_OPTIONS, Parameter, chunks_of, lost, refusal, request
+from lathe.serve.client import CHANNEL_OPTIONS, Parameter, lost, request
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
+from lathe.serve.response import chunks_of, refusal
 
 
 class AsyncClient:
@@ -85,7 +85,7 @@ class AsyncClient:
             async for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                for chunk in chunks_of(InferResult(response.infer_response)):
+                for chunk in chunks_of(response.infer_response):
                     yield chunk
         except grpc.RpcError as error:
             raise lost(error, self.url, self.timeout_seconds) from None

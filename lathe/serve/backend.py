@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
 from lathe.runtime.params import FIELDS, Params, parse
-from lathe.runtime.protocol import decode, model_settings
+from lathe.runtime.protocol import BUSY, CANCEL, PROMPTS, decode, model_settings
 from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
@@ -39,12 +39,18 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Parse and queue each request; responses are sent from the batch's thread."""
         for request in requests:
-            answer = Answer(request.get_response_sender(), self.responses)
+            sender = request.get_response_sender()
+            given = dict(json.loads(request.parameters() or "{}"))
+            if CANCEL in given:
+                self.responses.abandon(given[CANCEL])
+                sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                continue
+            answer = Answer(request.request_id(), sender, self.responses)
             try:
-                prompt, answer.params = _read(request, self.defaults)
+                prompt, answer.params = _read(request, given, self.defaults)
                 if not self.generator.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
-                        f"the server is busy: {self.max_queue} requests are already waiting",
+                        f"{BUSY}: {self.max_queue} requests are already waiting",
                         "try again in a moment, or raise Serving.max_queue",
                     )
                     answer.refuse(pb_utils.TritonError.UNAVAILABLE, full)
@@ -60,9 +66,8 @@ class TritonPythonModel:
         self.responses.close()
 
 
-def _read(request: Any, defaults: Params) -> tuple[str, Params]:
+def _read(request: Any, given: dict[str, Any], defaults: Params) -> tuple[str | list[int], Params]:
     """Read prompt and parameters; these come as optional tensors or Triton request parameters."""
-    given = dict(json.loads(request.parameters() or "{}"))
     if microseconds := request.timeout():  # Triton's own parameter `timeout`
         given["timeout_seconds"] = microseconds / 1e6
     for name in FIELDS:
@@ -75,7 +80,11 @@ def _read(request: Any, defaults: Params) -> tuple[str, Params]:
             )
         value = tensor.as_numpy().item()
         given[name] = decode(value, name) if isinstance(value, bytes) else value
-    text = pb_utils.get_input_tensor_by_name(request, "text_input")
+    params = parse(given, defaults)
+    text, ids = (pb_utils.get_input_tensor_by_name(request, name) for name in PROMPTS)
+    if (text is None) == (ids is None):
+        what = "missing" if text is None else "given beside input_ids"
+        raise UserError(f"text_input is {what}", "give the prompt as text_input or as input_ids")
     if text is None:
-        raise UserError("text_input is missing", "give the prompt as text_input")
-    return decode(text.as_numpy().item(), "text_input"), parse(given, defaults)
+        return ids.as_numpy().tolist(), params
+    return decode(text.as_numpy().item(), "text_input"), params

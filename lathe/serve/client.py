@@ -10,7 +10,7 @@ default.
 """
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lathe.errors import StageError, UserError
 from lathe.runtime.protocol import TEXTS, TOKENS, Chunk, TokenScores, score_name
 from lathe.serve import state as serve_state
 from lathe.serve.reach import REACH_SECONDS, require_address, unreachable
+from lathe.serve.response import chunks_of, refusal
 
 Parameter = int | float | str | bool | None
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -176,7 +177,7 @@ class Client:
             for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                yield from chunks_of(InferResult(response.infer_response))
+                yield from chunks_of(response.infer_response)
         except grpc.RpcError as error:
             raise lost(error, self.url, self.timeout_seconds) from None
         finally:
@@ -214,17 +215,24 @@ def stream(prompt: str, **parameters: Parameter) -> Iterator[str]:
             yield chunk.text
 
 
-def request(model_name: str, prompt: str, parameters: dict[str, Parameter]) -> Any:
+def request(
+    model_name: str, prompt: str | Sequence[int], parameters: Mapping[str, Parameter]
+) -> Any:
     """Build the gRPC message of a generation request.
+
+    Args:
+        prompt: a text, or token ids.
 
     Raises:
         UserError: the prompt is not UTF-8 text, or a number is too large for the message.
     """
-    text = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
-    message = service_pb2.ModelInferRequest(
-        model_name=model_name,
-        inputs=[text | {"contents": {"bytes_contents": [_utf8(prompt)]}}],
-    )
+    given: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    if isinstance(prompt, str):
+        given["contents"] = {"bytes_contents": [_utf8(prompt)]}
+    else:
+        given = {"name": "input_ids", "datatype": "INT64", "shape": [len(prompt)]}
+        given["contents"] = {"int64_contents": prompt}
+    message = service_pb2.ModelInferRequest(model_name=model_name, inputs=[given])
     for name, value in parameters.items():
         if value is None:
             continue
@@ -243,33 +251,6 @@ def _utf8(text: str, what: str = "prompt") -> bytes:
             f"{what}: not UTF-8 at character {error.start}",
             "convert it, for instance with iconv -t utf-8",
         ) from None
-
-
-def chunks_of(result: Any) -> list[Chunk]:
-    """The chunks of a response, one per sequence."""
-    ends = np.cumsum(result.as_numpy("token_count"))[:-1]
-    chances = result.as_numpy("log_probabilities")
-    parts = zip(
-        result.as_numpy("text_output"),
-        np.split(result.as_numpy("tokens"), ends),
-        result.as_numpy("finish_reason"),
-        result.as_numpy("sequence").tolist(),
-        np.split(chances, ends) if len(chances) else [chances] * (len(ends) + 1),
-        strict=True,
-    )
-    return [
-        Chunk(text.decode(), tokens.tolist(), reason.decode(), sequence, chance.tolist())
-        for text, tokens, reason, sequence, chance in parts
-    ]
-
-
-def refusal(message: str) -> Exception:
-    """The exception for an error from the server: a UserError if the message has a hint, since the
-    request was then wrong; otherwise a StageError."""
-    what, _, hint = message.partition("\n  hint: ")
-    if "unknown model" in message:
-        return UserError(message, "give the name of the server's model: --model-name NAME")
-    return UserError(what, hint) if hint else StageError(message)
 
 
 def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:

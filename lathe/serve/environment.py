@@ -12,15 +12,21 @@ from lathe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
 PYTHON_VARIABLE = "LATHE_SERVE_PYTHON"
+HINT = (
+    "run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or name the "
+    f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
+)
 
 _DESCRIBE = """
 import importlib.util, json, sys, sysconfig
 spec = importlib.util.find_spec("pytriton")
+gateway = ("starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient")
 print(json.dumps({
     "pytriton": spec and spec.submodule_search_locations[0],
     "site_packages": sysconfig.get_path("platlib"),
     "libraries": sysconfig.get_config_var("LIBDIR"),
     "version": f"{sys.version_info.major}.{sys.version_info.minor}",
+    "missing": [name for name in gateway if importlib.util.find_spec(name) is None],
 }))
 """
 
@@ -34,6 +40,7 @@ class ServeEnvironment:
     site_packages: Path
     libraries: Path  # folder of libpython, if it is a shared library
     version: str  # Python's, as in the names of the stub folders
+    missing: tuple[str, ...]  # packages of the gateway
 
     @property
     def binary(self) -> Path:
@@ -55,6 +62,15 @@ class ServeEnvironment:
             # Decoding reads all weights for every token, which is 8 % faster with 2 MB pages.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }
+
+    def require_gateway(self) -> None:
+        """Check that the gateway can run here.
+
+        Raises:
+            UserError: a package is missing.
+        """
+        if self.missing:
+            raise UserError(f"{self.python}: {', '.join(self.missing)} not installed", HINT)
 
     def link_backends(self, folder: Path) -> Path:
         """Make `folder` a backend directory: Triton needs the stub of this Python version beside
@@ -109,12 +125,8 @@ def find_environment() -> ServeEnvironment:
     beside = ROOT / ".venv-serve" / "bin" / "python"
     default = beside if beside.is_file() else sys.executable
     python = Path(os.environ.get(PYTHON_VARIABLE) or default)
-    hint = (
-        "run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or name the "
-        f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
-    )
     if not python.is_file():
-        raise UserError(f"{python}: no such interpreter: Triton needs its own environment", hint)
+        raise UserError(f"{python}: no such interpreter: Triton needs its own environment", HINT)
     run = subprocess.run(
         [python, "-c", _DESCRIBE],
         capture_output=True,
@@ -123,17 +135,18 @@ def find_environment() -> ServeEnvironment:
         check=False,
     )
     if run.returncode:
-        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", hint)
+        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", HINT)
     found = json.loads(run.stdout)
     if not found["pytriton"]:
-        raise UserError(f"{python}: nvidia-pytriton is not installed", hint)
+        raise UserError(f"{python}: nvidia-pytriton is not installed", HINT)
     tritonserver = Path(found["pytriton"]) / "tritonserver"
     if not (tritonserver / "python_backend_stubs" / found["version"]).is_dir():
-        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", hint)
+        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", HINT)
     return ServeEnvironment(
         python,
         tritonserver,
         Path(found["site_packages"]),
         Path(found["libraries"]),
         found["version"],
+        tuple(found["missing"]),
     )

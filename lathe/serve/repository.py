@@ -19,7 +19,7 @@ from lathe.artifacts.metadata import Files
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.runtime.params import FIELDS
-from lathe.runtime.protocol import TEXTS, TOKENS, score_name
+from lathe.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
 from lathe.storage import atomic_folder
 from lathe.storage.files import files_below
 from lathe.storage.outputs import remove_files
@@ -108,12 +108,19 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
             "min_tokens": generation.min_dec_len,
         },
     }
-    one, many = [1], [-1]  # outputs but the last two have one element per sequence
+    # Outputs have an element per sequence or per token. The last five come only when there is
+    # something to say: at a sequence's end, and with log-probabilities.
+    one, many = [1], [-1]
     optional: list[dict[str, Any]] = [
         {"name": name, "data_type": TRITON_TYPE[field.kind], "dims": one, "optional": True}
         for name, field in FIELDS.items()
     ]
-    inputs = [{"name": "text_input", "data_type": "TYPE_STRING", "dims": one}, *optional]
+    text, ids = PROMPTS
+    inputs = [
+        {"name": text, "data_type": "TYPE_STRING", "dims": one, "optional": True},
+        {"name": ids, "data_type": "TYPE_INT64", "dims": many, "optional": True},
+        *optional,
+    ]
     outputs = [
         {"name": "text_output", "data_type": "TYPE_STRING", "dims": many},
         {"name": "finish_reason", "data_type": "TYPE_STRING", "dims": many},
@@ -121,6 +128,11 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         {"name": "token_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "tokens", "data_type": "TYPE_INT64", "dims": many},
         {"name": "log_probabilities", "data_type": "TYPE_FP32", "dims": many},
+        {"name": "prompt_token_count", "data_type": "TYPE_INT64", "dims": many},
+        {"name": "token_names", "data_type": "TYPE_STRING", "dims": many},
+        {"name": "top_count", "data_type": "TYPE_INT64", "dims": many},
+        {"name": "top_names", "data_type": "TYPE_STRING", "dims": many},
+        {"name": "top_log_probabilities", "data_type": "TYPE_FP32", "dims": many},
     ]
     return _pbtxt(serving.model_name, settings, inputs, outputs, is_decoupled=True)
 

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
@@ -24,7 +24,9 @@ log = logging.getLogger("lathe")
 LOG_LINES = 20
 CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
-ANY_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+TRITON_PORTS = ("http_port", "grpc_port", "metrics_port")
+GATEWAY_PORT = "gateway_port"
+ANY_PORTS = dict.fromkeys((*TRITON_PORTS, GATEWAY_PORT), 0)
 DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 
 
@@ -68,6 +70,7 @@ def start(
     folder: Path | None = None,
     timeout_seconds: float = 120.0,
     options: Sequence[str] = (),
+    with_gateway: bool = False,
 ) -> TritonServer:
     """Start a server on a model repository and wait until the model is ready.
 
@@ -76,23 +79,28 @@ def start(
         serving: model name and ports; port 0 takes any free one.
         folder: state folder; default `state.default_folder()`.
         options: more of tritonserver's options, such as `--model-control-mode=explicit`.
+        with_gateway: whether OpenAI's interface is served as well.
 
     Raises:
         UserError: a port is in use, a server of this state folder is already running, or there is
-            no environment with Triton.
+            no environment with Triton, or with what the gateway needs.
         StageError: the server ended, or was not ready in time; has the log's last lines.
     """
     folder = (folder or serve_state.default_folder()).absolute()
     environment = find_environment()
+    if with_gateway:
+        environment.require_gateway()
     if running := serve_state.find(folder):
         raise UserError(
             f"a server of {folder} is already running on {running.http}", "run `make stop`"
         )
-    ports = free_ports(serving)
+    ports = free_ports(serving, with_gateway)
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
     command = _command(environment, repository.absolute(), folder, ports, shared_memory)
     command += options
+    if with_gateway:
+        command += ["--", *_gateway(environment, repository.absolute(), ports)]
     guard, owner = _spawn(environment, shared_memory, command, folder / LOG_FILE)
     try:
         state = ServerState(
@@ -100,10 +108,8 @@ def start(
             guard=_process(guard.pid, folder / LOG_FILE),
             model_name=serving.model_name,
             repository=str(repository.absolute()),
-            http_port=ports[0],
-            grpc_port=ports[1],
-            metrics_port=ports[2],
             shared_memory=shared_memory,
+            **ports,
         )
         _wait_ready(state, guard, folder / LOG_FILE, timeout_seconds)
         state.write(folder)
@@ -112,18 +118,20 @@ def start(
         guard.wait()
         raise
     log.info("tritonserver is ready: http %s, grpc %s", state.http, state.grpc)
+    if state.openai:
+        log.info("OpenAI's interface: %s", state.openai)
     return TritonServer(folder, state, guard, owner)
 
 
-def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
-    """Check that the three ports can be bound, and choose a free one for each 0.
+def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str, int]:
+    """Check that the ports can be bound, and choose a free one for each 0; by name.
 
     Raises:
         UserError: one is in use; names it.
     """
-    bound = []
+    bound = {}
     with ExitStack() as held:
-        for key in ANY_PORTS:
+        for key in (*TRITON_PORTS, GATEWAY_PORT) if with_gateway else TRITON_PORTS:
             port = getattr(serving, key)
             probe = held.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -137,19 +145,17 @@ def free_ports(serving: ServingSettings) -> tuple[int, int, int]:
                     "stop the server there (`make stop` for Lathe's own), or pass "
                     f"-o Serving.{key}=0 for any free port",
                 ) from None
-            bound.append(probe.getsockname()[1])
-    http, grpc, metrics = bound
-    return http, grpc, metrics
+            bound[key] = probe.getsockname()[1]
+    return bound
 
 
 def _command(
     environment: ServeEnvironment,
     repository: Path,
     folder: Path,
-    ports: tuple[int, int, int],
+    ports: Mapping[str, int],
     shared_memory: str,
 ) -> list[str]:
-    http_port, grpc_port, metrics_port = ports
     return [
         str(environment.binary),
         f"--model-repository={repository}",
@@ -157,12 +163,27 @@ def _command(
         f"--backend-config=python,shm-region-prefix-name={shared_memory}",
         "--disable-auto-complete-config",
         f"--http-address={HOST}",
-        f"--http-port={http_port}",
+        f"--http-port={ports['http_port']}",
         f"--grpc-address={HOST}",
-        f"--grpc-port={grpc_port}",
+        f"--grpc-port={ports['grpc_port']}",
         f"--metrics-address={HOST}",
-        f"--metrics-port={metrics_port}",
+        f"--metrics-port={ports['metrics_port']}",
         f"--exit-timeout-secs={DRAIN_SECONDS}",
+    ]
+
+
+def _gateway(
+    environment: ServeEnvironment, repository: Path, ports: Mapping[str, int]
+) -> list[str]:
+    return [
+        str(environment.python),
+        "-m",
+        "lathe.gateway",
+        str(repository),
+        f"--triton={HOST}:{ports['grpc_port']}",
+        f"--host={HOST}",
+        f"--port={ports[GATEWAY_PORT]}",
+        f"--drain-seconds={DRAIN_SECONDS}",
     ]
 
 
@@ -209,11 +230,15 @@ def _wait_ready(
 
 
 def _is_ready(state: ServerState) -> bool:
+    addresses = [f"http://{state.http}/v2/health/ready"]
+    if state.gateway_port:
+        addresses.append(f"http://{HOST}:{state.gateway_port}/health")
     try:
-        with LOOPBACK.open(f"http://{state.http}/v2/health/ready", timeout=1) as reply:
-            return bool(reply.status == 200)
+        for address in addresses:
+            LOOPBACK.open(address, timeout=1).close()
     except (OSError, HTTPException):
         return False
+    return True
 
 
 def _tail(log_path: Path) -> str:

@@ -51,6 +51,8 @@ class ServerState(BaseModel):
     http_port: Port
     grpc_port: Port
     metrics_port: Port
+    gateway_port: Port | None = None
+    """None: without a gateway."""
     shared_memory: Annotated[str, Field(pattern=f"^{SHARED_MEMORY.pattern}$")]
     """Prefix of its regions in /dev/shm, unique to this server."""
 
@@ -63,6 +65,11 @@ class ServerState(BaseModel):
     def grpc(self) -> str:
         """gRPC address, `host:port`."""
         return f"{HOST}:{self.grpc_port}"
+
+    @property
+    def openai(self) -> str | None:
+        """Base URL of OpenAI's interface, if there is a gateway."""
+        return f"http://{HOST}:{self.gateway_port}/v1" if self.gateway_port else None
 
     def is_alive(self) -> bool:
         """Whether the process runs, and is this server and not a later process with its number."""

@@ -38,6 +38,7 @@ SETTINGS = (
     "Serving.http_port=0",
     "Serving.grpc_port=0",
     "Serving.metrics_port=0",
+    "Serving.gateway_port=0",
     "Serving.threads=1",
     "Gate.max_accuracy_drop=1",
     "Gate.max_perplexity_increase=99",

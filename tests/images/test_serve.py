@@ -48,6 +48,13 @@ def test_it_fetches_a_release(images: dict[str, str]) -> None:
     assert "usage" in shown.lower()
 
 
+def test_it_has_the_gateway(images: dict[str, str]) -> None:
+    options = ["--entrypoint=python", "--env=LATHE_API_KEYS="]
+    assert "--max-requests" in run(
+        images["serve"], "-m", "lathe.gateway", "--help", options=options
+    )
+
+
 def wait_ready(server: str, address: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -8,14 +8,14 @@ from tests.support.rendered import Object, named, of_kind, variant
 
 
 def test_time_to_drain(objects: list[Object]) -> None:
-    """Kubernetes kills no server that Triton still lets finish."""
+    """Kubernetes kills no server that Triton, or the gateway, still lets finish."""
     for deployment in of_kind(objects, "Deployment"):
         spec = deployment["spec"]["template"]["spec"]
-        (container,) = spec["containers"]
-        line = " ".join(container["args"])
-        (drain,) = (int(s) for s in re.findall(r"--exit-timeout-secs=(\d+)", line))
-        wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        assert spec["terminationGracePeriodSeconds"] > drain + wait
+        for container in spec["containers"]:
+            line = " ".join(container["args"])
+            (drain,) = re.findall(r"--(?:exit-timeout-secs|drain-seconds)=(\d+)", line)
+            wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            assert spec["terminationGracePeriodSeconds"] > int(drain) + wait
 
 
 def test_kserve_runs_the_same_pods(tmp_path: Path, production: list[Object]) -> None:
@@ -43,12 +43,14 @@ def test_a_release_survives_another_apply(objects: list[Object]) -> None:
         (fetch,) = template["spec"]["initContainers"]
         assert {"name": "LATHE_RELEASE"} in fetch["env"]
         target = fetch["command"][-1]
-        assert f"--model-repository={target}" in template["spec"]["containers"][0]["args"]
+        triton, gateway = template["spec"]["containers"]
+        assert f"--model-repository={target}" in triton["args"] and target in gateway["args"]
 
 
 def test_the_stores_keys_are_not_the_servers(objects: list[Object]) -> None:
     for deployment in of_kind(objects, "Deployment"):
-        (container,) = deployment["spec"]["template"]["spec"]["containers"]
-        assert "lathe-s3" not in json.dumps(container)
-        mounts = {m["name"]: m for m in container["volumeMounts"]}
-        assert mounts["models"]["readOnly"] is True and "store" not in mounts
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            assert "lathe-s3" not in json.dumps(container)
+            mounts = {m["name"]: m for m in container["volumeMounts"]}
+            assert mounts["models"]["readOnly"] is True and "store" not in mounts
+            assert ("keys" in mounts) is (container["name"] == "gateway")

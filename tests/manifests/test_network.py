@@ -25,7 +25,7 @@ JANITOR = Peer("lathe", {**OWN, "app.kubernetes.io/component": "janitor"})
 SERVE = Peer(
     "lathe",
     {**OWN, "app.kubernetes.io/component": "serve"},
-    ports={"http": 8000, "grpc": 8001, "metrics": 8002},
+    ports={"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000},
 )
 STEP = Peer("lathe", {**OWN, "workflows.argoproj.io/workflow": "qat-x"})
 DRIVER = Peer("lathe", {"workflows.argoproj.io/workflow": "qat-x"})
@@ -61,11 +61,11 @@ FLOWS = [
     (TRAIN, TRAIN, 29400, True),
     (TRAIN, TRAIN, 41234, True),
     *((source, TRAIN, 29400, False) for source in (STEP, SERVE, STRANGER, OTHER, CLIENT)),
-    *((source, SERVE, port, True) for source in (CLIENT, APPLICATION) for port in (8000, 8001)),
+    *((s, SERVE, port, True) for s in (CLIENT, APPLICATION) for port in (8000, 8001, 9000)),
     *((source, SERVE, 8002, False) for source in (CLIENT, APPLICATION)),
-    (PROMETHEUS, SERVE, 8002, True),
+    *((PROMETHEUS, SERVE, port, True) for port in (8002, 9000)),
     (PROMETHEUS, SERVE, 8001, False),
-    *((source, SERVE, 8001, False) for source in (OTHER, STRANGER, TRAIN, STEP)),
+    *((s, SERVE, port, False) for s in (OTHER, STRANGER, TRAIN, STEP) for port in (8001, 9000)),
     *((source, INTERNET, 443, False) for source in (STEP, TRAIN, SERVE, JANITOR)),
     (OTHER, STEP, 8080, False),
 ]

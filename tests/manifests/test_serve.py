@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from lathe.config.settings import ServingSettings
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
-from lathe.serve.server import free_ports
+from lathe.serve.server import ANY_PORTS, free_ports
 from lathe.serve.state import LOOPBACK
 from lathe.storage import upload
 from tests.support.rendered import MANIFESTS, ROOT, Object, named, of_kind
@@ -44,7 +44,7 @@ def pod(production: list[Object]) -> Object:
 
 
 def arguments(production: list[Object]) -> list[str]:
-    (container,) = pod(production)["containers"]
+    container, _ = pod(production)["containers"]
     assert container["command"] == ["tritonserver"]
     given: list[str] = container["args"]
     return given
@@ -90,9 +90,8 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
     environment = find_environment()
     ports = free_ports(ServingSettings(http_port=0, grpc_port=0, metrics_port=0))
     changes = {"/models/release": str(release), "$(TRITON_ADMIN_KEY)": KEY}
-    changes |= {
-        f"port={old}": f"port={new}" for old, new in zip((8000, 8001, 8002), ports, strict=True)
-    }
+    own = zip((8000, 8001, 8002), ports.values(), strict=True)
+    changes |= {f"port={old}": f"port={new}" for old, new in own}
     line = "\n".join(arguments(production))
     for old, new in changes.items():
         assert old in line
@@ -108,7 +107,7 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports))
+    running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports.values()))
     try:
         deadline = time.monotonic() + 180
         while status(f"http://{running.http}/v2/health/ready") != 200:
@@ -207,6 +206,42 @@ def test_a_stream_in_flight_ends_before_the_server_does(server: Server) -> None:
         tokens += sum(len(piece.tokens) for piece in stream)
     assert tokens == LONG["max_tokens"]
     assert server.process.wait(120) == 0
+
+
+def test_the_gateway_answers_for_who_has_a_key(
+    server: Server, release: Path, production: list[Object], tmp_path: Path
+) -> None:
+    """The gateway's command line and environment, with paths and ports put in."""
+    _, container = pod(production)["containers"]
+    (keys,) = (variable for variable in container["env"] if variable["name"] == "LATHE_API_KEYS")
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    port = free_ports(ServingSettings(**ANY_PORTS), with_gateway=True)["gateway_port"]
+    changes = {
+        "python": str(find_environment().python),
+        "/models/release": str(release),
+        "--triton=127.0.0.1:8001": f"--triton={server.grpc}",
+        "--host=0.0.0.0": "--host=127.0.0.1",
+        "--port=9000": f"--port={port}",
+    }
+    line = [*container["command"], *container["args"]]
+    assert changes.keys() <= {*line} and keys["value"].endswith("/keys")
+    environment = {"PYTHONPATH": str(ROOT), "LATHE_API_KEYS": str(tmp_path / "keys")}
+    gateway = subprocess.Popen([changes.get(word, word) for word in line], env=environment)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while status(address + container["readinessProbe"]["httpGet"]["path"]) != 200:
+            assert gateway.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        asked = json.dumps({"model": "gpt", "prompt": "x", "max_tokens": 3}).encode()
+        assert status(f"{address}/v1/completions", asked) == 401
+        key = {"Authorization": f"Bearer {KEY}"}
+        assert status(f"{address}/v1/completions", asked, **key) == 200
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(10) == 0
+    finally:
+        gateway.kill()
+        gateway.wait()
 
 
 def test_every_option_is_the_binarys(triton: None, production: list[Object]) -> None:

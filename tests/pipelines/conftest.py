@@ -34,7 +34,7 @@ Compress: {Prune: {enable: true, ratio: 0.5}, Quantization: {enable: true}}
 Sensitivity: {calibration_batches: 1, eval_batches: 1}
 Generation: {decode_strategy: greedy_search, max_dec_len: 8}
 Export: {prompts: 2, new_tokens: 4}
-Serving: {http_port: 0, grpc_port: 0, metrics_port: 0}
+Serving: {http_port: 0, grpc_port: 0, metrics_port: 0, gateway_port: 0}
 Gate: {max_accuracy_drop: 1.0, max_perplexity_increase: 10.0}
 """
 

@@ -20,7 +20,8 @@ def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.backend) == ("tiny", "python")
     assert config.model_transaction_policy.decoupled
-    assert [i.name for i in config.input if not i.optional] == ["text_input"]
+    assert [i.name for i in config.input][:2] == ["text_input", "input_ids"]
+    assert all(i.optional for i in config.input)  # one of the two is required by the backend
     assert config.parameters["max_tokens"].string_value == "200"
 
 

@@ -20,7 +20,7 @@ from lathe.serve import state as serve_state
 from lathe.serve.client import Client
 from lathe.serve.environment import PYTHON_VARIABLE, find_environment
 from lathe.serve.repository import write_repository
-from lathe.serve.server import free_ports, start
+from lathe.serve.server import ANY_PORTS, TRITON_PORTS, free_ports, start
 from lathe.serve.state import STATE_VARIABLE
 from tests.serve.test_backend import LONG
 
@@ -70,9 +70,8 @@ def test_killed_and_started_again_and_stopped(
     assert serve_state.find(folder) is None
     assert processes(str(folder)) == processes(second.state.shared_memory) == {}
     assert not list(Path("/dev/shm").glob(f"{second.state.shared_memory}*"))
-    ports = ("http_port", "grpc_port", "metrics_port")
-    freed = {port: getattr(second.state, port) for port in ports}
-    assert free_ports(ServingSettings(**freed)) == tuple(freed.values())
+    freed = {port: getattr(second.state, port) for port in TRITON_PORTS}
+    assert free_ports(ServingSettings(**freed)) == freed
     assert serve_state.stop(folder) is None
 
 
@@ -143,7 +142,7 @@ def test_no_orphan_when_the_parent_dies_while_it_starts(
     assert not list(Path("/dev/shm").glob(f"{region}*"))
 
 
-@pytest.mark.parametrize("key", ["http_port", "grpc_port", "metrics_port"])
+@pytest.mark.parametrize("key", ANY_PORTS)
 def test_a_port_in_use_is_named_before_anything_starts(
     triton: None, repository: Path, tmp_path: Path, key: str
 ) -> None:
@@ -151,9 +150,9 @@ def test_a_port_in_use_is_named_before_anything_starts(
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0} | {key: port}
+        ports = ANY_PORTS | {key: port}
         with pytest.raises(UserError, match=rf"Serving\.{key} {port} .*in use(?s:.*)make stop"):
-            start(repository, ServingSettings(**ports), tmp_path / "state")
+            start(repository, ServingSettings(**ports), tmp_path / "state", with_gateway=True)
     assert not (tmp_path / "state").exists()
 
 

@@ -66,7 +66,7 @@ class ExportSettings(Settings):
 class ServingSettings(Settings):
     """The Triton server. The group is Lathe's own.
 
-    The three ports must differ; a port 0 is any free one.
+    The four ports must differ; a port 0 is any free one.
     """
 
     model_name: PlainName = "gpt"
@@ -77,6 +77,8 @@ class ServingSettings(Settings):
     """Port of the gRPC endpoint; 0 takes a free one."""
     metrics_port: Port = 8002
     """Port of the Prometheus metrics; 0 takes a free one."""
+    gateway_port: Port = 9000
+    """Port of OpenAI's interface; 0 takes a free one."""
     max_running: Positive = 8
     """Sequences that are generated at the same time; each beam, or sequence of
     a request, counts as one."""
@@ -87,12 +89,11 @@ class ServingSettings(Settings):
 
     @model_validator(mode="after")
     def _ports_differ(self) -> "ServingSettings":
-        ports = [port for port in (self.http_port, self.grpc_port, self.metrics_port) if port]
+        names = ("http_port", "grpc_port", "metrics_port", "gateway_port")
+        ports = [port for name in names if (port := getattr(self, name))]
         if len(set(ports)) < len(ports):
-            raise ValueError(
-                f"http_port {self.http_port}, grpc_port {self.grpc_port} and metrics_port "
-                f"{self.metrics_port} must differ, unless 0"
-            )
+            given = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+            raise ValueError(f"{given}: they must differ, unless 0")
         return self
 
 

@@ -1,0 +1,121 @@
+r"""What the gateway costs: 16 streams over OpenAI's interface, and over Triton's gRPC beside it.
+
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/gateway.py [--threads 1] [--rounds 5] \
+        [--requests 48]
+
+One server, GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80
+new ones, sampled. The two take turns; the ratio is what counts. The client of OpenAI's interface is
+urllib3 and json, so that neither side pays for a heavy client.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import urllib3
+from export import write
+from streams import STREAMS, complete, load
+
+from lathe.config.settings import GenerationSettings, ServingSettings
+from lathe.runtime.protocol import Chunk
+from lathe.serve.client import Client
+from lathe.serve.load import Summary
+from lathe.serve.repository import write_repository
+from lathe.serve.server import ANY_PORTS, start
+
+COLUMNS = (("first_token", "p50"), ("between_tokens", "p50"), ("between_tokens", "p99"))
+
+
+class OpenAIClient:
+    """The gateway under a client's name."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.pool = f"{url}/completions", urllib3.PoolManager(maxsize=STREAMS)
+
+    def generate(self, prompt: str, **parameters: Any) -> None:
+        list(self.stream(prompt, **parameters))
+
+    def stream(self, prompt: str, max_tokens: int, **parameters: Any) -> Iterator[Chunk]:
+        body = {
+            "model": "gpt",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "ignore_eos": "min_tokens" in parameters,
+            "seed": parameters.get("seed"),
+            "top_k": 50,
+            "top_p": 0.75,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        reply = self.pool.request("POST", self.url, json=body, preload_content=False)
+        pieces = 0
+        for line in lines(reply):
+            if line == b"data: [DONE]":
+                return
+            piece = json.loads(line.removeprefix(b"data: "))
+            if piece["choices"]:
+                pieces += 1
+                yield Chunk(piece["choices"][0]["text"], [0], "")
+            else:  # a piece with a character of several tokens counted as one
+                yield Chunk("", [0] * (piece["usage"]["completion_tokens"] - pieces), "")
+
+
+def lines(reply: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    """The lines of a stream that are not empty, as they come."""
+    held = b""
+    for part in reply.read_chunked():
+        *whole, held = (held + part).split(b"\n")
+        yield from filter(None, whole)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=48)
+    arguments = parser.parse_args()
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        exported = write(folder)["int8"]
+        complete(exported)
+        limits = {"max_running": STREAMS, "max_queue": STREAMS, "threads": arguments.threads}
+        serving = ServingSettings(**ANY_PORTS, **limits)
+        repository = write_repository(exported, folder / "models", serving, GenerationSettings())
+        with (
+            start(repository, serving, folder / "server", with_gateway=True) as server,
+            Client(server.state.grpc, "gpt") as grpc,
+        ):
+            assert server.state.openai is not None
+            ways: dict[str, Any] = {"gRPC": grpc, "OpenAI": OpenAIClient(server.state.openai)}
+            found: dict[str, list[Summary]] = {way: [] for way in ways}
+            for turn in range(arguments.rounds + 1):
+                for way in ways if turn % 2 else reversed(ways):
+                    summary = load(ways[way], STREAMS, arguments.requests)
+                    if turn:  # the first one touches the memory of keys and values
+                        found[way].append(summary)
+    report(found, arguments)
+
+
+def report(found: dict[str, list[Summary]], arguments: argparse.Namespace) -> None:
+    print(f"GPT-2 124M shape, INT8, {arguments.threads} thread(s), {arguments.requests} requests")
+    print(f"{'':8}{'tok/s':>9}{'first p50':>13}{'between p50':>13}{'between p99':>13}")
+    for way, summaries in found.items():
+        row = f"{way:8}{np.median([s.tokens_per_second for s in summaries]):9.1f}"
+        for part, percentile in COLUMNS:
+            values = [getattr(summary, part)[percentile] for summary in summaries]
+            row += f"{1e3 * float(np.median(values)):10.1f} ms"
+        print(row)
+    pairs = zip(found["OpenAI"], found["gRPC"], strict=True)
+    ratios = sorted(ours.tokens_per_second / theirs.tokens_per_second for ours, theirs in pairs)
+    print(
+        f"OpenAI's interface has {np.median(ratios):.1%} of gRPC's throughput "
+        f"(rounds: {ratios[0]:.1%} to {ratios[-1]:.1%})"
+    )
+
+
+if __name__ == "__main__":
+    main()

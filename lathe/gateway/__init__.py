@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface to the models that Triton serves."""

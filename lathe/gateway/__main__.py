@@ -1,0 +1,71 @@
+"""`python -m lathe.gateway REPOSITORY`: OpenAI's interface beside a Triton, until SIGTERM."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from lathe.errors import ENDINGS, explain
+from lathe.gateway.app import Gateway
+from lathe.gateway.keys import KEYS_VARIABLE, ApiKeys
+from lathe.gateway.limits import Limits
+from lathe.gateway.models import read_models
+
+ORIGINS_VARIABLE = "LATHE_CORS_ORIGINS"
+DRAIN_SECONDS = 120  # as long as Triton's own --exit-timeout-secs in the Deployment
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        path = os.environ.get(KEYS_VARIABLE)
+        keys = ApiKeys(Path(path)) if path else None
+        limits = Limits(given.max_requests, given.max_prompts, given.max_body)
+        gateway = Gateway(read_models(given.repository), given.triton, limits, keys)
+    except ENDINGS as error:
+        told = explain(error)
+        print(f"{told.kind}: {told}", file=sys.stderr)
+        return told.status
+    origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
+    uvicorn.run(
+        gateway.app(origins),
+        host=given.host,
+        port=given.port,
+        access_log=False,
+        server_header=False,
+        log_config=None,
+        timeout_graceful_shutdown=given.drain_seconds,
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lathe.gateway",
+        description="Serve OpenAI's HTTP interface to the models of a Triton. "
+        f"{KEYS_VARIABLE} names a file of API keys, a key a line; {ORIGINS_VARIABLE} the origins, "
+        "separated by commas, of web pages that may ask.",
+    )
+    parser.add_argument("repository", type=Path, help="Triton's model repository")
+    parser.add_argument("--triton", default="127.0.0.1:8001", help="its gRPC HOST:PORT")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=9000)
+    limits = Limits()
+    numbers = {
+        "--max-requests": (limits.requests, "requests that are answered at the same time"),
+        "--max-prompts": (limits.prompts, "prompts of a request"),
+        "--max-body": (limits.body, "bytes of a request's body"),
+        "--drain-seconds": (DRAIN_SECONDS, "for requests in flight after SIGTERM"),
+    }
+    for option, (default, text) in numbers.items():
+        parser.add_argument(option, type=int, default=default, help=f"{text} (default {default})")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

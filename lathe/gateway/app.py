@@ -1,0 +1,128 @@
+"""The gateway as an ASGI application."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lathe.gateway.chat import Chat
+from lathe.gateway.completions import Completion
+from lathe.gateway.endpoint import Answer, Endpoint
+from lathe.gateway.errors import ApiError
+from lathe.gateway.keys import ApiKeys
+from lathe.gateway.limits import Door, Limits
+from lathe.gateway.metrics import GatewayMetrics
+from lathe.gateway.models import Model
+from lathe.gateway.requests import ChatRequest, CompletionRequest
+from lathe.gateway.triton import Triton
+
+PATHS = "/v1/models, /v1/completions and /v1/chat/completions"
+
+
+class Gateway:
+    """OpenAI's interface to the models of one Triton.
+
+    Args:
+        models: by name.
+        url: Triton's gRPC address, `host:port`.
+        keys: None lets everybody in.
+    """
+
+    def __init__(
+        self, models: Mapping[str, Model], url: str, limits: Limits, keys: ApiKeys | None = None
+    ) -> None:
+        self._models, self._url, self._door = models, url, Door(limits, keys)
+        self._metrics = GatewayMetrics()
+        self._metrics.inside.set_function(lambda: self._door.inside)
+        self._triton: Triton | None = None
+
+    def app(self, origins: Sequence[str] = ()) -> Starlette:
+        """The application.
+
+        Args:
+            origins: of web pages that may ask it (CORS).
+        """
+        door, metrics = self._door, self._metrics
+        completions = Endpoint("/v1/completions", self._completion, door, metrics)
+        chat = Endpoint("/v1/chat/completions", self._chat, door, metrics)
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._list),
+                Route("/v1/models/{name}", self._model),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+                Route("/health", self._health),
+                Route("/metrics", self._page),
+            ],
+            middleware=[cors] if origins else [],
+            exception_handlers={HTTPException: _refused, ApiError: _refused},
+            lifespan=self._lifespan,
+        )
+
+    @property
+    def triton(self) -> Triton:
+        """The connection, while the application runs."""
+        assert self._triton is not None
+        return self._triton
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._triton = Triton(self._url)
+        yield
+        await self._triton.close()
+
+    def _completion(self, given: Any) -> Answer:
+        request = CompletionRequest.model_validate(given)
+        most = self._door.limits.prompts
+        if len(request.prompts) > most:
+            what = f"{len(request.prompts)} prompts exceed the limit of {most}"
+            raise ApiError(400, what, param="prompt")
+        return Completion(request, self._named(request.model), self.triton)
+
+    def _chat(self, given: Any) -> Answer:
+        request = ChatRequest.model_validate(given)
+        return Chat(request, self._named(request.model), self.triton)
+
+    def _named(self, name: str) -> Model:
+        if name in self._models:
+            return self._models[name]
+        what = f"the model {name!r} does not exist: there is {', '.join(self._models)}"
+        raise ApiError(404, what, param="model", code="model_not_found")
+
+    async def _list(self, request: Request) -> Response:
+        self._door.check(request.scope)
+        models = [model.to_json() for model in self._models.values()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _model(self, request: Request) -> Response:
+        self._door.check(request.scope)
+        return JSONResponse(self._named(request.path_params["name"]).to_json())
+
+    async def _health(self, _: Request) -> Response:
+        waiting = [name for name in self._models if not await self.triton.is_ready(name)]
+        if waiting:
+            return JSONResponse({"status": f"not ready: {', '.join(waiting)}"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def _page(self, _: Request) -> Response:
+        return self._metrics.page()
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{error.detail}: {PATHS} are there")
+    assert isinstance(error, ApiError)
+    return error.response()

@@ -1,0 +1,135 @@
+"""A path that generates: from the body of a request to the last byte of its answer."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from lathe.errors import StageError, UserError
+from lathe.gateway.answers import Json, Usage, event
+from lathe.gateway.errors import ApiError, of_backend, of_validation
+from lathe.gateway.limits import Door
+from lathe.gateway.metrics import GatewayMetrics
+
+log = logging.getLogger("lathe")
+
+LEFT = 499  # nginx's status for a client that has closed the connection
+STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+class Answer(Protocol):
+    """A request that has been understood, and that is answered by one of the two methods."""
+
+    is_stream: bool
+    usage: Usage
+
+    async def whole(self) -> Json:
+        """The whole answer."""
+
+    def stream(self) -> AsyncGenerator[bytes]:
+        """Its server-sent events."""
+
+
+class Endpoint:
+    """An ASGI application for one path.
+
+    Args:
+        read: understands the body, which is any JSON; raises ValidationError or ApiError.
+    """
+
+    def __init__(
+        self, path: str, read: Callable[[Any], Answer], door: Door, metrics: GatewayMetrics
+    ) -> None:
+        self._path, self._read, self._door, self._metrics = path, read, door, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, usage = time.perf_counter(), Usage()
+        try:
+            self._door.check(scope)
+            with self._door.place():
+                answer = self._read(_parsed(await self._door.body(scope, receive)))
+                usage = answer.usage
+                status = await _unless_left(_send(answer, scope, receive, send), receive)
+        except Exception as error:
+            told = as_api_error(error)
+            status = told.status
+            await told.response()(scope, receive, send)
+        self._metrics.answered(self._path, status, time.perf_counter() - started, usage)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What the client is told of an error; one that nobody expects is logged."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return of_validation(error)
+        case UserError() | StageError():
+            return of_backend(error)
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the gateway failed")
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+async def _unless_left(work: Any, receive: Receive) -> int:
+    """Do the work, but cancel it when the client leaves; returns the status of the response."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else LEFT
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:
+    if not answer.is_stream:
+        await JSONResponse(await answer.whole())(scope, receive, send)
+        return 200
+    status = 200
+    async with aclosing(answer.stream()) as events:
+        first = await anext(events)  # until then an error has a status of its own
+        await send(STREAM_START)
+        await _send_piece(send, first)
+        try:
+            async for piece in events:
+                await _send_piece(send, piece)
+        except Exception as error:
+            told = as_api_error(error)
+            status = told.status
+            await _send_piece(send, event(told.to_json()))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return status
+
+
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})

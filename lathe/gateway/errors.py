@@ -1,0 +1,71 @@
+"""Errors as OpenAI's interface shows them."""
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from lathe.errors import UserError
+from lathe.gateway.triton import Unavailable
+from lathe.runtime.protocol import BUSY
+
+RETRY_SECONDS = 1
+"""What a client should wait before it asks a busy server again."""
+
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error with its HTTP status.
+
+    Args:
+        param: the field of the request that is wrong.
+        code: a name of the error that programs test for.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        message = message.encode(errors="replace").decode()  # it may quote half a character
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def to_json(self) -> dict[str, object]:
+        """The body of the response."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": KINDS.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """The whole response."""
+        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.to_json(), self.status, headers)
+
+
+def of_backend(error: Exception) -> ApiError:
+    """What a failure of the backend is for the gateway's client."""
+    if isinstance(error, UserError):
+        if error.what.startswith(BUSY):
+            return ApiError(503, error.what, code="overloaded")
+        code = "context_length_exceeded" if "positions" in error.what else None
+        return ApiError(400, f"{error.what}: {error.hint}", code=code)
+    if isinstance(error, Unavailable):
+        return ApiError(503, "the model server does not answer", code="unavailable")
+    return ApiError(500, "the model server failed")
+
+
+def of_validation(error: ValidationError) -> ApiError:
+    """The first mistake in a request's body."""
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return ApiError(400, message)
+    param = str(first["loc"][0])
+    value = "" if first["type"] == "missing" else f" (given: {str(first['input'])[:100]!r})"
+    return ApiError(400, f"{param}: {message}{value}", param=param)

@@ -1,0 +1,100 @@
+"""Prompts to Triton, and the sequences that come back: what all kinds of answers are made of."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lathe.gateway.answers import Usage
+from lathe.gateway.errors import ApiError
+from lathe.gateway.models import Model
+from lathe.gateway.requests import Parameters, Prompt
+from lathe.gateway.triton import Triton
+from lathe.runtime.protocol import Chunk
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be generated.
+
+    Attributes:
+        parameters: the backend's.
+        n: sequences to return for each prompt.
+        sequences: to generate for each prompt; the best `n` are returned.
+        echo: whether sequences begin with the prompt.
+    """
+
+    prompts: Sequence[Prompt]
+    parameters: Parameters
+    n: int
+    sequences: int
+    echo: bool = False
+
+
+class Generation:
+    """A task on its way.
+
+    Attributes:
+        usage: the tokens so far.
+
+    Raises:
+        ApiError: more sequences than the model generates at a time.
+    """
+
+    def __init__(self, task: Task, model: Model, triton: Triton) -> None:
+        if task.sequences > model.max_running:
+            name = "n" if task.n == task.sequences else "best_of"
+            what = f"{name} {task.sequences} is above what {model.name} generates at a time"
+            raise ApiError(400, f"{what}, {model.max_running}", param=name)
+        self._task, self._model, self._triton = task, model, triton
+        # A long list of prompts must not fill the queue that others wait in.
+        self._turns = asyncio.Semaphore(model.max_running // task.sequences)
+        self.usage = Usage()
+
+    async def whole(self) -> list[Chunk]:
+        """All sequences, prompt by prompt; the best first where more than `n` were generated."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._best(prompt)) for prompt in self._task.prompts]
+        return [chunk for task in tasks for chunk in task.result()]
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
+        """Pieces of all sequences as they come, with the places that `whole` gives these."""
+        queue: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
+
+        async def put(number: int, prompt: Prompt) -> None:
+            async for chunk in self._chunks(prompt):
+                queue.put_nowait((number * self._task.n + chunk.sequence, chunk))
+
+        async def put_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, prompt in enumerate(self._task.prompts):
+                        group.create_task(put(number, prompt))
+            finally:
+                queue.put_nowait(None)
+
+        task = asyncio.create_task(put_all())
+        try:
+            while (piece := await queue.get()) is not None:
+                yield piece
+            await task
+        finally:
+            task.cancel()
+
+    async def _best(self, prompt: Prompt) -> list[Chunk]:
+        found = [chunk async for chunk in self._chunks(prompt)]
+        if self._task.sequences > self._task.n:
+            found.sort(key=self._mean_log_probability, reverse=True)
+        return found[: self._task.n]
+
+    async def _chunks(self, prompt: Prompt) -> AsyncGenerator[Chunk]:
+        async with self._turns:
+            found = self._triton.generate(self._model.name, prompt, self._task.parameters)
+            async with aclosing(found) as chunks:
+                async for chunk in chunks:
+                    self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
+                    yield chunk
+
+    def _mean_log_probability(self, chunk: Chunk) -> float:
+        new = chunk.log_probabilities[chunk.prompt_tokens if self._task.echo else 0 :]
+        return sum(new) / max(len(new), 1)

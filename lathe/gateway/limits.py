@@ -1,0 +1,90 @@
+"""What a request has to pass before it is answered: a key, a place, and a body of some size."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from lathe.gateway.errors import ApiError
+from lathe.gateway.keys import ApiKeys
+
+BODY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one gateway.
+
+    Attributes:
+        requests: that are answered at the same time; further ones are refused at once.
+        prompts: of one request.
+        body: of one request, in bytes.
+    """
+
+    requests: int = 256
+    prompts: int = 256
+    body: int = 4 * 2**20
+
+
+class Door:
+    """Lets requests in."""
+
+    def __init__(self, limits: Limits, keys: ApiKeys | None) -> None:
+        self.limits, self._keys = limits, keys
+        self.inside = 0
+
+    def check(self, scope: Scope) -> None:
+        """Check the key.
+
+        Raises:
+            ApiError: keys are required, and the request has none of them.
+        """
+        given = Headers(scope=scope).get("authorization", "")
+        if self._keys is not None and not self._keys.accept(given):
+            what = "the API key is not known" if given else "no API key: send Authorization: Bearer"
+            raise ApiError(401, what, code="invalid_api_key")
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a place while the block runs.
+
+        Raises:
+            ApiError: all places are taken.
+        """
+        if self.inside >= self.limits.requests:
+            what = f"{self.limits.requests} requests are already being answered"
+            raise ApiError(503, what, code="overloaded")
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    async def body(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the body.
+
+        Raises:
+            ApiError: it is too large, is not sent in time, or the client has left.
+        """
+        too_large = ApiError(413, f"the body exceeds {self.limits.body} bytes")
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length) > self.limits.body:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the body ended early")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self.limits.body:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"no body within {BODY_SECONDS:g} s") from None

@@ -1,0 +1,57 @@
+"""The gateway's own Prometheus metrics; those of the models are Triton's."""
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from starlette.responses import Response
+
+from lathe.gateway.answers import Usage
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class GatewayMetrics:
+    """The metrics `lathe_gateway_*`."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "lathe_gateway_requests",
+            "Requests answered; status 499: the client left",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "lathe_gateway_request_seconds",
+            "Seconds from a request to the end of its answer",
+            ("path",),
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._prompt = Counter(
+            "lathe_gateway_prompt_tokens", "Prompt tokens", registry=self._registry
+        )
+        self._completion = Counter(
+            "lathe_gateway_completion_tokens", "Tokens generated", registry=self._registry
+        )
+        self.inside = Gauge(
+            "lathe_gateway_requests_in_flight",
+            "Requests that are being answered",
+            registry=self._registry,
+        )
+
+    def answered(self, path: str, status: int, seconds: float, usage: Usage) -> None:
+        """Count an answer."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+        self._prompt.inc(usage.prompt)
+        self._completion.inc(max(usage.completion, 0))
+
+    def page(self) -> Response:
+        """What Prometheus reads."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

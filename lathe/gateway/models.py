@@ -1,0 +1,80 @@
+"""The models of a Triton repository that Lathe has written."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import text_format  # type: ignore[import-untyped]
+from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
+
+from lathe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that generates.
+
+    Attributes:
+        created: when it was deployed, in seconds since the epoch.
+        digest: SHA-256 of its `model.onnx`.
+        max_running: sequences that it generates at a time.
+        chat_template: makes a prompt of messages; None if the checkpoint came without one.
+    """
+
+    name: str
+    created: int
+    digest: str
+    max_running: int
+    chat_template: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Its entry in the list of models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "lathe",
+        }
+
+
+def read_models(repository: Path) -> dict[str, Model]:
+    """The models by their names.
+
+    Raises:
+        UserError: there is none, or a config.pbtxt is not Lathe's.
+    """
+    found = {}
+    for path in sorted(repository.glob("*/config.pbtxt")):
+        config = _read(path)
+        if config.model_transaction_policy.decoupled:  # the others score
+            found[config.name] = _model(path, config)
+    if not found:
+        hint = "give the `repository` folder of `lathe deploy`, or a fetched release"
+        raise UserError(f"{repository}: no models", hint)
+    return found
+
+
+def _read(path: Path) -> model_config_pb2.ModelConfig:
+    try:
+        return text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}", "deploy the model again") from None
+
+
+def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
+    settings = {key: value.string_value for key, value in config.parameters.items()}
+    try:
+        digest, max_running = (json.loads(settings[key]) for key in ("sha256", "max_running"))
+    except (KeyError, ValueError):
+        raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
+    created, template = int(path.stat().st_mtime), _chat_template(path.parent / "1")
+    return Model(config.name, created, digest, max_running, template)
+
+
+def _chat_template(exported: Path) -> str | None:
+    path = exported / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["lathe"].get("chat_template")
+    except (OSError, ValueError, KeyError, AttributeError):
+        raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,72 @@
+"""A gateway on loopback before a real tritonserver."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import uvicorn
+from openai import OpenAI
+
+from lathe.gateway.app import Gateway
+from lathe.gateway.keys import ApiKeys
+from lathe.gateway.limits import Limits
+from lathe.gateway.models import read_models
+from lathe.serve.server import TritonServer
+from tests.serve.conftest import (
+    checkpoint,
+    client,
+    exported,
+    repository,
+    server,
+    serving,
+    triton,
+)
+
+__all__ = ["checkpoint", "client", "exported", "repository", "server", "serving", "triton"]
+
+
+@contextmanager
+def running(gateway: Gateway, origins: list[str]) -> Iterator[str]:
+    config = uvicorn.Config(gateway.app(origins), port=0, log_level="warning", access_log=False)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def opened(
+    server: TritonServer,
+    limits: Limits | None = None,
+    keys: Path | None = None,
+    origins: list[str] | None = None,
+    chat_template: str | None = None,
+) -> Iterator[str]:
+    models = read_models(Path(server.state.repository))
+    models = {n: replace(model, chat_template=chat_template) for n, model in models.items()}
+    known = ApiKeys(keys) if keys else None
+    gateway = Gateway(models, server.state.grpc, limits or Limits(), known)
+    with running(gateway, origins or []) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def address(server: TritonServer) -> Iterator[str]:
+    with opened(server) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def openai(address: str) -> OpenAI:
+    return OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=30)

@@ -1,0 +1,188 @@
+"""Chat completions: OpenAI's client, templates, and where these come from."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai as sdk
+import pytest
+from openai import OpenAI
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from lathe.errors import UserError
+from lathe.gateway.errors import ApiError
+from lathe.gateway.models import read_models
+from lathe.gateway.template import ChatTemplate
+from lathe.model.chat_template import read_chat_template
+from lathe.model.config import read_config
+from lathe.serve.server import TritonServer
+from tests.conftest import small_config
+from tests.gateway.conftest import opened
+
+TEMPLATE = """\
+{% for message in messages %}
+    {% if message.role not in ('user', 'assistant', 'system') %}
+        {{ raise_exception('no role ' + message.role) }}
+    {% endif %}
+{{ message.role }}: {{ message.content | trim }}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant:{% endif %}"""
+MESSAGES: Any = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": [{"type": "text", "text": "Hello "}]},
+]
+PROMPT = "system: Be short.\nuser: Hello\nassistant:"
+
+
+@pytest.fixture(scope="module")
+def chat(server: TritonServer) -> Iterator[OpenAI]:
+    with opened(server, chat_template=TEMPLATE) as address:
+        yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
+
+
+def test_messages_become_the_templates_prompt(chat: OpenAI) -> None:
+    expected = chat.completions.create(model="gpt", prompt=PROMPT, temperature=0, max_tokens=20)
+    for limit in ("max_tokens", "max_completion_tokens"):
+        found = chat.chat.completions.create(
+            model="gpt", messages=MESSAGES, temperature=0, **{limit: 20}
+        )
+        (choice,) = found.choices
+        assert choice.message.role == "assistant"
+        assert choice.message.content == expected.choices[0].text
+        assert choice.finish_reason == expected.choices[0].finish_reason
+        assert found.usage == expected.usage
+
+
+def test_a_stream_of_several_choices_is_the_whole_in_pieces(chat: OpenAI) -> None:
+    options: dict[str, Any] = {"model": "gpt", "messages": MESSAGES, "n": 2, "seed": 1}
+    whole = chat.chat.completions.create(**options, max_tokens=9)
+    texts, roles = {0: "", 1: ""}, []
+    *pieces, last = chat.chat.completions.create(
+        **options, max_tokens=9, stream=True, stream_options={"include_usage": True}
+    )
+    for piece in pieces:
+        (choice,) = piece.choices
+        texts[choice.index] += choice.delta.content or ""
+        roles.append(choice.delta.role)
+    assert list(texts.values()) == [choice.message.content for choice in whole.choices]
+    assert roles.count("assistant") == 2
+    assert last.usage == whole.usage and last.usage is not None
+
+
+def test_tokens_have_log_probabilities(chat: OpenAI) -> None:
+    found = chat.chat.completions.create(
+        model="gpt",
+        messages=MESSAGES,
+        logprobs=True,
+        top_logprobs=2,
+        temperature=0,
+        max_tokens=5,
+    )
+    logprobs = found.choices[0].logprobs
+    assert logprobs is not None and logprobs.content and found.usage is not None
+    assert len(logprobs.content) == found.usage.completion_tokens
+    for token in logprobs.content:
+        assert token.logprob == max(other.logprob for other in token.top_logprobs)
+        assert len(token.top_logprobs) == 2
+
+
+def test_without_a_limit_the_recipes_is_taken(chat: OpenAI) -> None:
+    found = chat.chat.completions.create(
+        model="gpt", messages=MESSAGES, extra_body={"min_tokens": 12}
+    )
+    assert found.usage is not None and found.usage.completion_tokens == 12  # max_dec_len
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"content": "x"}]}, "messages", "Field required"),
+        ({"messages": [{"role": "pilot", "content": "x"}]}, "messages", "no role pilot"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "Input should be 'text'",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "plain text"),
+        ({"top_logprobs": 2}, None, "top_logprobs needs logprobs"),
+    ],
+)
+def test_a_mistake_is_named(
+    chat: OpenAI, changes: dict[str, Any], param: str | None, message: str
+) -> None:
+    body = {"model": "gpt", "messages": MESSAGES} | changes
+    with pytest.raises(sdk.BadRequestError, match=message) as raised:
+        chat.post("/chat/completions", cast_to=object, body=body)
+    assert raised.value.param == param
+
+
+def test_a_model_without_a_template_says_so(openai: OpenAI) -> None:
+    with pytest.raises(sdk.BadRequestError, match="no chat template: ask /v1/completions") as told:
+        openai.chat.completions.create(model="gpt", messages=MESSAGES)
+    assert told.value.code == "no_chat_template"
+
+
+def test_a_template_is_rendered_as_by_transformers(byte_tokenizer: Tokenizer) -> None:
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    source = "{% for m in messages %}\n  {% if loop.last %}{{ bos_token }}{% endif %}\n{{ m.content"
+    source += " | tojson }}{{ eos_token }}\n{% endfor %}{{ add_generation_prompt }}"
+    messages = [{"role": "user", "content": 'é <a> "b"'}, {"role": "user", "content": "c"}]
+    expected = theirs.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert ChatTemplate(source).render(messages) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 // 0 }}",
+        "{% for",
+        "",
+    ],
+)
+def test_a_hostile_or_broken_template_is_an_error(source: str) -> None:
+    with pytest.raises(ApiError):
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+
+
+def test_a_checkpoint_brings_its_template(tmp_path: Path) -> None:
+    config = small_config().to_json()
+    del config["lathe"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_inner": 96, "n_head": 4}))
+    assert read_config(tmp_path).chat_template is None
+    several = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    for given, expected in (("one", "one"), (several, "d"), ([], None), (None, None)):
+        written = json.dumps({"chat_template": given})
+        (tmp_path / "tokenizer_config.json").write_text(written)
+        assert read_chat_template(tmp_path) == expected
+    (tmp_path / "chat_template.jinja").write_text("own")
+    found = read_config(tmp_path)
+    assert found.chat_template == "own"
+    (tmp_path / "config.json").write_text(json.dumps(found.to_json()))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert read_config(tmp_path) == found
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_chat_template(tmp_path)
+
+
+def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path) -> None:
+    assert read_models(repository)["gpt"].chat_template is None
+    for name in ("config.pbtxt", "1/config.json"):
+        target = tmp_path / "gpt" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((repository / "gpt" / name).read_text())
+    config = json.loads(target.read_text())
+    config["lathe"]["chat_template"] = TEMPLATE
+    target.write_text(json.dumps(config))
+    assert read_models(tmp_path)["gpt"].chat_template == TEMPLATE

@@ -1,0 +1,258 @@
+"""OpenAI's own client, unchanged, against the gateway before a real Triton."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import numpy as np
+import openai as sdk
+import pytest
+import requests
+import torch
+from openai import AsyncOpenAI, OpenAI
+
+from lathe.model.checkpoint import Checkpoint
+from lathe.production.agreement import greedy_tokens
+from lathe.serve.client import Client
+
+HELLO: dict[str, Any] = {"model": "gpt", "prompt": "hello", "temperature": 0}
+
+
+def decoded(checkpoint: Checkpoint, tokens: list[int]) -> str:
+    text: str = checkpoint.tokenizer.decode(tokens)
+    return text
+
+
+def test_the_models_are_those_of_the_repository(openai: OpenAI) -> None:
+    assert [(model.id, model.object) for model in openai.models.list()] == [("gpt", "model")]
+    assert abs(openai.models.retrieve("gpt").created - time.time()) < 3600
+
+
+@pytest.mark.parametrize("prompt", ["hello", "naïve 🙂 café", "0123456789" * 9])
+def test_greedy_is_the_checkpoints_own(openai: OpenAI, checkpoint: Checkpoint, prompt: str) -> None:
+    expected = greedy_tokens(checkpoint, prompt, 24)
+    ids = checkpoint.tokenizer.encode(prompt).ids
+    whole = openai.completions.create(model="gpt", prompt=prompt, temperature=0, max_tokens=24)
+    (choice,) = whole.choices
+    assert decoded(checkpoint, expected).startswith(choice.text)
+    assert choice.finish_reason == ("length" if len(expected) == 24 else "stop")
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(ids)
+    assert whole.usage.completion_tokens == len(expected)
+    assert whole.usage.total_tokens == len(ids) + len(expected)
+    of_ids = openai.completions.create(model="gpt", prompt=ids, temperature=0, max_tokens=24)
+    assert of_ids.choices == whole.choices
+
+
+def test_a_stream_is_the_whole_in_pieces(openai: OpenAI) -> None:
+    whole = openai.completions.create(**HELLO, max_tokens=24)
+    options = {"include_usage": True}
+    pieces = list(
+        openai.completions.create(**HELLO, max_tokens=24, stream=True, stream_options=options)  # type: ignore[call-overload]
+    )
+    assert "".join(p.choices[0].text for p in pieces[:-1]) == whole.choices[0].text
+    assert [p.choices[0].finish_reason for p in pieces[-3:-1]] == [
+        None,
+        whole.choices[0].finish_reason,
+    ]
+    assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
+    assert {p.usage for p in pieces[:-1]} == {None}
+    assert len({p.id for p in pieces}) == 1 and len(pieces) > 3
+
+
+def test_the_bytes_of_a_stream_are_server_sent_events(address: str) -> None:
+    reply = requests.post(f"{address}/v1/completions", json=HELLO | {"stream": True}, timeout=30)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = reply.content.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    for event in events[:-2]:
+        piece = json.loads(event.removeprefix(b"data: "))
+        assert piece["object"] == "text_completion" and "usage" not in piece
+
+
+def test_several_prompts_and_choices(openai: OpenAI) -> None:
+    prompts = ["one", "two", "three", "four", "five", "six"]  # more than run at a time
+    single = [
+        openai.completions.create(model="gpt", prompt=p, temperature=0, max_tokens=9).choices[0]
+        for p in prompts
+    ]
+    many = openai.completions.create(
+        model="gpt", prompt=prompts, n=2, temperature=0, max_tokens=9
+    ).choices
+    assert [choice.index for choice in many] == list(range(12))
+    assert [choice.text for choice in many] == [c.text for c in single for _ in range(2)]
+    texts = dict.fromkeys(range(12), "")
+    for piece in openai.completions.create(
+        model="gpt", prompt=prompts, n=2, temperature=0, max_tokens=9, stream=True
+    ):
+        texts[piece.choices[0].index] += piece.choices[0].text
+    assert list(texts.values()) == [choice.text for choice in many]
+
+
+def test_sampling_follows_its_seed(openai: OpenAI) -> None:
+    drawn = [
+        openai.completions.create(model="gpt", prompt="hello", seed=seed, n=2).choices
+        for seed in (1, 1, 2, -1)
+    ]
+    texts = [[choice.text for choice in choices] for choices in drawn]
+    assert texts[0] == texts[1] != texts[2] != texts[3]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_an_echo_has_the_checkpoints_log_probabilities(
+    openai: OpenAI, checkpoint: Checkpoint
+) -> None:
+    prompt = "All that glitters is not gold 🙂."
+    choice = openai.completions.create(
+        model="gpt", prompt=prompt, echo=True, logprobs=5, max_tokens=3, temperature=0
+    ).choices[0]
+    ids = checkpoint.tokenizer.encode(prompt).ids
+    ids += greedy_tokens(checkpoint, prompt, 3)
+    with torch.no_grad():
+        scores = checkpoint.model(torch.tensor([ids]))[0, :-1].log_softmax(-1).numpy()
+    found = choice.logprobs
+    assert found is not None and found.token_logprobs and found.top_logprobs and found.text_offset
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    own = scores[np.arange(len(scores)), ids[1:]]
+    np.testing.assert_allclose(found.token_logprobs[1:], own, atol=1e-4)  # type: ignore[arg-type]
+    for top, row in zip(found.top_logprobs[1:], scores, strict=True):
+        np.testing.assert_allclose(sorted(top.values())[-5:], np.sort(row)[-5:], atol=1e-4)
+    assert choice.text.startswith(prompt) and found.tokens
+    starts = list(zip(found.tokens, found.text_offset, strict=True))[: len(prompt.encode())]
+    assert [at for _, at in starts] == [*range(30), 30, 30, 30, 30, 31]
+    assert all(choice.text[at:].startswith(t) for t, at in starts if not t.startswith("bytes:"))
+
+
+def test_a_prompt_is_scored_and_not_continued(openai: OpenAI) -> None:
+    """What lm-eval asks."""
+    ids = [[1, 2, 3, 4], [5, 6, 7]]
+    both = openai.completions.create(
+        model="gpt", prompt=ids, echo=True, logprobs=1, max_tokens=0, temperature=0
+    )
+    assert [len(c.logprobs.tokens) for c in both.choices] == [4, 3]  # type: ignore[union-attr, arg-type]
+    assert both.usage is not None and both.usage.completion_tokens == 0
+    assert both.usage.prompt_tokens == 7
+
+
+def test_the_best_of_several_is_the_likeliest(openai: OpenAI) -> None:
+    options: dict[str, Any] = {"model": "gpt", "prompt": "hello", "seed": 4, "logprobs": 0}
+    drawn = openai.completions.create(**options, n=4).choices
+    best = openai.completions.create(**options, n=1, best_of=4)
+
+    def mean(choice: Any) -> float:
+        return float(np.mean(choice.logprobs.token_logprobs))
+
+    assert best.choices[0].text == max(drawn, key=mean).text
+    assert best.usage is not None and best.usage.completion_tokens == sum(
+        len(choice.logprobs.tokens)  # type: ignore[union-attr, arg-type]
+        for choice in drawn
+    )
+
+
+def test_stop_strings_end_the_text(openai: OpenAI) -> None:
+    text = openai.completions.create(**HELLO, max_tokens=24).choices[0].text
+    stop = next(letter for letter in text[3:] if letter.isascii())
+    for stops in (stop, [stop, "never"]):
+        choice = openai.completions.create(**HELLO, max_tokens=24, stop=stops).choices[0]
+        assert (choice.text, choice.finish_reason) == (text.split(stop)[0], "stop")
+
+
+def test_penalties_and_the_parameters_of_others(openai: OpenAI) -> None:
+    plain = openai.completions.create(**HELLO, max_tokens=60).choices[0].text
+    penalized = openai.completions.create(**HELLO, max_tokens=60, frequency_penalty=2.0)
+    assert len(set(penalized.choices[0].text)) > len(set(plain))
+    extra = {"ignore_eos": True, "top_k": 1, "user": "ignored", "unheard_of": 1}
+    long = openai.completions.create(model="gpt", prompt="hello", max_tokens=60, extra_body=extra)
+    assert long.usage is not None and long.usage.completion_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param", "message"),
+    [
+        ({"model": "nope"}, 404, "model", "'nope' does not exist: there is gpt"),
+        ({"suffix": "x"}, 400, "suffix", "not supported"),
+        ({"logit_bias": {"1": 5}}, 400, "logit_bias", "not supported"),
+        ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
+        ({"temperature": "hot"}, 400, "temperature", "valid number.*'hot'"),
+        ({"n": 0}, 400, "n", "greater than or equal to 1"),
+        ({"n": 5}, 400, "n", "5 is above what gpt generates at a time, 4"),
+        ({"best_of": 2, "n": 3}, 400, None, "best_of 2 is less than n 3"),
+        ({"best_of": 2, "stream": True}, 400, None, "cannot be streamed"),
+        ({"prompt": ""}, 400, "prompt", "not a text"),
+        ({"prompt": []}, 400, "prompt", "not a text"),
+        ({"prompt": [1, "a"]}, 400, "prompt", "not a text"),
+        ({"prompt": [400]}, 400, None, "400 is no token"),
+        ({"prompt": [-1]}, 400, "prompt", "not a text"),
+        ({"prompt": [2**70]}, 400, "prompt", "not a text"),
+        ({"prompt": None}, 400, "prompt", "Field required"),
+        ({"prompt": ["x"] * 300}, 400, "prompt", "300 prompts exceed the limit of 256"),
+        ({"prompt": "x" * 1020}, 400, None, "1020 tokens and max_tokens 16 exceed"),
+        ({"prompt": "x" * 1020, "stream": True}, 400, None, "1020 tokens and max_tokens 16"),
+        ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
+        ({"max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0"),
+    ],
+)
+def test_a_mistake_is_named(
+    openai: OpenAI, changes: dict[str, Any], status: int, param: str | None, message: str
+) -> None:
+    with pytest.raises(sdk.APIStatusError, match=message) as raised:
+        openai.post("/completions", cast_to=object, body=HELLO | changes)
+    assert (raised.value.status_code, raised.value.param) == (status, param)
+    assert raised.value.type == "invalid_request_error"
+    if "exceed the model" in raised.value.message:
+        assert raised.value.code == "context_length_exceeded"
+
+
+def test_what_is_not_json_and_paths_that_are_not_there(address: str) -> None:
+    for body in (b"", b"{", b"\xff", b"[]", b"3", b"[" * 100_000):
+        reply = requests.post(f"{address}/v1/completions", data=body, timeout=30)
+        assert reply.status_code == 400 and "error" in reply.json()
+    half = b'{"model": "gpt", "prompt": "\\ud800"}'
+    for body in (half, half.replace(b"gpt", b"\\ud800"), half.replace(b"prompt", b"stop")):
+        reply = requests.post(f"{address}/v1/completions", data=body, timeout=30)
+        assert 400 <= reply.status_code < 500 and "error" in reply.json()
+    assert requests.get(f"{address}/v1/completions", timeout=30).status_code == 405
+    reply = requests.post(f"{address}/v1/embeddings", json={}, timeout=30)
+    assert reply.status_code == 404 and "/v1/completions" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_rows(address: str, client: Client, stream: bool) -> None:
+    async def leave() -> None:
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key="x") as asynchronous:
+            extra = {"ignore_eos": True}
+            asked = [
+                asyncio.create_task(
+                    asynchronous.completions.create(
+                        model="gpt", prompt="x", max_tokens=1000, stream=stream, extra_body=extra
+                    )
+                )
+                for _ in range(4)  # every row there is
+            ]
+            await asyncio.sleep(0.2)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(leave())
+    started = time.perf_counter()
+    client.generate("b", max_tokens=1)
+    assert time.perf_counter() - started < 1
+
+
+def test_the_asynchronous_client_streams(address: str, openai: OpenAI) -> None:
+    prompts = [f"task {i}" for i in range(8)]
+
+    async def ask(client: AsyncOpenAI, prompt: str) -> str:
+        stream = await client.completions.create(
+            model="gpt", prompt=prompt, temperature=0, stream=True
+        )
+        return "".join([piece.choices[0].text async for piece in stream])
+
+    async def ask_all() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key="x") as client:
+            return await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
+
+    whole = openai.completions.create(model="gpt", prompt=prompts, temperature=0)
+    assert asyncio.run(ask_all()) == [choice.text for choice in whole.choices]

@@ -1,0 +1,183 @@
+"""Keys, limits, CORS, health and metrics of the gateway."""
+
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from lathe.errors import UserError
+from lathe.gateway import limits
+from lathe.gateway.__main__ import main
+from lathe.gateway.app import Gateway
+from lathe.gateway.keys import ApiKeys
+from lathe.gateway.limits import Limits
+from lathe.gateway.models import read_models
+from lathe.serve.server import TritonServer
+from tests.gateway.conftest import opened, running
+
+BODY = {"model": "gpt", "prompt": "hello", "max_tokens": 2, "temperature": 0}
+LONG = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+
+
+def post(address: str, body: Any = BODY, **headers: str) -> requests.Response:
+    return requests.post(f"{address}/v1/completions", json=body, headers=headers, timeout=30)
+
+
+def wait_for(address: str, line: str) -> str:
+    """The metrics, once they have a line."""
+    deadline = time.monotonic() + 10
+    while line not in (page := requests.get(f"{address}/metrics", timeout=30).text):
+        assert time.monotonic() < deadline, page
+        time.sleep(0.01)
+    return page
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# of the team\nfirst-key\n\nsecond-key\n")
+    return path
+
+
+def test_a_key_is_asked_for_where_text_is_made(server: TritonServer, keys: Path) -> None:
+    with opened(server, keys=keys) as address:
+        for header in ("Bearer first-key", "bearer second-key"):
+            assert post(address, Authorization=header).status_code == 200
+        for wrong in ("", "Bearer", "Bearer first", "Basic first-key", "Bearer # of the team"):
+            reply = post(address, Authorization=wrong)
+            assert reply.status_code == 401, wrong
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+        assert requests.get(f"{address}/v1/models", timeout=30).status_code == 401
+        assert requests.get(f"{address}/v1/models/gpt", timeout=30).status_code == 401
+        for path in ("health", "metrics"):
+            assert requests.get(f"{address}/{path}", timeout=30).status_code == 200
+
+
+def test_keys_are_replaced_without_a_restart(keys: Path) -> None:
+    known = ApiKeys(keys)
+    keys.with_name("new").write_text("third-key\n")
+    os.replace(keys.with_name("new"), keys)
+    assert known.accept("Bearer third-key") and not known.accept("Bearer first-key")
+    keys.unlink()
+    assert known.accept("Bearer third-key")
+
+
+@pytest.mark.parametrize("content", [None, "", "# none\n\n", b"\xff"])
+def test_a_file_without_keys_is_refused(tmp_path: Path, content: str | bytes | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError, match=f"LATHE_API_KEYS {path}"):
+        ApiKeys(path)
+
+
+def test_too_many_requests_are_refused_at_once(server: TritonServer) -> None:
+    with opened(server, Limits(requests=2)) as address, ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(post, address, LONG) for _ in range(2)]
+        wait_for(address, "lathe_gateway_requests_in_flight 2.0")
+        refused = post(address)
+        assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["type"] == "server_error"
+        assert requests.get(f"{address}/health", timeout=30).status_code == 200
+        assert [future.result().status_code for future in held] == [200, 200]
+        assert post(address).status_code == 200
+
+
+def test_a_full_queue_is_a_503(server: TritonServer, address: str) -> None:
+    """Four run and eight wait."""
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda _: post(address, LONG | {"n": 4}), range(16)))
+    statuses = [reply.status_code for reply in replies]
+    assert set(statuses) == {200, 503} and statuses.count(200) >= 9
+    refused = next(reply for reply in replies if reply.status_code == 503)
+    assert "the server is busy: 8 requests" in refused.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused(server: TritonServer) -> None:
+    with opened(server, Limits(body=1000)) as address:
+        assert post(address, BODY | {"user": "x" * 1000}).status_code == 413
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+        parts: Iterator[bytes] = iter([b" " * 600, b" " * 600])
+        connection.request("POST", "/v1/completions", parts, encode_chunked=True)
+        assert connection.getresponse().status == 413
+        connection.close()
+        assert post(address).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_given_up(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
+    with opened(server) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert b"408" in slow.recv(100)
+
+
+def test_web_pages_may_ask_only_where_they_are_named(server: TritonServer, address: str) -> None:
+    origin = {"Origin": "https://app.example.com"}
+    asks = {**origin, "Access-Control-Request-Method": "POST"}
+    url = "/v1/completions"
+    assert "access-control-allow-origin" not in post(address, **origin).headers
+    assert requests.options(address + url, headers=asks, timeout=30).status_code == 405
+    with opened(server, origins=["https://app.example.com"]) as opened_address:
+        reply = requests.options(opened_address + url, headers=asks, timeout=30)
+        assert reply.status_code == 200
+        allowed = post(opened_address, **origin).headers["access-control-allow-origin"]
+        assert allowed == "https://app.example.com"
+        other = post(opened_address, Origin="https://other.example.com").headers
+        assert "access-control-allow-origin" not in other
+
+
+def test_health_and_answers_without_a_server(server: TritonServer) -> None:
+    models = read_models(Path(server.state.repository))
+    with running(Gateway(models, "127.0.0.1:1", Limits()), []) as address:
+        reply = requests.get(f"{address}/health", timeout=30)
+        assert (reply.status_code, reply.json()["status"]) == (503, "not ready: gpt")
+        for stream in (False, True):
+            refused = post(address, BODY | {"stream": stream})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "unavailable"
+
+
+def test_metrics_count_requests_and_tokens(server: TritonServer) -> None:
+    with opened(server) as address:
+        post(address)
+        post(address, BODY | {"ignore_eos": True, "stream": True})
+        post(address, BODY | {"n": 0})
+        with socket.socket() as leaver:
+            host, port = address.removeprefix("http://").split(":")
+            leaver.connect((host, int(port)))
+            body = json.dumps(LONG).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            leaver.sendall(head % len(body) + body)
+            wait_for(address, "lathe_gateway_requests_in_flight 1.0")
+        gone = 'lathe_gateway_requests_total{path="/v1/completions",status="499"} 1.0'
+        page = wait_for(address, gone)
+    assert 'lathe_gateway_requests_total{path="/v1/completions",status="200"} 2.0' in page
+    assert 'lathe_gateway_requests_total{path="/v1/completions",status="400"} 1.0' in page
+    assert "lathe_gateway_prompt_tokens_total 10.0" in page
+    assert "lathe_gateway_requests_in_flight 0.0" in page
+
+
+def test_the_command_line_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path}: no models" in capsys.readouterr().err
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.pbtxt").write_text("nonsense {")
+    assert main([str(tmp_path)]) == 2
+    assert "config.pbtxt" in capsys.readouterr().err
+    monkeypatch.setenv("LATHE_API_KEYS", str(tmp_path / "keys"))
+    assert main([str(tmp_path)]) == 2
+    assert "LATHE_API_KEYS" in capsys.readouterr().err

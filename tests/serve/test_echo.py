@@ -1,0 +1,193 @@
+"""Echoed prompts, their log-probabilities, token ids as prompts, and requests that are cancelled by
+a message: what the gateway asks of the backend."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from google.protobuf import text_format
+from tokenizers import Tokenizer
+from tritonclient.grpc import model_config_pb2
+
+from lathe.config.settings import GenerationSettings, ServingSettings
+from lathe.errors import UserError
+from lathe.gateway.triton import Triton, Unavailable
+from lathe.model.checkpoint import Checkpoint
+from lathe.runtime.protocol import Chunk
+from lathe.runtime.text import TokenBytes
+from lathe.serve.client import Client
+from lathe.serve.repository import write_repository
+from lathe.serve.server import TritonServer, start
+
+GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
+SCORED = {"echo": True, "logprobs": True}
+LONG = {"max_tokens": 1000, "min_tokens": 1000, "stream": True}
+
+
+def ask(server: TritonServer, prompt: str | Sequence[int], **parameters: Any) -> list[Chunk]:
+    async def collect() -> list[Chunk]:
+        triton = Triton(server.state.grpc)
+        try:
+            return [chunk async for chunk in triton.generate("gpt", prompt, parameters)]
+        finally:
+            await triton.close()
+
+    return asyncio.run(collect())
+
+
+def log_probabilities(checkpoint: Checkpoint, tokens: Sequence[int]) -> np.ndarray:
+    """(n - 1, V) after each token but the last."""
+    with torch.no_grad():
+        logits = checkpoint.model(torch.tensor([tokens]))[0, :-1]
+    return logits.log_softmax(-1).numpy()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("length", [2, 128, 129, 500])
+def test_an_echoed_prompt_has_the_checkpoints_log_probabilities(
+    server: TritonServer, checkpoint: Checkpoint, length: int
+) -> None:
+    """Prompts shorter and longer than the chunks that they are read in."""
+    prompt = np.random.default_rng(length).integers(0, 256, length).tolist()
+    (chunk,) = ask(server, prompt, max_tokens=4, top_logprobs=3, **SCORED, **GREEDY)
+    assert chunk.tokens[:length] == prompt and chunk.prompt_tokens == length
+    scores = log_probabilities(checkpoint, chunk.tokens)
+    own = scores[np.arange(len(scores)), chunk.tokens[1:]]
+    assert np.isnan(chunk.log_probabilities[0]) and chunk.top[0] == {}
+    np.testing.assert_allclose(chunk.log_probabilities[1:], own, atol=1e-4)
+    best = np.sort(scores, 1)[:, :-4:-1]
+    for top, row, value in zip(chunk.top[1:], best, chunk.log_probabilities[1:], strict=True):
+        np.testing.assert_allclose(list(top.values())[:3], row, atol=1e-4)
+        assert value in top.values()
+
+
+def test_a_prompt_may_be_read_and_not_continued(server: TritonServer) -> None:
+    (chunk,) = ask(server, "hello", max_tokens=0, min_tokens=0, **SCORED)
+    assert (chunk.text, chunk.finish_reason, chunk.names) == ("hello", "length", list("hello"))
+    full = [65] * 1024
+    (chunk,) = ask(server, full, max_tokens=0, min_tokens=0, **SCORED)
+    assert len(chunk.log_probabilities) == chunk.prompt_tokens == 1024
+    (chunk,) = ask(server, "hello", max_tokens=0, min_tokens=0)
+    assert (chunk.text, chunk.tokens, chunk.prompt_tokens) == ("", [], 5)
+    with pytest.raises(UserError, match="1024 tokens leaves no room"):
+        ask(server, full, max_tokens=1)
+
+
+def test_ids_and_text_are_the_same_prompt(server: TritonServer, checkpoint: Checkpoint) -> None:
+    ids = checkpoint.tokenizer.encode("naïve 🙂").ids
+    (of_ids,) = ask(server, ids, max_tokens=9, echo=True, **GREEDY)
+    (of_text,) = ask(server, "naïve 🙂", max_tokens=9, echo=True, **GREEDY)
+    assert of_ids == of_text and of_text.text.startswith("naïve 🙂")
+    pieces = ask(server, ids, max_tokens=9, echo=True, stream=True, **GREEDY)
+    assert pieces[0].text == "naïve 🙂" and len(pieces) > 1
+    assert "".join(piece.text for piece in pieces) == of_text.text
+    for wrong in ([], [384], [-1]):
+        with pytest.raises(UserError, match="input_ids"):
+            ask(server, wrong)
+
+
+def test_penalties_lower_what_has_been_generated(server: TritonServer) -> None:
+    def distinct(**penalties: float) -> int:
+        (chunk,) = ask(server, "a", max_tokens=60, **GREEDY, **penalties)
+        return len(set(chunk.tokens))
+
+    free = distinct()
+    assert free < distinct(presence_penalty=2.0) <= distinct(frequency_penalty=2.0)
+    assert distinct(presence_penalty=-2.0) <= free
+
+
+def test_a_token_has_a_name(byte_tokenizer: Tokenizer) -> None:
+    token_bytes = TokenBytes(byte_tokenizer)
+    ids = byte_tokenizer.encode("a é<|endoftext|>").ids
+    named = [token_bytes.name(i) for i in [*ids, 300]]
+    assert named == ["a", " ", "bytes:\\xc3", "bytes:\\xa9", "<|endoftext|>", "token_id:300"]
+    assert token_bytes.echo(ids) == "a é<|endoftext|>"
+
+
+async def cancel_all_and_ask(server: TritonServer) -> None:
+    """Cancelling every row there is frees them at once, and breaks no stream."""
+    triton = Triton(server.state.grpc)
+    opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]
+    for request in opened:
+        await anext(request)
+    streams = dict(triton._streams)
+    for request in opened:
+        await request.aclose()
+    started = time.perf_counter()
+    found = [chunk async for chunk in triton.generate("gpt", "b", {"max_tokens": 2})]
+    assert found[-1].finish_reason
+    assert time.perf_counter() - started < 1 and triton._streams == streams
+    await triton.close()
+
+
+def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
+    asyncio.run(cancel_all_and_ask(server))
+
+
+def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client) -> None:
+    async def ask_all(prompts: list[str]) -> list[list[int]]:
+        triton = Triton(server.state.grpc)
+
+        async def one(prompt: str) -> list[int]:
+            options = {"max_tokens": 20, "stream": True, **GREEDY}
+            found = triton.generate("gpt", prompt, options)
+            return [token async for chunk in found for token in chunk.tokens]
+
+        answers = await asyncio.gather(*map(one, prompts))
+        await triton.close()
+        return answers
+
+    prompts = [f"{i} {'ab' * i}" for i in range(11)]
+    expected = [client.generate(prompt, max_tokens=20, **GREEDY).tokens for prompt in prompts]
+    assert asyncio.run(ask_all(prompts)) == expected
+    assert any(a != b for a, b in pairwise(expected))
+
+
+def test_a_repository_of_an_earlier_version_is_served(
+    tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
+) -> None:
+    """It requires a text, and knows neither ids nor the outputs that came later."""
+    repository = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
+    path = repository / "gpt" / "config.pbtxt"
+    config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+    config.input[0].optional = False
+    del config.input[1], config.output[6:]
+    path.write_text(text_format.MessageToString(config))
+    with start(repository, serving, tmp_path / "state") as server:
+        (chunk,) = ask(server, "hello", max_tokens=3, logprobs=True, top_logprobs=1, **GREEDY)
+        assert len(chunk.log_probabilities) == 3 and chunk.top == []
+        with pytest.raises(UserError, match=r"input_ids(?s:.*)deploy the model again"):
+            ask(server, [1, 2])
+        asyncio.run(cancel_all_and_ask(server))
+
+
+def test_a_server_that_ends_is_told_and_the_next_one_is_found(
+    tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
+) -> None:
+    repository = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
+
+    async def outlive() -> list[Chunk]:
+        with start(repository, serving, tmp_path / "state") as first:
+            client = Triton(first.state.grpc)
+            request = client.generate("gpt", "x", LONG)
+            await anext(request)
+            first.stop()
+            with pytest.raises(Unavailable):
+                while True:
+                    await anext(request)
+            with pytest.raises(Unavailable):
+                await anext(client.generate("gpt", "x", LONG))
+        port = {"grpc_port": first.state.grpc_port}
+        with start(repository, serving.model_copy(update=port), tmp_path / "state"):
+            while not await client.is_ready("gpt"):
+                await asyncio.sleep(0.1)
+            found = [chunk async for chunk in client.generate("gpt", "x", {"max_tokens": 2})]
+        await client.close()
+        return found
+
+    assert asyncio.run(outlive())[-1].finish_reason == "length"
