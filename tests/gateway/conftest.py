@@ -69,4 +69,4 @@ def address(server: TritonServer) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def openai(address: str) -> OpenAI:
-    return OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=30)
+    return OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0, timeout=60)

@@ -33,7 +33,7 @@ def post(address: str, body: Any = BODY, **headers: str) -> requests.Response:
 
 def wait_for(address: str, line: str) -> str:
     """The metrics, once they have a line."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while line not in (page := requests.get(f"{address}/metrics", timeout=30).text):
         assert time.monotonic() < deadline, page
         time.sleep(0.01)

@@ -184,7 +184,7 @@ def test_a_local_run_is_the_same_and_a_killed_shard_goes_on_alone(tmp_path, reci
     run = start(tmp_path, *arguments, "--shards", 3)
     while run.poll() is None and not kill_shard(tmp_path, 3):  # begins when another has ended
         time.sleep(0.01)
-    out, err = run.communicate(timeout=120)
+    out, err = run.communicate(timeout=300)
     assert run.returncode == 1 and err.startswith("error: tokenize: failed"), out + err
     assert ended_within(5, tmp_path)
 
