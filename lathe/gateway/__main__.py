@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status
+    # uvicorn answers what is in flight, then raises the signal again for this handler.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
     uvicorn.run(
         gateway.app(origins),

@@ -238,7 +238,7 @@ def test_the_gateway_answers_for_who_has_a_key(
         key = {"Authorization": f"Bearer {KEY}"}
         assert status(f"{address}/v1/completions", asked, **key) == 200
         gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(10) == 0
+        assert gateway.wait(120) == 0
     finally:
         gateway.kill()
         gateway.wait()

@@ -224,17 +224,20 @@ def test_a_client_that_leaves_frees_its_place(narrow: TritonServer, protocol: st
         started = time.perf_counter()
         client.generate("a", **LONG)
         whole = time.perf_counter() - started
-        if protocol == "grpc":
-            stream = client.stream("a", **LONG)
-            next(stream)
-            stream.close()
-        else:
-            body = {"text_input": "a", "stream": True, **LONG}
-            with post(narrow, "generate_stream", body, stream=True) as reply:
-                assert json.loads(next(reply.iter_lines()).removeprefix(b"data: "))["tokens"]
-        started = time.perf_counter()
-        client.generate("b", max_tokens=1)
-        assert time.perf_counter() - started < whole / 2
+        waits = []
+        for _ in range(3):  # on a busy machine one of them may be slow
+            if protocol == "grpc":
+                stream = client.stream("a", **LONG)
+                next(stream)
+                stream.close()
+            else:
+                body = {"text_input": "a", "stream": True, **LONG}
+                with post(narrow, "generate_stream", body, stream=True) as reply:
+                    assert json.loads(next(reply.iter_lines()).removeprefix(b"data: "))["tokens"]
+            started = time.perf_counter()
+            client.generate("b", max_tokens=1)
+            waits.append(time.perf_counter() - started)
+        assert min(waits) < whole / 2
 
 
 def test_a_deadline_ends_the_wait(narrow: TritonServer) -> None:
