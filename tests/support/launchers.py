@@ -33,7 +33,7 @@ def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:
     return {"KFP_POD_NAME": name, "KFP_POD_UID": uid}
 
 
-def eventually(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+def eventually(holds: Callable[[], Any], seconds: float = 240.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < end, "it did not come"
