@@ -16,7 +16,7 @@ from kfp.local import subprocess_task_handler as kfp_subprocess
 
 from lathe.launch.parent import tied
 from pipelines.cache import CheckedCache
-from pipelines.compile import build, built
+from pipelines.compile import build
 from pipelines.resources import Variant
 
 
@@ -29,7 +29,7 @@ def run(name: str, root: str, cache: str, shards: int, arguments: dict[str, Any]
     # "python" is not in the image's name; accelerators have no effect on a laptop.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    pipeline = build(name, Variant(shards=shards)) if shards > 1 else built(name)
+    pipeline = build(name, Variant(shards=shards))
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():

@@ -27,7 +27,7 @@ from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.report.notice import notice_of
 from lathe.storage import is_remote
-from lathe.tracking.webhook import post
+from lathe.tracking.webhook import ADDRESS, post
 from pipelines.arguments import takes_arguments
 from pipelines.forecast import Forecast
 from pipelines.inputs import (
@@ -222,10 +222,16 @@ def main(
         except Interrupted as error:
             fail("interrupted: every process of the run has ended", 128 + error.number)
         except StageFailed as error:
-            post(notice_of(pipeline, folder.name, "failed", str(folder), why=str(error)))
+            _tell(pipeline, folder, "failed", str(error))
             raise
         show(folder, pipeline, DEPLOYED)
-    post(notice_of(pipeline, folder.name, "succeeded", str(folder)))
+    _tell(pipeline, folder, "succeeded")
+
+
+def _tell(pipeline: str, folder: Path, state: str, why: str = "") -> None:
+    """Post the notice of a run where somebody waits for it; else its results need not be read."""
+    if os.environ.get(ADDRESS):
+        post(notice_of(pipeline, folder.name, state, str(folder), why=why))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ MACHINES: dict[str, tuple[Any, str, str]] = {
     "memory": (str, "memory_per_node", "Memory of every such step, 32Gi; estimated unless given."),
     "notify": (bool | None, "notify", "Post the run's end to the URL in the Secret lathe-webhook."),
 }
-"""Options that are keys of the group Launch: type, key of the recipe's group Launch, help."""
+"""Options that set keys of the recipe's group Launch: type, key, help."""
 
 
 def takes_machines(function: Callable[..., None]) -> Callable[..., None]:

@@ -113,6 +113,17 @@ def check_files(folder: Path, metadata: str, files: Files | None, hint: str) -> 
     require_intact(folder, listed, metadata, hint)
 
 
+def read_intact(folder: Path, name: str, model: type[M], hint: str) -> M:
+    """Read the metadata file `name` of a folder, and check the files that it lists.
+
+    Raises:
+        UserError: as `read_metadata` and `check_files`.
+    """
+    metadata = read_metadata(folder / name, model, hint)
+    check_files(folder, name, getattr(metadata, "files", None), hint)
+    return metadata
+
+
 def open_export(folder: Path) -> ExportMetadata:
     """Check the files of an export folder against its metadata, and return the metadata.
 

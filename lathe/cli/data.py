@@ -1,6 +1,6 @@
 """Verbs that make training data."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -8,6 +8,9 @@ from lathe.artifacts.remote import input_path
 from lathe.cli.app import app
 from lathe.cli.options import RUN, Output, OutputBeside, Overrides, RecipeName, load
 from lathe.console import show
+
+if TYPE_CHECKING:
+    from lathe.data.prepare import PreparedData
 
 Source = Annotated[
     str | None,
@@ -41,13 +44,7 @@ def prepare(
     from lathe.data.prepare import prepare
 
     made = prepare(settings, output, source, tokenizer)
-    show(
-        data=made.folder,
-        documents=made.documents,
-        tokens=made.tokens,
-        vocabulary=made.vocab_size,
-        cloze_examples=made.cloze_examples,
-    )
+    _show_data_set(made)
 
 
 @app.command(epilog="Example: lathe tokenizer --source novels.jsonl.xz --output run/tokenizer")
@@ -111,13 +108,7 @@ def join(
     from lathe.data.join import join
 
     made = join(settings, [input_path(shard) for shard in shards], output)
-    show(
-        data=made.folder,
-        documents=made.documents,
-        tokens=made.tokens,
-        vocabulary=made.vocab_size,
-        cloze_examples=made.cloze_examples,
-    )
+    _show_data_set(made)
 
 
 @app.command(epilog="Example: lathe blend run/novels=0.7 run/python=0.3 --output run/blend")
@@ -139,3 +130,13 @@ def blend(
 
     made = blend([parse_part(part) for part in parts], output)
     show(data=made.folder, documents=made.metadata["documents"], tokens=made.metadata["tokens"])
+
+
+def _show_data_set(made: "PreparedData") -> None:
+    show(
+        data=made.folder,
+        documents=made.documents,
+        tokens=made.tokens,
+        vocabulary=made.vocab_size,
+        cloze_examples=made.cloze_examples,
+    )

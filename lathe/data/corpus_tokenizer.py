@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import TOKENIZER, check_files, read_metadata
+from lathe.artifacts.kinds import TOKENIZER, read_intact
 from lathe.artifacts.metadata import TokenizerMetadata
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
@@ -111,12 +111,9 @@ def origin_of(folder: Path) -> TokenizerMetadata | None:
     Raises:
         UserError: a file was altered, or the metadata is broken.
     """
-    file = folder / TOKENIZER.metadata_file
-    if not os.path.lexists(file):
+    if not os.path.lexists(folder / TOKENIZER.metadata_file):
         return None
-    metadata = read_metadata(file, TokenizerMetadata, HINT)
-    check_files(folder, TOKENIZER.metadata_file, metadata.files, HINT)
-    return metadata
+    return read_intact(folder, TOKENIZER.metadata_file, TokenizerMetadata, HINT)
 
 
 def source_of(source: str, tokenizer: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import DATA, SHARD, check_files, read_metadata
+from lathe.artifacts.kinds import DATA, SHARD, read_intact
 from lathe.artifacts.metadata import TEXT, ShardMetadata
 from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import trained_on
@@ -86,8 +86,7 @@ def _open(folder: Path) -> _Opened:
             f"{folder}: no tokenized shard: it has no {SHARD.metadata_file}",
             "give the folders that `lathe tokenize` wrote",
         )
-    metadata = read_metadata(folder / SHARD.metadata_file, ShardMetadata, HINT)
-    check_files(folder, SHARD.metadata_file, metadata.files, HINT)
+    metadata = read_intact(folder, SHARD.metadata_file, ShardMetadata, HINT)
     arrays = read_megatron(folder / "tokens.bin", folder / "tokens.idx")
     counts = len(arrays.sizes), len(arrays.tokens)
     if counts != (metadata.documents, metadata.tokens):

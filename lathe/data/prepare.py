@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import DATA, check_files, read_metadata
+from lathe.artifacts.kinds import DATA, read_intact
 from lathe.artifacts.metadata import DataMetadata
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cloze import cloze_passages
@@ -190,8 +190,7 @@ def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
 def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
     """The metadata of a folder made from the same inputs, if none of its files has changed."""
     try:
-        metadata = read_metadata(output / DATA.metadata_file, DataMetadata, HINT)
-        check_files(output, DATA.metadata_file, metadata.files, HINT)
+        metadata = read_intact(output, DATA.metadata_file, DataMetadata, HINT)
     except UserError:
         return None
     same = bool(metadata.files) and metadata.raw.get("made_from") == made_from

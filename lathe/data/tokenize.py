@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import SHARD, check_files, read_metadata
+from lathe.artifacts.kinds import SHARD, read_intact
 from lathe.artifacts.metadata import TEXT, ShardMetadata
 from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
@@ -177,8 +177,7 @@ def _counted(documents: Iterable[Document], counts: dict[tuple[int, int], int]) 
 def _kept(output: Path, wanted: dict[str, Any]) -> int | None:
     """The tokens of a folder made from the same inputs, if none of its files has changed."""
     try:
-        metadata = read_metadata(output / SHARD.metadata_file, ShardMetadata, HINT)
-        check_files(output, SHARD.metadata_file, metadata.files, HINT)
+        metadata = read_intact(output, SHARD.metadata_file, ShardMetadata, HINT)
     except UserError:
         return None
     wanted = json.loads(json.dumps(wanted))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import EVALUATION, check_files, read_metadata
+from lathe.artifacts.kinds import EVALUATION, read_intact
 from lathe.artifacts.metadata import EvaluationMetadata
 from lathe.errors import UserError
 from lathe.evaluate.measures import Measure, Units
@@ -97,8 +97,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     path = folder / METRICS
     if not path.is_file():
         raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
-    metadata = read_metadata(path, EvaluationMetadata, HINT)
-    check_files(folder, METRICS, metadata.files, HINT)
+    metadata = read_intact(folder, METRICS, EvaluationMetadata, HINT)
     return {key: metadata.raw[key] for key in KEYS} | {"tasks": metadata.raw.get("tasks", {})}
 
 
