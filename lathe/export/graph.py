@@ -1,17 +1,26 @@
 """The GPT as an ONNX graph, built node by node, in float32, float16 or QDQ int8.
 
-Batch and length are dynamic. One graph serves prefill, decode and scoring.
+Batch and length are dynamic. One graph serves prefill, decode, scoring, and steps that are both
+prefill and decode ("mixed").
 
 Inputs
     input_ids              int64 (batch, length), rows right-padded
     position_ids           int64 (batch, length)
-    seqlens_k              int32 (batch,), valid tokens of the row including these, minus one
+    seqlens_k              int32 (rows,), valid tokens of the row including these, minus one
     total_sequence_length  int32 (), the longest row, past and present
     logits_index           int64 (batch, k), positions within `length` whose logits are wanted
-    past_key_{i}, past_value_{i}        type of the weights (batch, n_head_i, past, head_dim)
+    chunk_length           int64 (), 0 unless the step is mixed
+    chunk_total            int32 (), tokens of the chunk's prompt, past and present
+    past_key_{i}, past_value_{i}        type of the weights (rows, n_head_i, past, head_dim)
+    chunk_past_key_{i}, ..._value_{i}   type of the weights (1, n_head_i, past, head_dim)
 Outputs
     logits                 float32 (batch, k, vocab)
-    present_key_{i}, present_value_{i}  type of the weights (batch, n_head_i, total, head_dim)
+    present_key_{i}, present_value_{i}  type of the weights (rows, n_head_i, total, head_dim)
+    chunk_present_key_{i}, ..._value_{i}                    (1, n_head_i, total, head_dim)
+
+In a mixed step, batch is 1 and `input_ids` packs `chunk_length` tokens of one prompt and after them
+one token for each of the rows: everything but attention reads the weights once for all of them
+(Sarathi, Agrawal et al. 2023). Otherwise rows is batch, and the chunk's cache passes through.
 
 With I/O binding, past and present may share a buffer: attention then appends in place.
 
@@ -27,6 +36,7 @@ compute in float32: by default it rounds x to int8.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +45,12 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from lathe.export.attention import MICROSOFT, PARTS, attention_node, mixed_inputs
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
 
 ACTIVATION_ZERO_POINT = 128
-MICROSOFT = "com.microsoft"
 Weight = NDArray[np.float32] | NDArray[np.float16]
 
 
@@ -122,7 +132,7 @@ class Graph:
     ) -> None:
         self.weights, self.plan, self.epsilon = weights, plan, epsilon
         self.dtype = helper.np_dtype_to_tensor_dtype(weights["wte.weight"].dtype)
-        self.nodes: list[onnx.NodeProto] = []
+        self.nodes = list(mixed_inputs())
         self.made: dict[str, NDArray[Any]] = {}  # constants and quantized weights
         self.kept: set[str] = set()  # names of float weights
         self.attentions: list[onnx.ValueInfoProto] = []
@@ -163,21 +173,10 @@ class Graph:
 
     def attention(self, i: int, x: str, n_head: int, head_dim: int) -> str:
         """Causal self-attention of x (B, T, C) over the cache."""
-        qkv = self.linear(f"h.{i}.attn.c_attn", x)  # (batch, length, 3 * n_head * head_dim)
+        qkv = self.linear(f"h.{i}.attn.c_attn", x)
         output = f"h.{i}.attn"
-        past = [f"past_key_{i}", f"past_value_{i}"]
-        self.nodes.append(
-            helper.make_node(
-                "GroupQueryAttention",
-                [qkv, "", "", *past, "seqlens_k", "total_sequence_length"],
-                [output, f"present_key_{i}", f"present_value_{i}"],
-                name=output,
-                domain=MICROSOFT,
-                num_heads=n_head,
-                kv_num_heads=n_head,
-            )
-        )
-        # The checker does not know this operator, so the type of its result is declared.
+        self.nodes.append(attention_node(i, qkv, n_head, output, self.dtype))
+        # The checker does not know the operator inside, so the type of its result is declared.
         self.attentions.append(_value(output, self.dtype, "batch", "length", n_head * head_dim))
         return output
 
@@ -276,17 +275,19 @@ class Graph:
         inputs = [
             _value("input_ids", int64, "batch", "length"),
             _value("position_ids", int64, "batch", "length"),
-            _value("seqlens_k", int32, "batch"),
+            _value("seqlens_k", int32, "rows"),
             _value("total_sequence_length", int32),
             _value("logits_index", int64, "batch", "k"),
+            _value("chunk_length", int64),
+            _value("chunk_total", int32),
         ]
         outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
-        for i, n_head in enumerate(config.n_head):
-            for part in ("key", "value"):
-                past = ("batch", n_head, "past", config.head_dim)
-                present = ("batch", n_head, "total", config.head_dim)
-                inputs.append(_value(f"past_{part}_{i}", self.dtype, *past))
-                outputs.append(_value(f"present_{part}_{i}", self.dtype, *present))
+        for rows, prefix in (("rows", ""), (1, "chunk_")):
+            for (i, n_head), part in product(enumerate(config.n_head), PARTS):
+                past = (rows, n_head, f"{prefix}past", config.head_dim)
+                present = (rows, n_head, f"{prefix}total", config.head_dim)
+                inputs.append(_value(f"{prefix}past_{part}_{i}", self.dtype, *past))
+                outputs.append(_value(f"{prefix}present_{part}_{i}", self.dtype, *present))
         graph = helper.make_graph(
             self.nodes,
             "gpt",

@@ -13,7 +13,8 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import by_projection
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
-from lathe.runtime.session import OnnxModel, open_session
+from lathe.runtime.open_session import open_session
+from lathe.runtime.session import OnnxModel
 
 # Relative to the largest output: error of a float32 sum. Observed: 6e-7.
 ROUNDING = 1e-5

@@ -21,7 +21,8 @@ from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.progress import Bar, bar
-from lathe.runtime.session import MODEL, OnnxModel, open_session, pad
+from lathe.runtime.open_session import open_session
+from lathe.runtime.session import MODEL, OnnxModel, pad
 
 log = logging.getLogger("lathe")
 
@@ -58,7 +59,7 @@ class Proof:
         argmax_agreement: share of positions where the most likely token is torch's.
         linear_error: largest error of a quantized linear against torch's on the same input; 1 is
             the most that rounding explains.
-        batch_error: largest difference between a ragged batch and each row alone.
+        batch_error: largest difference between a ragged batch, or a mixed step, and each row alone.
         ties: rows whose greedy tokens differ, each within the error of the logits.
     """
 
@@ -99,7 +100,8 @@ def prove(
       dequantized weights.
     - int8: every quantized linear, given the graph's own input, gives torch's output up to the
       error of a sum, and up to one level where an input lies on an edge.
-    - A ragged batch gives each row the logits that it gets alone.
+    - A ragged batch gives each row the logits that it gets alone, and so does a step that decodes
+      rows and reads a prompt.
     - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's. A row
       may diverge only at tokens whose logits differ in torch by at most the largest error found
       above; such rows are listed.
@@ -262,8 +264,8 @@ def _rounded_otherwise(model: GPT, dtype: type[np.floating[Any]], seed: int) -> 
 
 
 def _require_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], limit: float) -> float:
-    """The largest difference between a ragged batch and each row alone, which is at most
-    `limit`."""
+    """The largest difference between a ragged batch, or a mixed step, and each row alone, which is
+    at most `limit`."""
     tokens, lengths = pad(prompts)
     cache = onnx_model.start(len(prompts), int(lengths.max()))
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
@@ -271,7 +273,30 @@ def _require_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], limi
     error = float(np.abs(together - np.stack(alone)).max())
     if not error <= limit:
         raise ProofError(f"a row's logits change by {error:.3g} in a batch (limit {limit:.3g})")
-    return error
+    mixed = _mixed_error(onnx_model, prompts)
+    if not mixed <= limit:
+        raise ProofError(
+            f"logits change by {mixed:.3g} in a step that reads and decodes (limit {limit:.3g})"
+        )
+    return max(error, mixed)
+
+
+def _mixed_error(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]) -> float:
+    """The largest difference that it makes whether all prompts, each with its last token once more,
+    are decoded beside the second half of the last prompt, or everything is read alone."""
+    tokens, lengths = pad(prompts)
+    n_rows, chunk, half = len(prompts), np.array(prompts[-1]), len(prompts[-1]) // 2
+    cache = onnx_model.start(n_rows + 1, int(lengths.max()) + 1)
+    rows = onnx_model.rows(cache, 0, n_rows)
+    prompt = onnx_model.rows(cache, n_rows, n_rows + 1)
+    onnx_model.step(rows, tokens, lengths)
+    if half:
+        onnx_model.step(prompt, chunk[None, :half])
+    again = np.array([row[-1] for row in prompts])
+    mixed, read = onnx_model.mix(onnx_model.pair(rows, prompt), again, chunk[half:], True)
+    longer = [[*row, row[-1]] for row in prompts]
+    alone = [onnx_model.logits(np.array([row]))[0, -1] for row in (*longer, prompts[-1])]
+    return float(np.abs(np.concatenate([mixed, read]) - np.stack(alone)).max())
 
 
 def _require_greedy(

@@ -1,29 +1,39 @@
 """Continuous batching: requests join and leave a running batch between two steps.
 
-One thread owns the model. It alternates between prefilling one chunk of the next prompt and one
-decoding step for every branch of every running request, so neither a long prompt nor a long
-generation blocks the others. Keys and values live in one buffer with one row (slot) per branch;
-running branches occupy the first rows, on which a step runs, and the prompt being prefilled has the
+One thread owns the model. Each of its steps decodes a token for every branch of every running
+request, and reads a chunk of the next prompt in the same pass over the weights, so neither a long
+prompt nor a long generation blocks the others. Keys and values live in one buffer with one row
+(slot) per branch; running branches occupy the first rows, and the prompt that is being read has the
 row behind them.
 
-Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill, Sarathi-Serve
-(Agrawal et al., OSDI 2024).
+The size of chunks: a step that decodes reads at most MIXED_CHUNK tokens. That many keep a CPU's
+arithmetic busy, so larger chunks would read prompts no faster and only lengthen the time between
+the tokens of others. Short prompts share that number: those that fit are read one after another,
+the last one together with the decoding. A step that decodes nothing reads at most PREFILL_CHUNK.
+
+Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill in mixed batches,
+Sarathi-Serve (Agrawal et al., OSDI 2024).
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lathe.runtime.kv_cache import KVCache
+from lathe.runtime.prefix_cache import PrefixCache
 from lathe.runtime.sequence_group import SequenceGroup, Step
-from lathe.runtime.session import KVCache, OnnxModel
+from lathe.runtime.session import MixedCaches, OnnxModel
 
 log = logging.getLogger("lathe")
 
-PREFILL_CHUNK = 128  # prompt tokens that are prefilled between two decoding steps
+PREFILL_CHUNK = 128  # most prompt tokens of a step that decodes nothing
+MIXED_CHUNK = 64  # most prompt tokens of a step that decodes
+LEAST_CHUNK = 16  # a shorter one takes as long as this one: both read all weights
 ENDED = Step([], [])
 
 
@@ -34,8 +44,8 @@ class Watcher:
     def admitted(self, waited: float) -> None:
         """A request got its slots."""
 
-    def begun(self, prompt_tokens: int, seconds: float) -> None:
-        """A prompt was prefilled and its first token chosen."""
+    def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
+        """A prompt was prefilled, but for what the prefix cache had, and its first token chosen."""
 
     def stepped(self, tokens: int) -> None:
         """A decoding step gave this many branches a token each."""
@@ -49,18 +59,26 @@ class Batcher:
     first come, first served.
 
     The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory is taken from
-    the system when it is first touched.
+    the system when it is first touched, and `prefix_bytes` for beginnings that prompts share.
     """
 
     def __init__(
-        self, model: OnnxModel, max_running: int, max_queue: int, watcher: Watcher | None = None
+        self,
+        model: OnnxModel,
+        max_running: int,
+        max_queue: int,
+        prefix_bytes: int = 0,
+        watcher: Watcher | None = None,
     ) -> None:
         self.model, self.max_running, self._max_queue = model, max_running, max_queue
         self._watcher = watcher or Watcher()
         self._cache = model.start(max_running)
+        self._prefixes = PrefixCache(prefix_bytes)
         self._parts: dict[tuple[int, int], KVCache] = {}
+        self._pairs: dict[int, MixedCaches] = {}
         self._waiting: deque[SequenceGroup] = deque()
         self._reading: SequenceGroup | None = None
+        self._reused = 0  # tokens of its prompt that the prefix cache had
         self._owners: list[SequenceGroup] = []  # of the occupied rows
         self._tokens: list[int] = []  # last token of each row
         self._rows: dict[SequenceGroup, list[int]] = {}  # rows of its branches, in their order
@@ -95,8 +113,6 @@ class Batcher:
                 )
                 if not self._open:
                     break
-                self._admit()
-            self._read()
             self._step()
             rows = len(self._owners)
             kv_tokens = int(self._cache.lengths[: rows + (self._reading is not None)].sum())
@@ -104,57 +120,133 @@ class Batcher:
         for group in (*self._rows, *filter(None, [self._reading]), *self._waiting):
             group.cancel()
 
+    def _step(self) -> None:
+        """Decode one token for every running branch, and read what fits beside it."""
+        for group in list(self._rows):
+            if not group.is_wanted():
+                self._go_on(group, ENDED)
+        most = MIXED_CHUNK if self._rows else PREFILL_CHUNK
+        chunk = self._next_chunk(most)
+        while chunk is not None and self._fits_beside(chunk, most):
+            most -= max(len(chunk), LEAST_CHUNK)
+            self._read(chunk)
+            chunk = self._next_chunk(most)
+        if chunk is None:
+            self._decode()
+        elif not self._rows:
+            self._read(chunk)
+        elif self._can_mix():
+            self._mix(chunk)
+        else:
+            self._read(chunk)
+            self._decode()
+
+    def _next_chunk(self, most: int) -> NDArray[np.int64] | None:
+        """The next tokens to read, at most so many; of the next request if none is being read."""
+        if self._reading is not None and not self._reading.is_wanted():
+            self._reading = None
+        if self._reading is None:
+            self._admit()
+        if self._reading is None:
+            return None
+        done = int(self._cache.lengths[len(self._owners)])
+        return self._reading.prompt[done : done + most]
+
+    def _fits_beside(self, chunk: NDArray[np.int64], most: int) -> bool:
+        """Whether the next prompt can be read whole after a chunk, of `most` tokens in all."""
+        if self._reading is None or not self._waiting:
+            return False
+        group = self._waiting[0]
+        width = len(self._owners) + self._reading.width + group.width
+        new = len(group.prompt) - self._prefixes.stored(group.prompt)
+        tokens = max(len(chunk), LEAST_CHUNK) + max(new, LEAST_CHUNK)
+        return width <= self.max_running and tokens <= most
+
     def _admit(self) -> None:
         """Admit the request at the head of the queue once all its branches fit."""
-        self._waiting = deque(group for group in self._waiting if group.is_wanted())
-        if self._reading is None and self._waiting:
+        with self._changed:
+            self._waiting = deque(group for group in self._waiting if group.is_wanted())
+            if not self._waiting:
+                return
             group = self._waiting[0]
-            if len(self._owners) + group.width <= self.max_running:
-                self._waiting.popleft()
-                self._reading = group
-                self._tell(self._watcher.admitted, time.monotonic() - group.arrived)
-                self._cache.lengths[len(self._owners)] = 0
+            if len(self._owners) + group.width > self.max_running:
+                return
+            self._waiting.popleft()
+            self._reading = group
+        self._tell(self._watcher.admitted, time.monotonic() - group.arrived)
+        part = self._prompt_cache()
+        part.lengths[0] = 0
+        self._reused = 0 if group.scores_prompt else self._prefixes.load(group.prompt, part)
 
-    def _read(self) -> None:
-        """Prefill the next chunk of the prompt; after the last one the request is running."""
-        group, row = self._reading, len(self._owners)
-        if group is None:
-            return
-        if not group.is_wanted():
-            self._reading = None
-            return
-        done = int(self._cache.lengths[row])
-        stretch = group.prompt[done : done + PREFILL_CHUNK]
+    def _can_mix(self) -> bool:
+        assert self._reading is not None
+        return self.model.can_mix and not self._reading.scores_prompt
+
+    def _read(self, chunk: NDArray[np.int64]) -> None:
+        """Read a chunk of the prompt alone."""
+        group, part = self._reading, self._prompt_cache()
+        assert group is not None
         try:
-            part = self._part(row, row + 1)
             if group.scores_prompt:
-                every = self.model.read(part, stretch)
+                done = int(part.lengths[0])
+                every = self.model.read(part, chunk)
                 group.read(done, every)
                 logits = every[-1:]
             else:
-                logits = self.model.step(part, stretch[None])
-            if done + len(stretch) < len(group.prompt):
-                return
+                logits = self.model.step(part, chunk[None])
+        except Exception as error:
+            self._fail_prompt(error)
+            return
+        self._has_read(logits)
+
+    def _mix(self, chunk: NDArray[np.int64]) -> None:
+        """Read a chunk of the prompt and decode, in one pass."""
+        group, n_rows = self._reading, len(self._owners)
+        assert group is not None
+        done = int(self._cache.lengths[n_rows])
+        is_last = done + len(chunk) == len(group.prompt)
+        try:
+            pair, tokens = self._pair(n_rows), np.array(self._tokens)
+            logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
+        except Exception as error:
+            self._fail_prompt(error)
+            self._decode()
+            return
+        running = dict(self._rows)
+        if is_last:
+            self._has_read(prompt_logits)
+        self._choose(running, logits)
+
+    def _fail_prompt(self, error: Exception) -> None:
+        assert self._reading is not None
+        self._reading.deliver(error)
+        self._reading = None
+
+    def _has_read(self, logits: NDArray[np.float32]) -> None:
+        """After the last chunk of a prompt, with logits (1, V), its request is running."""
+        group, row = self._reading, len(self._owners)
+        assert group is not None
+        if self._cache.lengths[row] < len(group.prompt):
+            return
+        try:
+            self._prefixes.store(group.prompt, self._prompt_cache())
             step = group.choose(logits)
         except Exception as error:
-            self._reading = None
-            group.deliver(error)
+            self._fail_prompt(error)
             return
         self._reading = None
         branches = range(row, row + len(step.tokens))
         self._cache.permute(branches, [row] * len(branches))
-        self._tell(self._watcher.begun, len(group.prompt), time.monotonic() - group.arrived)
+        seconds = time.monotonic() - group.arrived
+        self._tell(self._watcher.begun, len(group.prompt), self._reused, seconds)
         self._tell(self._watcher.stepped, group.width)
         self._owners += [group] * len(branches)
         self._tokens += step.tokens
         if branches:
             self._rows[group] = list(branches)
 
-    def _step(self) -> None:
+    def _decode(self) -> None:
         """Decode one token for every running branch."""
-        for group in list(self._rows):
-            if not group.is_wanted():
-                self._go_on(group, ENDED)
         if not self._rows:
             return
         tokens = np.array(self._tokens)[:, None]
@@ -165,8 +257,14 @@ class Batcher:
                 group.deliver(error)
                 self._go_on(group, ENDED)
             return
-        self._tell(self._watcher.stepped, len(tokens))
-        own = {group: logits[rows] for group, rows in self._rows.items()}  # rows move meanwhile
+        self._choose(dict(self._rows), logits)
+
+    def _choose(
+        self, running: Mapping[SequenceGroup, list[int]], logits: NDArray[np.float32]
+    ) -> None:
+        """Choose the next tokens of requests whose branches have these rows of logits (B, V)."""
+        self._tell(self._watcher.stepped, sum(map(len, running.values())))
+        own = {group: logits[rows] for group, rows in running.items()}  # rows move meanwhile
         for group in own:
             try:
                 step = group.choose(own[group])
@@ -208,7 +306,17 @@ class Batcher:
         except Exception:
             log.exception("the watcher failed")
 
+    def _prompt_cache(self) -> KVCache:
+        row = len(self._owners)
+        return self._part(row, row + 1)
+
     def _part(self, first: int, last: int) -> KVCache:
         if (first, last) not in self._parts:
             self._parts[first, last] = self.model.rows(self._cache, first, last)
         return self._parts[first, last]
+
+    def _pair(self, n_rows: int) -> MixedCaches:
+        if n_rows not in self._pairs:
+            parts = self._part(0, n_rows), self._part(n_rows, n_rows + 1)
+            self._pairs[n_rows] = self.model.pair(*parts)
+        return self._pairs[n_rows]

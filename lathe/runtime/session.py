@@ -4,51 +4,30 @@ Imports only numpy and onnxruntime, which the server's environment has.
 """
 
 import json
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lathe.errors import UserError
+from lathe.runtime.kv_cache import KVCache
+from lathe.runtime.open_session import open_session
 
 MODEL = "model.onnx"
 METADATA = "export.json"
 NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
-CPUINFO = Path("/proc/cpuinfo")
-PLAIN_ATTENTION = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
 
-@dataclass
-class KVCache:
-    """Keys and values of a batch, at most `capacity` tokens per row.
+@dataclass(frozen=True)
+class MixedCaches:
+    """The caches of a mixed step: of the rows that decode, and of the prompt, one row."""
 
-    Attributes:
-        keys, values: per layer (batch, n_head_i, capacity, head_dim), float32 or float16 as the
-            graph computes; row b holds `lengths[b]` tokens, what lies after them is never read.
-        lengths: int64 (batch,).
-    """
-
-    keys: list[NDArray[np.floating[Any]]]
-    values: list[NDArray[np.floating[Any]]]
-    lengths: NDArray[np.int64]
-    capacity: int
-    binding: Any = field(repr=False)
-
-    def permute(self, rows: Sequence[int], sources: Sequence[int]) -> None:
-        """Copy to `rows[i]` the tokens of `sources[i]`, all at once."""
-        moves = [(row, source) for row, source in zip(rows, sources, strict=True) if row != source]
-        if not moves:
-            return
-        to, of = (list(part) for part in zip(*moves, strict=True))
-        longest = int(self.lengths[of].max())
-        for buffer in (*self.keys, *self.values):
-            buffer[to, :, :longest] = buffer[of, :, :longest]
-        self.lengths[to] = self.lengths[of]
+    rows: KVCache
+    prompt: KVCache
+    binding: Any
 
 
 class OnnxModel:
@@ -60,6 +39,9 @@ class OnnxModel:
         folder: output of the export stage.
         threads: onnxruntime's intra-op threads; 0 means one per core.
 
+    Attributes:
+        can_mix: whether `mix` works: not in exports that were made before mixed steps existed.
+
     Raises:
         UserError: the folder is not an export, or its graph is damaged.
     """
@@ -70,11 +52,14 @@ class OnnxModel:
         self.session = open_session(self.folder / MODEL, threads)
         types = {node.name: node.type for node in self.session.get_inputs()}
         self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
+        self.can_mix = "chunk_length" in types
         self.n_head: list[int] = self.metadata["n_head"]
         self.head_dim: int = self.metadata["head_dim"]
         self.n_positions: int = self.metadata["n_positions"]
         self.vocab_size: int = self.metadata["vocab_size"]
         self.eos_id: int = self.metadata["eos_id"]
+        shapes = [(1, n_head, 0, self.head_dim) for n_head in self.n_head]
+        self._no_prompt = [np.zeros(shape, self.dtype) for shape in shapes]
 
     def start(self, batch: int, capacity: int | None = None) -> KVCache:
         """Make an empty cache for `batch` rows of at most `capacity` tokens (default
@@ -93,6 +78,10 @@ class OnnxModel:
         keys, values = [key[part] for key in cache.keys], [value[part] for value in cache.values]
         return self._bound(keys, values, cache.lengths[part], cache.capacity)
 
+    def pair(self, rows: KVCache, prompt: KVCache) -> MixedCaches:
+        """Two caches to be used together by `mix`; `prompt` has one row."""
+        return MixedCaches(rows, prompt, self._binding(rows.keys, rows.values, prompt))
+
     def _bound(
         self,
         keys: list[NDArray[np.floating[Any]]],
@@ -100,14 +89,28 @@ class OnnxModel:
         lengths: NDArray[np.int64],
         capacity: int,
     ) -> KVCache:
+        return KVCache(keys, values, lengths, capacity, self._binding(keys, values))
+
+    def _binding(
+        self,
+        keys: list[NDArray[np.floating[Any]]],
+        values: list[NDArray[np.floating[Any]]],
+        prompt: KVCache | None = None,
+    ) -> Any:
         binding = self.session.io_binding()
-        for part, buffers in (("key", keys), ("value", values)):
-            for i, buffer in enumerate(buffers):
-                place = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
-                # Past and present share one buffer: attention appends in place.
-                binding.bind_input(f"past_{part}_{i}", *place)
-                binding.bind_output(f"present_{part}_{i}", *place)
-        return KVCache(keys, values, lengths, capacity, binding)
+        bound = [("", keys, values)]
+        if prompt is not None:
+            bound.append(("chunk_", prompt.keys, prompt.values))
+        elif self.can_mix:
+            bound.append(("chunk_", self._no_prompt, self._no_prompt))
+        for prefix, *parts in bound:
+            for part, buffers in zip(("key", "value"), parts, strict=True):
+                for i, buffer in enumerate(buffers):
+                    place = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
+                    # Past and present share one buffer: attention appends in place.
+                    binding.bind_input(f"{prefix}past_{part}_{i}", *place)
+                    binding.bind_output(f"{prefix}present_{part}_{i}", *place)
+        return binding
 
     def step(
         self, cache: KVCache, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
@@ -131,7 +134,9 @@ class OnnxModel:
         # The padding of a short row is written too, and overwritten by the row's next tokens.
         if int(cache.lengths.max()) + length > cache.capacity:
             raise ValueError(f"{int(totals.max())} tokens exceed the cache's {cache.capacity}")
-        logits: NDArray[np.float32] = self._run(cache, tokens, totals, lengths[:, None] - 1)[:, 0]
+        logits: NDArray[np.float32] = self._append(cache, tokens, totals, lengths[:, None] - 1)[
+            :, 0
+        ]
         return logits
 
     def read(self, cache: KVCache, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -140,10 +145,46 @@ class OnnxModel:
         if int(totals[0]) > cache.capacity:
             raise ValueError(f"{int(totals[0])} tokens exceed the cache's {cache.capacity}")
         every = np.arange(len(tokens))[None]
-        logits: NDArray[np.float32] = self._run(cache, tokens[None], totals, every)[0]
+        logits: NDArray[np.float32] = self._append(cache, tokens[None], totals, every)[0]
         return logits
 
-    def _run(
+    def mix(
+        self,
+        caches: MixedCaches,
+        tokens: NDArray[np.int64],
+        chunk: NDArray[np.int64],
+        is_last: bool,
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Append one token to every row, and a chunk of a prompt to its cache, in one step.
+
+        Args:
+            tokens: int64 (B,).
+            chunk: int64 (T,).
+            is_last: whether the logits after the chunk are wanted.
+
+        Returns:
+            float32 (B, V), and (1, V) after the chunk, or (0, V).
+        """
+        rows, prompt, length = caches.rows, caches.prompt, len(chunk)
+        totals, total = rows.lengths + 1, int(prompt.lengths[0]) + length
+        if max(int(totals.max()), total) > rows.capacity:
+            raise ValueError(f"the step exceeds the cache's {rows.capacity} tokens")
+        positions = np.concatenate([np.arange(total - length, total), rows.lengths])
+        wanted = np.arange(length - is_last, length + len(tokens))
+        feeds = {
+            "input_ids": np.concatenate([chunk, tokens])[None],
+            "position_ids": positions[None],
+            "seqlens_k": rows.lengths.astype(np.int32),
+            "total_sequence_length": np.array(totals.max(), np.int32),
+            "logits_index": wanted[None],
+            "chunk_length": np.array(length),
+            "chunk_total": np.array(total, np.int32),
+        }
+        logits = self._run(caches.binding, feeds)[0]
+        rows.lengths[:], prompt.lengths[:] = totals, total
+        return logits[is_last:], logits[: int(is_last)]
+
+    def _append(
         self,
         cache: KVCache,
         tokens: NDArray[np.int64],
@@ -151,13 +192,39 @@ class OnnxModel:
         index: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         """Logits (B, k, V) at positions `index` (B, k) of `tokens` (B, T)."""
-        for name, value in _inputs(tokens, cache.lengths, totals, index).items():
-            cache.binding.bind_cpu_input(name, value)
-        logits = np.empty((*index.shape, self.vocab_size), np.float32)
-        cache.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self.session.run_with_iobinding(cache.binding)
+        logits = self._run(cache.binding, self._inputs(tokens, cache.lengths, totals, index))
         cache.lengths[:] = totals
         return logits
+
+    def _run(self, binding: Any, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        for name, value in feeds.items():
+            binding.bind_cpu_input(name, value)
+        logits = np.empty((*feeds["logits_index"].shape, self.vocab_size), np.float32)
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self.session.run_with_iobinding(binding)
+        return logits
+
+    def _inputs(
+        self,
+        tokens: NDArray[np.int64],
+        past: NDArray[np.int64],
+        totals: NDArray[np.int64],
+        logits_index: NDArray[np.int64],
+    ) -> dict[str, NDArray[Any]]:
+        """Graph inputs except the cache; `past` and `totals` (B,): a row's tokens before, after."""
+        length = tokens.shape[1]
+        # The graph recognizes prefill by the padded length being equal to the total.
+        total = length if not past.any() else int(totals.max())
+        feeds = {
+            "input_ids": np.ascontiguousarray(tokens, np.int64),
+            "position_ids": past[:, None] + np.arange(length),
+            "seqlens_k": (totals - 1).astype(np.int32),
+            "total_sequence_length": np.array(total, np.int32),
+            "logits_index": np.ascontiguousarray(logits_index, np.int64),
+        }
+        if self.can_mix:
+            feeds |= {"chunk_length": np.array(0), "chunk_total": np.array(0, np.int32)}
+        return feeds
 
     def logits(
         self,
@@ -191,10 +258,12 @@ class OnnxModel:
     ) -> dict[str, NDArray[Any]]:
         """All graph inputs for tokens (B, T) with an empty past and logits at `index`."""
         batch = len(tokens)
-        feeds = _inputs(tokens, np.zeros(batch, np.int64), lengths, index)
-        for i, n_head in enumerate(self.n_head):
-            empty = np.zeros((batch, n_head, 0, self.head_dim), self.dtype)
-            feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
+        feeds = self._inputs(tokens, np.zeros(batch, np.int64), lengths, index)
+        for i, no_prompt in enumerate(self._no_prompt):
+            for part in ("key", "value"):
+                feeds[f"past_{part}_{i}"] = np.repeat(no_prompt, batch, axis=0)
+                if self.can_mix:
+                    feeds[f"chunk_past_{part}_{i}"] = no_prompt
         return feeds
 
     def greedy(
@@ -227,46 +296,6 @@ class OnnxModel:
             logits = self.step(cache, best[:, None])
 
 
-def open_session(
-    model: Path | bytes, threads: int = 0, optimized: Path | None = None
-) -> ort.InferenceSession:
-    """Load a graph on the CPU, from a file or serialized; the optimized graph that runs is written
-    to `optimized`, if given.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    # Read by onnxruntime when it makes a session. Its tiled attention (1.31) takes twice as long as
-    # the plain one on the prompts that a GPT of this size can have.
-    os.environ.setdefault(PLAIN_ATTENTION, "1")
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    # Idle threads spin within a run, where it pays off, but not between runs.
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    # A float input of an int8 weight stays float32; by default it would be rounded to int8 too.
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    if saturates(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""):
-        # Exact, but several times slower on other CPUs: it disables the fast kernels.
-        options.add_session_config_entry("session.x64quantprecision", "1")
-    if optimized is not None:
-        options.optimized_model_filepath = str(optimized)
-    try:
-        source = model if isinstance(model, bytes) else str(model)
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        first = str(error).splitlines()[0]
-        what = "graph" if isinstance(model, bytes) else model
-        raise UserError(f"{what}: onnxruntime cannot load it: {first}", "export again") from error
-
-
-def saturates(cpuinfo: str) -> bool:
-    """Whether the CPU that `/proc/cpuinfo` describes is an x86 without VNNI: onnxruntime's
-    uint8 x int8 kernel then adds pairs of products in 16 bits, which overflow."""
-    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
-    return bool(flags) and "vnni" not in flags
-
-
 def pad(
     rows: Sequence[Sequence[int] | NDArray[np.int64]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -276,25 +305,6 @@ def pad(
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return tokens, lengths
-
-
-def _inputs(
-    tokens: NDArray[np.int64],
-    past: NDArray[np.int64],
-    totals: NDArray[np.int64],
-    logits_index: NDArray[np.int64],
-) -> dict[str, NDArray[Any]]:
-    """Graph inputs except the cache; `past` and `totals` (B,): tokens of a row before and after."""
-    length = tokens.shape[1]
-    # The graph recognizes prefill by the padded length being equal to the total.
-    total = length if not past.any() else int(totals.max())
-    return {
-        "input_ids": np.ascontiguousarray(tokens, np.int64),
-        "position_ids": past[:, None] + np.arange(length),
-        "seqlens_k": (totals - 1).astype(np.int32),
-        "total_sequence_length": np.array(total, np.int32),
-        "logits_index": np.ascontiguousarray(logits_index, np.int64),
-    }
 
 
 def _check_lengths(lengths: NDArray[np.int64], batch: int, length: int) -> None:

@@ -23,7 +23,7 @@ class TextGenerator:
     Args:
         folder: an export.
         threads: onnxruntime's threads within a step; 0 means one per core.
-        max_running, max_queue, watcher: see `Batcher`.
+        max_running, max_queue, prefix_bytes, watcher: see `Batcher`.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class TextGenerator:
         threads: int = 0,
         max_running: int = 8,
         max_queue: int = 64,
+        prefix_bytes: int = 0,
         watcher: Watcher | None = None,
     ) -> None:
         self.default_max_tokens = default_max_tokens
@@ -41,7 +42,7 @@ class TextGenerator:
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
-        self._batcher = Batcher(self.model, max_running, max_queue, watcher)
+        self._batcher = Batcher(self.model, max_running, max_queue, prefix_bytes, watcher)
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         """Queue a request; chunks reach the receiver on another thread.

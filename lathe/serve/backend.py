@@ -31,7 +31,8 @@ class TritonPythonModel:
         self.defaults = parse(settings["generation"], Params())
         folder = Path(args["model_repository"]) / args["model_version"]
         self.max_queue: int = settings["max_queue"]
-        limits = settings["threads"], settings["max_running"], self.max_queue
+        prefix_bytes = 2**20 * settings.get("prefix_cache_mib", 0)
+        limits = settings["threads"], settings["max_running"], self.max_queue, prefix_bytes
         metrics = Metrics(args["model_name"])
         self.responses = ResponseSender()
         self.generator = TextGenerator(folder, settings["max_tokens"], *limits, metrics)

@@ -19,7 +19,10 @@ class Metrics(Watcher):
         self._told, self._new_tokens = 0.0, 0
         self._families: list[Any] = []  # Triton drops a metric when its family is deleted
         self._tokens = self._make("generated_tokens_total", "Tokens generated", "COUNTER")
-        self._prompt = self._make("prompt_tokens_total", "Prompt tokens read", "COUNTER")
+        self._prompt = self._make("prompt_tokens_total", "Prompt tokens", "COUNTER")
+        self._reused = self._make(
+            "reused_prompt_tokens_total", "Prompt tokens that the prefix cache had", "COUNTER"
+        )
         self._queue = self._make(
             "queue_seconds", "Seconds from arrival to a slot in the batch", "HISTOGRAM"
         )
@@ -33,8 +36,9 @@ class Metrics(Watcher):
     def admitted(self, waited: float) -> None:
         self._queue.observe(waited)
 
-    def begun(self, prompt_tokens: int, seconds: float) -> None:
+    def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
         self._prompt.increment(prompt_tokens)
+        self._reused.increment(reused_tokens)
         self._first.observe(seconds)
 
     def stepped(self, tokens: int) -> None:

@@ -95,6 +95,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         "max_tokens": generation.max_dec_len,
         "max_running": serving.max_running,
         "max_queue": serving.max_queue,
+        "prefix_cache_mib": serving.prefix_cache_mib,
         "threads": serving.threads,
         "generation": {
             "decode_strategy": generation.decode_strategy,

@@ -67,7 +67,8 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
     feeds = _prompt(random_tokens(2, length).numpy())
     for i, n_head in enumerate(PRUNED.n_head):
         empty = np.zeros((2, n_head, 0, exported.head_dim), np.float32)
-        feeds[f"past_key_{i}"] = feeds[f"past_value_{i}"] = empty
+        for part in ("key", "value"):
+            feeds[f"past_{part}_{i}"], feeds[f"chunk_past_{part}_{i}"] = empty, empty[:1]
     names = [*sorted(watched), "logits"]
     seen = dict(zip(names, session.run(names, feeds), strict=True))
     plan, float_weights = model.config.quantization, weights(model)
@@ -187,4 +188,6 @@ def _prompt(tokens: np.ndarray) -> dict[str, np.ndarray]:
         "seqlens_k": np.full(batch, length - 1, np.int32),
         "total_sequence_length": np.array(length, np.int32),
         "logits_index": positions,
+        "chunk_length": np.array(0),
+        "chunk_total": np.array(0, np.int32),
     }

@@ -1,14 +1,17 @@
 """The running batch, in process: whoever joins and leaves, everyone gets what they get alone."""
 
 import queue
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,12 +25,15 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.runtime import batcher as batcher_module
 from lathe.runtime import sequence_group as group_module
+from lathe.runtime.batcher import Watcher
 from lathe.runtime.params import Params
+from lathe.runtime.prefix_cache import BLOCK
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
 from lathe.runtime.text_generator import TextGenerator
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
+MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
 
 
@@ -77,9 +83,24 @@ def model(folder: Path) -> GPT:
     return load_checkpoint(folder / "checkpoint").model
 
 
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> TextGenerator:
-    return TextGenerator(folder, 12, threads=1, max_running=5, max_queue=200)
+@pytest.fixture(scope="module", params=[0, 2**13, 2**20], ids="prefix_bytes={}".format)
+def generator(folder: Path, request: pytest.FixtureRequest) -> Iterator[TextGenerator]:
+    """Without a prefix cache, with one of some blocks, and with one for everything."""
+    prefixes = request.param
+    generator = TextGenerator(
+        folder, 12, threads=1, max_running=5, max_queue=200, prefix_bytes=prefixes
+    )
+    yield generator
+    generator.close()
+
+
+@contextmanager
+def chunks_of(tokens: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PREFILL_CHUNK", "MIXED_CHUNK"):
+            patch.setattr(batcher_module, name, tokens)
+        patch.setattr(batcher_module, "LEAST_CHUNK", min(tokens, 2))
+        yield
 
 
 def ids_of(generator: TextGenerator, prompt: str) -> list[int]:
@@ -102,7 +123,11 @@ def by_torch(generator: TextGenerator, folder: Path) -> Callable[..., list[list[
 @given(
     st.lists(
         st.tuples(
-            st.text("abcdefgh ", min_size=1, max_size=40),
+            st.builds(
+                str.__add__,
+                st.sampled_from(["", "shared by several "]),
+                st.text("ab ", min_size=1, max_size=20),
+            ),
             st.integers(1, 20),
             st.sampled_from(["greedy", "two samples", "beams"]),
             st.booleans(),
@@ -110,13 +135,13 @@ def by_torch(generator: TextGenerator, folder: Path) -> Callable[..., list[list[
         min_size=1,
         max_size=14,
     ),
-    st.integers(1, 9),
+    st.sampled_from([1, 3, 7, 20, 64]),
 )
 def test_everyone_gets_what_they_get_alone(
     generator: TextGenerator,
     by_torch: Callable[..., list[list[int]]],
     requests: list[tuple[str, int, str, bool]],
-    stretch: int,
+    chunk: int,
 ) -> None:
     kinds = {
         "greedy": Params(decode_strategy="greedy_search", min_tokens=0, repetition_penalty=1.3),
@@ -125,16 +150,15 @@ def test_everyone_gets_what_they_get_alone(
             decode_strategy="beam_search", num_beams=3, num_return_sequences=2, min_tokens=2
         ),
     }
-    batcher_module.PREFILL_CHUNK = stretch
     callers = []
-    for prompt, n, kind, leaves in requests:
-        params = kinds[kind]
-        wanted = Params(**{**params.__dict__, "max_tokens": max(n, params.min_tokens)})
-        callers.append(Caller(generator, prompt, wanted))
-        if leaves:
-            callers[-1].gone.set()
-    got = [caller.wait() for caller in callers]
-    batcher_module.PREFILL_CHUNK = 128
+    with chunks_of(chunk):
+        for prompt, n, kind, leaves in requests:
+            params = kinds[kind]
+            wanted = Params(**{**params.__dict__, "max_tokens": max(n, params.min_tokens)})
+            callers.append(Caller(generator, prompt, wanted))
+            if leaves:
+                callers[-1].gone.set()
+        got = [caller.wait() for caller in callers]
     for (prompt, n, kind, leaves), tokens in zip(requests, got, strict=True):
         if leaves:
             continue
@@ -205,22 +229,104 @@ def test_stop_strings_end_a_text_before_them(generator: TextGenerator) -> None:
     assert held.text == free.text  # what only began like a stop string comes in the end
 
 
-def test_a_long_prompt_does_not_hold_others_up(folder: Path) -> None:
-    """Tokens of the others come between two stretches of it."""
+@pytest.mark.parametrize("can_mix", [True, False])
+def test_a_long_prompt_does_not_hold_others_up(folder: Path, tmp_path: Path, can_mix: bool) -> None:
+    """Tokens of the others come between two chunks of it."""
+    if not can_mix:
+        folder = shutil.copytree(folder, tmp_path / "earlier")
+        _as_before_mixed_steps(folder / "model.onnx")
     generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=2)
-    batcher_module.PREFILL_CHUNK = 1
+    assert generator.model.can_mix is can_mix
     try:
-        first = Caller(generator, "a", Params(max_tokens=60, min_tokens=60))
-        while not first.chunks:
-            time.sleep(0.001)
-        before = len(first.chunks)
-        second = Caller(generator, "b" * 30, Params(max_tokens=1))
-        second.wait()
-        assert len(first.chunks) - before >= 20
-        first.wait()
+        with chunks_of(1):
+            first = Caller(generator, "a", Params(max_tokens=60, min_tokens=60))
+            while not first.chunks:
+                time.sleep(0.001)
+            before = len(first.chunks)
+            second = Caller(generator, "b" * 30, Params(max_tokens=1))
+            second.wait()
+            assert len(first.chunks) - before >= 20
+            first.wait()
     finally:
-        batcher_module.PREFILL_CHUNK = 128
         generator.close()
+
+
+def _as_before_mixed_steps(path: Path) -> None:
+    """Turn a graph into the one that was exported before steps could be mixed."""
+    model = onnx.load(path)
+    graph = model.graph
+    for node in list(graph.node):
+        if node.op_type == "If":
+            branch = next(a.g for a in node.attribute if a.name == "else_branch")
+            attention = next(n for n in branch.node if n.op_type == "GroupQueryAttention")
+            attention.output[:] = node.output[:3]
+            node.CopyFrom(attention)
+    for values in (graph.input, graph.output):
+        for value in [value for value in values if value.name.startswith("chunk_")]:
+            values.remove(value)
+    made = {output for node in graph.node for output in node.output}
+    made |= {value.name for value in (*graph.input, *graph.initializer)}
+    for node in list(graph.node):
+        if not made.issuperset(filter(None, node.input)) or node.output[0] in MIXED_ONLY:
+            graph.node.remove(node)
+    onnx.save(model, path)
+
+
+def test_a_shared_beginning_is_read_once(folder: Path) -> None:
+    """Of a prompt's blocks, the third request reads none but the last one's."""
+    reused = []
+
+    class Notes(Watcher):
+        def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
+            reused.append(reused_tokens)
+
+    generator = TextGenerator(folder, 12, 1, 2, 8, prefix_bytes=2**20, watcher=Notes())
+    shared = "x" * (2 * BLOCK)
+    expected = Caller(generator, shared + "a", GREEDY).wait()
+    Caller(generator, "y" + shared, GREEDY).wait()  # not a beginning
+    for prompt in (shared + "b", shared + "a", shared, shared[:-1]):
+        tokens = Caller(generator, prompt, GREEDY).wait()
+        assert prompt != shared + "a" or tokens == expected
+    echo = Caller(generator, shared, replace(GREEDY, echo=True, logprobs=True, max_tokens=0))
+    echo.wait()  # needs the logits of every token
+    assert reused == [0, 0, 0, 2 * BLOCK, BLOCK, BLOCK, 0]
+    generator.close()
+
+
+@pytest.mark.parametrize("failing", ["mix", "step"])
+def test_a_failing_step_fails_those_in_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """When reading fails, those that decode go on; when decoding does, those that wait."""
+    generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=9)
+    long = Params(max_tokens=60, min_tokens=60, decode_strategy="greedy_search")
+    short = replace(long, max_tokens=5, min_tokens=5)
+    expected = [Caller(generator, "a", long).wait(), Caller(generator, "c", short).wait()]
+    model, is_failing = generator.model, threading.Event()
+    for name in ("mix", "step"):
+        real = getattr(model, name)
+
+        def sometimes(*given: Any, real: Any = real, name: str = name) -> Any:
+            if is_failing.is_set() and name == failing:
+                is_failing.clear()
+                raise MemoryError(name)
+            time.sleep(0.002)
+            return real(*given)
+
+        monkeypatch.setattr(model, name, sometimes)
+    running = Caller(generator, "a", long)
+    while not running.chunks:
+        time.sleep(0.001)
+    is_failing.set()
+    if failing == "mix":
+        with pytest.raises(MemoryError, match="mix"):
+            Caller(generator, "b", short).wait()
+        assert running.wait() == expected[0]
+    else:
+        with pytest.raises(MemoryError, match="step"):
+            running.wait()
+    assert Caller(generator, "c", short).wait() == expected[1]
+    generator.close()
 
 
 def test_who_leaves_frees_a_row_and_the_queue_is_bounded(folder: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.session import PLAIN_ATTENTION, OnnxModel, pad, saturates
+from lathe.runtime.open_session import PLAIN_ATTENTION, saturates
+from lathe.runtime.session import OnnxModel, pad
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
@@ -55,6 +56,29 @@ def test_a_single_row_takes_its_prompt_in_pieces(exported: OnnxModel) -> None:
     exported.step(cache, tokens[:, :5])
     logits = exported.step(cache, tokens[:, 5:])
     np.testing.assert_allclose(logits, exported.logits(tokens)[:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_a_mixed_step_is_a_chunk_and_a_token_of_each_row(exported: OnnxModel, chunk: int) -> None:
+    prompt, n_rows = random_tokens(1, 12, seed=5).numpy(), len(PROMPTS)
+    tokens, lengths = pad(PROMPTS)
+    cache = exported.start(n_rows + 1, capacity=24)
+    rows, last = exported.rows(cache, 0, n_rows), exported.rows(cache, n_rows, n_rows + 1)
+    exported.step(rows, tokens, lengths)
+    texts, pair = [list(text) for text in PROMPTS], exported.pair(rows, last)
+    for first in range(0, 12, chunk):
+        more = random_tokens(n_rows, 1, seed=first)[:, 0].numpy()
+        texts = [[*text, token] for text, token in zip(texts, more.tolist(), strict=True)]
+        part, is_last = prompt[0, first : first + chunk], first + chunk == 12
+        logits, read = exported.mix(pair, more, part, is_last)
+        for text, row in zip(texts, logits, strict=True):
+            np.testing.assert_allclose(row, exported.logits(np.array([text]))[0, -1], atol=1e-5)
+    np.testing.assert_allclose(read, exported.logits(prompt)[:, -1], atol=1e-5)
+    steps = 12 // chunk
+    assert cache.lengths.tolist() == [*(n + steps for n in LENGTHS), 12]
+    with pytest.raises(ValueError, match="exceeds the cache's 24 tokens"):
+        exported.mix(pair, more, np.tile(prompt[0], 2), True)
+    assert cache.lengths.tolist() == [*(n + steps for n in LENGTHS), 12]
 
 
 def test_a_step_that_fits_nowhere_changes_nothing(exported: OnnxModel) -> None:

@@ -84,6 +84,9 @@ class ServingSettings(Settings):
     a request, counts as one."""
     max_queue: Positive = 64
     """Requests that may wait; further ones are refused at once."""
+    prefix_cache_mib: Annotated[int, Field(ge=0, le=2**20)] = 256
+    """Memory for keys and values of beginnings that prompts share, in MiB; 0 reads every prompt
+    whole."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """Threads that compute; 0 uses one for each CPU core."""
 

@@ -1,0 +1,108 @@
+"""Attention in the ONNX graph: over a batch, or over the two parts of a mixed step.
+
+onnxruntime's GroupQueryAttention appends several tokens to one row, or one token to each of several
+rows. A mixed step does both, to two caches. It is one branch of an `If`, the ordinary step is the
+other one; in either branch the cache that is not used passes through without being copied.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx
+from onnx import helper
+
+MICROSOFT = "com.microsoft"
+MIXED, SIZES, CHUNK_SEQLENS = "mixed", "mixed_sizes", "chunk_seqlens_k"
+PARTS = ("key", "value")
+Nodes = list[onnx.NodeProto]
+
+
+def mixed_inputs() -> Iterator[onnx.NodeProto]:
+    """Nodes that all attentions share: whether the step is mixed, and the sizes of its parts."""
+    yield _constant("zero_tokens", onnx.TensorProto.INT64, [])
+    yield _constant("first_axis", onnx.TensorProto.INT64, [1])
+    yield _constant("one_token", onnx.TensorProto.INT32, [1], 1)
+    yield helper.make_node("Greater", ["chunk_length", "zero_tokens"], [MIXED])
+    yield helper.make_node("Shape", ["seqlens_k"], ["mixed_rows"])
+    yield helper.make_node("Unsqueeze", ["chunk_length", "first_axis"], ["chunk_lengths"])
+    yield helper.make_node("Concat", ["chunk_lengths", "mixed_rows"], [SIZES], axis=0)
+    yield helper.make_node("Sub", ["chunk_total", "one_token"], [CHUNK_SEQLENS])
+
+
+def attention_node(i: int, qkv: str, n_head: int, output: str, dtype: int) -> onnx.NodeProto:
+    """Causal self-attention of layer i.
+
+    Args:
+        qkv: (batch, length, 3 C), or (1, chunk + rows, 3 C) in a mixed step.
+        output: name of the result, (batch, length, C).
+        dtype: of `qkv` and of the result, one of TensorProto's.
+    """
+    return helper.make_node(
+        "If",
+        [MIXED],
+        [output, *_caches("present", i), *_caches("chunk_present", i)],
+        name=output,
+        then_branch=_mixed(i, qkv, n_head, dtype),
+        else_branch=_ordinary(i, qkv, n_head, dtype),
+    )
+
+
+def _ordinary(i: int, qkv: str, n_head: int, dtype: int) -> onnx.GraphProto:
+    step = _Branch(i, n_head, "ordinary")
+    output = step.attend(qkv, "past", "seqlens_k", "total_sequence_length")
+    kept = [step.add("Identity", [name]) for name in _caches("chunk_past", i)]
+    return step.graph([*output, *kept], dtype)
+
+
+def _mixed(i: int, qkv: str, n_head: int, dtype: int) -> onnx.GraphProto:
+    step = _Branch(i, n_head, "mixed")
+    chunk, packed = step.add_many("Split", [qkv, SIZES], 2, axis=1)
+    rows = step.add("Transpose", [packed], perm=[1, 0, 2])  # (rows, 1, 3 C)
+    chunk, *chunk_cache = step.attend(chunk, "chunk_past", CHUNK_SEQLENS, "chunk_total")
+    rows, *cache = step.attend(rows, "past", "seqlens_k", "total_sequence_length")
+    packed = step.add("Transpose", [rows], perm=[1, 0, 2])
+    output = step.add("Concat", [chunk, packed], axis=1)
+    return step.graph([output, *cache, *chunk_cache], dtype)
+
+
+class _Branch:
+    """Builder of a branch of the `If` of layer i."""
+
+    def __init__(self, i: int, n_head: int, name: str) -> None:
+        self.i, self.n_head, self.name = i, n_head, name
+        self.nodes: Nodes = []
+
+    def add(self, op_type: str, inputs: list[str], **attributes: Any) -> str:
+        return self.add_many(op_type, inputs, 1, **attributes)[0]
+
+    def add_many(
+        self, op_type: str, inputs: list[str], outputs: int, **attributes: Any
+    ) -> list[str]:
+        name = f"h.{self.i}.{self.name}.{op_type}_{len(self.nodes)}"
+        made = [f"{name}.{k}" for k in range(outputs)]
+        self.nodes.append(helper.make_node(op_type, inputs, made, name=name, **attributes))
+        return made
+
+    def attend(self, qkv: str, cache: str, seqlens: str, total: str) -> list[str]:
+        """Attention, and the cache with the new tokens appended."""
+        return self.add_many(
+            "GroupQueryAttention",
+            [qkv, "", "", *_caches(cache, self.i), seqlens, total],
+            3,
+            domain=MICROSOFT,
+            num_heads=self.n_head,
+            kv_num_heads=self.n_head,
+        )
+
+    def graph(self, outputs: list[str], dtype: int) -> onnx.GraphProto:
+        values = [helper.make_tensor_value_info(output, dtype, None) for output in outputs]
+        return helper.make_graph(self.nodes, f"h.{self.i}.{self.name}", [], values)
+
+
+def _caches(kind: str, i: int) -> list[str]:
+    return [f"{kind}_{part}_{i}" for part in PARTS]
+
+
+def _constant(name: str, dtype: int, shape: list[int], value: int = 0) -> onnx.NodeProto:
+    tensor = helper.make_tensor(name, dtype, shape, [value])
+    return helper.make_node("Constant", [], [name], value=tensor)

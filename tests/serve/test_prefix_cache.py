@@ -1,0 +1,71 @@
+"""The prefix cache alone, with a cache of keys and values that are made of the tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lathe.runtime.kv_cache import KVCache
+from lathe.runtime.prefix_cache import BLOCK, PrefixCache
+
+HEADS, SIZE, CAPACITY = (3, 1), 2, 256
+BLOCK_BYTES = 2 * sum(HEADS) * SIZE * BLOCK * 4
+
+
+def row(prompt: np.ndarray | None = None) -> KVCache:
+    """A row whose keys and values at a position are sums of the tokens up to it."""
+    shapes = [(1, n_head, CAPACITY, SIZE) for n_head in HEADS]
+    keys, values = ([np.zeros(shape, np.float32) for shape in shapes] for _ in range(2))
+    cache = KVCache(keys, values, np.zeros(1, np.int64), CAPACITY, None)
+    if prompt is not None:
+        for number, buffer in enumerate((*keys, *values)):
+            buffer[0, :, : len(prompt)] = (number + np.cumsum(prompt))[None, :, None]
+        cache.lengths[0] = len(prompt)
+    return cache
+
+
+def holds(cache: KVCache, prompt: np.ndarray, n: int) -> bool:
+    expected = row(prompt)
+    pairs = zip((*cache.keys, *cache.values), (*expected.keys, *expected.values), strict=True)
+    return all(np.array_equal(a[:, :, :n], b[:, :, :n]) for a, b in pairs)
+
+
+prompts = st.lists(st.integers(1, 2), min_size=1, max_size=4 * BLOCK).map(np.array)
+
+
+@given(st.lists(prompts, max_size=30), st.integers(0, 12 * BLOCK_BYTES))
+def test_what_is_loaded_is_the_prompts_own_and_memory_is_bounded(
+    given: list[np.ndarray], max_bytes: int
+) -> None:
+    cache = PrefixCache(max_bytes)
+    for prompt in (*given, *given):
+        loaded = row()
+        n = cache.load(prompt, loaded)
+        assert n == loaded.lengths[0] < len(prompt) and n % BLOCK == 0
+        assert holds(loaded, prompt, n)
+        cache.store(prompt, row(prompt))
+        assert cache.n_bytes <= max_bytes
+
+
+def test_a_beginning_is_stored_when_it_comes_a_second_time() -> None:
+    cache, prompt = PrefixCache(2**20), np.arange(3 * BLOCK)
+    other = np.concatenate([prompt[: 2 * BLOCK], prompt[:BLOCK]])
+    cache.store(prompt, row(prompt))
+    assert cache.load(prompt, row()) == 0 == cache.n_bytes
+    cache.store(other, row(other))
+    assert cache.load(prompt, row()) == 2 * BLOCK == cache.stored(prompt)
+    assert cache.n_bytes == 2 * BLOCK_BYTES
+    assert cache.load(prompt[: 2 * BLOCK], row()) == BLOCK  # its last token has to be read
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_the_least_recently_used_goes_first(used: int) -> None:
+    cache = PrefixCache(4 * BLOCK_BYTES)
+    first, second, third = (np.full(2 * BLOCK + 1, value) for value in (1, 2, 3))
+    for prompt in (first, first, second, second):
+        cache.store(prompt, row(prompt))
+    cache.load((first, second)[used], row())
+    for _ in range(2):
+        cache.store(third, row(third))
+    assert cache.stored(third) == 2 * BLOCK
+    assert [cache.stored(first), cache.stored(second)] == [[2 * BLOCK, 0], [0, 2 * BLOCK]][used]
