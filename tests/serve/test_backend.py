@@ -116,13 +116,16 @@ def test_metrics_are_tritons_prometheus_endpoints(server: TritonServer, client: 
     before = read()
     client.generate("hello", max_tokens=7, min_tokens=7)
     client.generate("hi", max_tokens=3, min_tokens=3, num_return_sequences=2)
+    for _ in range(3):  # stored when it comes the second time
+        client.generate("a beginning that comes again", max_tokens=1)
     deadline, total = time.monotonic() + 120, "lathe_generated_tokens_total"
-    while (after := read())[total] < before[total] + 13 and time.monotonic() < deadline:
+    while (after := read())[total] < before[total] + 16 and time.monotonic() < deadline:
         time.sleep(0.05)  # an answer may be there before its tokens are counted
     change = {name: after[name] - before[name] for name in after}
-    assert change["lathe_generated_tokens_total"] == 7 + 6
-    assert change["lathe_prompt_tokens_total"] == len("hello") + len("hi")
-    assert change["lathe_first_token_seconds_count"] == change["lathe_queue_seconds_count"] == 2
+    assert change["lathe_generated_tokens_total"] == 7 + 6 + 3
+    assert change["lathe_prompt_tokens_total"] == len("hello") + len("hi") + 3 * 28
+    assert change["lathe_reused_prompt_tokens_total"] == 16
+    assert change["lathe_first_token_seconds_count"] == change["lathe_queue_seconds_count"] == 5
     assert change["lathe_first_token_seconds_sum"] >= change["lathe_queue_seconds_sum"] >= 0
     assert (after["lathe_running"], after["lathe_waiting"], after["lathe_kv_tokens"]) == (0, 0, 0)
 
