@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import uvicorn
 from openai import OpenAI
 
 from lathe.gateway.app import Gateway
 from lathe.gateway.keys import ApiKeys
 from lathe.gateway.limits import Limits
 from lathe.gateway.models import read_models
+from lathe.gateway.server import Server
 from lathe.serve.server import TritonServer
 from tests.serve.conftest import (
     checkpoint,
@@ -31,8 +31,7 @@ __all__ = ["checkpoint", "client", "exported", "repository", "server", "serving"
 
 @contextmanager
 def running(gateway: Gateway, origins: list[str]) -> Iterator[str]:
-    config = uvicorn.Config(gateway.app(origins), port=0, log_level="warning", access_log=False)
-    server = uvicorn.Server(config)
+    server = Server(gateway, origins, drain_seconds=3, port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -91,14 +91,22 @@ def test_too_many_requests_are_refused_at_once(server: TritonServer) -> None:
         assert post(address).status_code == 200
 
 
-def test_a_full_queue_is_a_503(server: TritonServer, address: str) -> None:
-    """Four run and eight wait."""
-    with ThreadPoolExecutor(16) as pool:
+def test_a_request_that_would_wait_for_long_is_refused_at_once(server: TritonServer) -> None:
+    with opened(server) as address, ThreadPoolExecutor(16) as pool:
         replies = list(pool.map(lambda _: post(address, LONG | {"n": 4}), range(16)))
-    statuses = [reply.status_code for reply in replies]
-    assert set(statuses) == {200, 503} and statuses.count(200) >= 9
-    refused = next(reply for reply in replies if reply.status_code == 503)
-    assert "the server is busy: 8 requests" in refused.json()["error"]["message"]
+        statuses = [reply.status_code for reply in replies]
+        assert set(statuses) == {200, 503} and statuses.count(200) >= 2
+        refused = [reply for reply in replies if reply.status_code == 503]
+        assert "gpt is busy: " in refused[0].json()["error"]["message"]
+        assert max(reply.elapsed.total_seconds() for reply in refused) < 1
+        assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
+        assert 'lathe_gateway_waiting{model="gpt"} 0.0' in requests.get(f"{address}/metrics").text
+
+
+def test_it_waits_for_as_long_as_is_allowed(server: TritonServer) -> None:
+    with opened(server, Limits(max_wait=60)) as address, ThreadPoolExecutor(16) as pool:
+        replies = pool.map(lambda _: post(address, LONG | {"n": 4}), range(16))
+        assert {reply.status_code for reply in replies} == {200}
 
 
 def test_a_large_body_is_refused(server: TritonServer) -> None:
