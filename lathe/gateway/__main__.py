@@ -30,9 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
             prompts=given.max_prompts,
             body=given.max_body,
             connections=min(given.max_connections, raise_file_limit()),
-            max_wait=given.max_wait,
         )
         gateway = Gateway(read_models(given.repository), given.triton, limits, keys)
+        if given.server_state:
+            gateway.metrics.watch_server(given.server_state)
     except ENDINGS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
@@ -64,10 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     for option, (default, text) in numbers.items():
         parser.add_argument(option, type=int, default=default, help=f"{text} (default {default})")
     parser.add_argument(
-        "--max-wait",
-        type=float,
-        help="seconds that a request may have to wait for a slot; those that would wait for longer "
-        "are refused at once (default: half the time that a prompt has taken recently)",
+        "--server-state", type=Path, help="state file of a supervised Triton, for the metrics"
     )
     return parser
 

@@ -40,9 +40,9 @@ class Gateway:
         self, models: Mapping[str, Model], url: str, limits: Limits, keys: ApiKeys | None = None
     ) -> None:
         self._models, self._url, self._door = models, url, Door(limits, keys)
-        self._metrics = GatewayMetrics()
-        self._slots = {name: Slots(model, limits.max_wait) for name, model in models.items()}
-        self._metrics.watch(self._door, self._slots)
+        self.metrics = GatewayMetrics()
+        self._slots = {name: Slots(model) for name, model in models.items()}
+        self.metrics.watch(self._door, self._slots)
         self._triton: Triton | None = None
 
     def app(self, origins: Sequence[str] = ()) -> Starlette:
@@ -51,7 +51,7 @@ class Gateway:
         Args:
             origins: of web pages that may ask it (CORS).
         """
-        door, metrics = self._door, self._metrics
+        door, metrics = self._door, self.metrics
         completions = Endpoint("/v1/completions", self._completion, door, metrics)
         chat = Endpoint("/v1/chat/completions", self._chat, door, metrics)
         cors = Middleware(
@@ -143,7 +143,7 @@ class Gateway:
         return JSONResponse({"status": "ready"})
 
     async def _page(self, _: Request) -> Response:
-        return self._metrics.page()
+        return self.metrics.page()
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -7,6 +7,8 @@ the one that has been idle for longest makes room, then the one whose headers ar
 import asyncio
 import logging
 import resource
+import socket
+import struct
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,8 +133,11 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         """End the connection, which has been in a state for too long."""
         if state == "head":
             self.refuse(ApiError(408, f"no whole headers within {SECONDS['head']:g} s"))
-        else:
-            self.transport.abort()
+            return
+        if state in ("blocked", "closing"):  # what the kernel still holds goes as well
+            peer = self.transport.get_extra_info("socket")
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def send_400_response(self, _: str) -> None:
         """What uvicorn calls when it does not understand what came."""

@@ -24,8 +24,6 @@ class Limits:
         body: of one request, in bytes.
         bodies: of all requests that are being sent, in bytes.
         connections: that are open at the same time; the idle ones make room for new ones.
-        max_wait: seconds that a request may have to wait for a slot; further ones are refused at
-            once. None is half the time that prompts have taken recently.
     """
 
     requests: int = 256
@@ -33,7 +31,6 @@ class Limits:
     body: int = 4 * 2**20
     bodies: int = 128 * 2**20
     connections: int = 8192
-    max_wait: float | None = None
 
 
 class Door:

@@ -1,6 +1,10 @@
 """The gateway's own Prometheus metrics; those of the models are Triton's."""
 
+import json
+import math
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -68,6 +72,17 @@ class GatewayMetrics:
             self._waiting.labels(name).set_function(of_model.waiting)
             self._wait.labels(name).set_function(of_model.expected_wait)
 
+    def watch_server(self, state: Path) -> None:
+        """Show how often the Triton of a state file was started again after a crash, and when it
+        was started last."""
+        told = {
+            "restarts": ("Times that Triton was started again after a crash", _restarts),
+            "started_seconds": ("When Triton was started, since the epoch", _started),
+        }
+        for name, (description, read) in told.items():
+            gauge = Gauge(f"lathe_gateway_triton_{name}", description, registry=self._registry)
+            gauge.set_function(partial(read, state))
+
     def answered(self, path: str, status: int, seconds: float, usage: Usage) -> None:
         """Count an answer."""
         self._requests.labels(path, str(status)).inc()
@@ -78,3 +93,17 @@ class GatewayMetrics:
     def page(self) -> Response:
         """What Prometheus reads."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _restarts(state: Path) -> float:
+    try:
+        return float(json.loads(state.read_bytes())["restarts"])
+    except (OSError, ValueError, KeyError):  # it is starting, or somebody else's
+        return math.nan
+
+
+def _started(state: Path) -> float:
+    try:
+        return state.stat().st_mtime
+    except OSError:
+        return math.nan

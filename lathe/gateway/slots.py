@@ -26,17 +26,15 @@ Lane = deque[tuple[int, Future[None]]]
 class Slots:
     """The sequences that one model generates at a time.
 
-    A request is refused when it would have to wait for longer than `max_wait` for its first
+    A request is refused when it would have to wait for longer than `model.max_wait` for its first
     sequence. By Little's law the wait is the sequences that wait before it, times the recent time
     of a prompt, over the sequences that run. Further prompts of a request that has been let in take
     turns with the first ones of others.
-
-    Args:
-        max_wait: in seconds; None is half the recent time of a prompt.
     """
 
-    def __init__(self, model: Model, max_wait: float | None) -> None:
-        self._name, self._size, self._max_wait = model.name, model.max_running + AHEAD, max_wait
+    def __init__(self, model: Model) -> None:
+        self._name, self._max_wait = model.name, model.max_wait
+        self._size = model.max_running + AHEAD
         self._taken = 0
         self._first: Lane = deque()
         self._further: Lane = deque()

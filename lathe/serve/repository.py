@@ -95,6 +95,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         "max_tokens": generation.max_dec_len,
         "max_running": serving.max_running,
         "max_queue": serving.max_queue,
+        "max_wait_seconds": serving.max_wait_seconds,
         "threads": serving.threads,
         "generation": {
             "decode_strategy": generation.decode_strategy,

@@ -84,6 +84,10 @@ class ServingSettings(Settings):
     a request, counts as one."""
     max_queue: Positive = 64
     """Requests that may wait; further ones are refused at once."""
+    max_wait_seconds: Seconds | None = None
+    """Longest time, in seconds, that a request to OpenAI's interface may be expected to wait for a
+    slot; those that would wait for longer are refused at once. null is half the time that a prompt
+    has taken recently. Batch jobs want more."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """Threads that compute; 0 uses one for each CPU core."""
 
