@@ -122,6 +122,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     assert not list(Path("/dev/shm").glob(f"{state.shared_memory}*"))
 
 
+@pytest.mark.slow
 def test_one_that_cannot_live_is_given_up(triton: None, repository: Path, tmp_path: Path) -> None:
     shutil.copytree(repository, tmp_path / "repository")
     state = detached(tmp_path / "repository", tmp_path / "state")
