@@ -13,6 +13,9 @@ RETRY_SECONDS = 1
 ENDING = "shutting_down"
 """The code of the error of a gateway that ends; the client should ask another one."""
 
+UNKNOWN, CANCELLED = "unknown model", "cancelled"
+"""What Triton and the backend say of a model that is being unloaded."""
+
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -65,10 +68,14 @@ def of_backend(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         if error.what.startswith(BUSY):
             return ApiError(503, error.what, code="overloaded")
+        if UNKNOWN in error.what:  # to Triton; the gateway knows it
+            return ApiError(503, "the model is not loaded", code="unavailable")
         code = "context_length_exceeded" if "positions" in error.what else None
         return ApiError(400, f"{error.what}: {error.hint}", code=code)
     if isinstance(error, Unavailable):
         return ApiError(503, "the model server does not answer", code="unavailable")
+    if str(error) == CANCELLED:  # and not by the client, who would not be told
+        return ApiError(503, "the model was unloaded", code="unavailable")
     return ApiError(500, "the model server failed")
 
 

@@ -45,11 +45,6 @@ class Slots:
         """Sequences that wait."""
         return sum(width for lane in (self._first, self._further) for width, _ in lane)
 
-    @property
-    def recent_seconds(self) -> float:
-        """How long a prompt has taken recently, from its place in the batch to its end."""
-        return self._recent
-
     def expected_wait(self) -> float:
         """Seconds that a request would wait now."""
         return self._ahead() * self._recent / self._size

@@ -81,7 +81,8 @@ class Server:
                 _say(f"the server has ended with status {status} and is not started again")
                 return
             _say(f"the server has ended with status {status} and is started again")
-            self._is_over.wait(RESTART_SECONDS * (len(crashes) - 1))
+            if self._is_over.wait(RESTART_SECONDS * (len(crashes) - 1)):
+                return
             self._process = self._start()
             self._restarts += 1
             self._tell()
@@ -111,13 +112,15 @@ class Server:
 
     def _tell(self) -> None:
         """Name the new process in the state file."""
-        from lathe.serve.process import Process  # only now: this process is to be small
+        from lathe.errors import UserError  # only now: this process is to be small
+        from lathe.serve.process import Process
         from lathe.serve.state import read
 
-        if state := read(self._folder):
-            server = Process.of(self._process.pid)
-            new = {"server": server, "restarts": self._restarts}
-            state.model_copy(update=new).write(self._folder)
+        with suppress(UserError, OSError):  # the file is somebody else's; it has ended again
+            if state := read(self._folder):
+                server = Process.of(self._process.pid)
+                new = {"server": server, "restarts": self._restarts}
+                state.model_copy(update=new).write(self._folder)
 
 
 class Gateway:

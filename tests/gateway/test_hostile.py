@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.gateway.test_connections import connected, read_until
+from tests.support.connection import connected, read_until
 
 GOOD = {"model": "gpt", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 NEIGHBOUR = GOOD | {"prompt": "a neighbour", "max_tokens": 60, "ignore_eos": True, "stream": True}

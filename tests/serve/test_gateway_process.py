@@ -152,6 +152,27 @@ def test_both_end_with_an_owner_that_has_not_left(
     wait_until_gone(f"--port={server.state.gateway_port}")
 
 
+def test_a_model_that_is_loaded_again_answers_or_says_why_not(
+    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+) -> None:
+    options = ("--model-control-mode=explicit", "--load-model=*")
+    body = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    with (
+        start(repository, serving, tmp_path, options=options, with_gateway=True) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        url = f"{server.state.openai}/completions"
+        asked = [pool.submit(requests.post, url, json=body, timeout=60) for _ in range(4)]
+        time.sleep(0.2)
+        (repository / "gpt" / "config.pbtxt").touch()  # or nothing is done
+        again = f"http://{server.state.http}/v2/repository/models/gpt/load"
+        requests.post(again, json={}, timeout=60).raise_for_status()
+        for reply in (future.result() for future in asked):
+            if reply.status_code != 200:
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        assert completion(server.state) == 200
+
+
 def test_keys_that_cannot_be_read_are_told_and_nothing_stays(
     triton: None,
     repository: Path,
