@@ -3,17 +3,16 @@
 import argparse
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
-import uvicorn
-
 from lathe.errors import ENDINGS, explain
 from lathe.gateway.app import Gateway
+from lathe.gateway.connections import raise_file_limit
 from lathe.gateway.keys import KEYS_VARIABLE, ApiKeys
 from lathe.gateway.limits import Limits
 from lathe.gateway.models import read_models
+from lathe.gateway.server import Server
 
 ORIGINS_VARIABLE = "LATHE_CORS_ORIGINS"
 DRAIN_SECONDS = 120  # as long as Triton's own --exit-timeout-secs in the Deployment
@@ -26,24 +25,21 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         path = os.environ.get(KEYS_VARIABLE)
         keys = ApiKeys(Path(path)) if path else None
-        limits = Limits(given.max_requests, given.max_prompts, given.max_body)
+        limits = Limits(
+            requests=given.max_requests,
+            prompts=given.max_prompts,
+            body=given.max_body,
+            connections=min(given.max_connections, raise_file_limit()),
+        )
         gateway = Gateway(read_models(given.repository), given.triton, limits, keys)
+        if given.server_state:
+            gateway.metrics.watch_server(given.server_state)
     except ENDINGS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status
-    # uvicorn answers what is in flight, then raises the signal again for this handler.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
-    uvicorn.run(
-        gateway.app(origins),
-        host=given.host,
-        port=given.port,
-        access_log=False,
-        server_header=False,
-        log_config=None,
-        timeout_graceful_shutdown=given.drain_seconds,
-    )
+    Server(gateway, origins, given.drain_seconds, host=given.host, port=given.port).run()
     return 0
 
 
@@ -63,10 +59,14 @@ def _parser() -> argparse.ArgumentParser:
         "--max-requests": (limits.requests, "requests that are answered at the same time"),
         "--max-prompts": (limits.prompts, "prompts of a request"),
         "--max-body": (limits.body, "bytes of a request's body"),
+        "--max-connections": (limits.connections, "connections that may be open"),
         "--drain-seconds": (DRAIN_SECONDS, "for requests in flight after SIGTERM"),
     }
     for option, (default, text) in numbers.items():
         parser.add_argument(option, type=int, default=default, help=f"{text} (default {default})")
+    parser.add_argument(
+        "--server-state", type=Path, help="state file of a supervised Triton, for the metrics"
+    )
     return parser
 
 

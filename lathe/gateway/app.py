@@ -21,6 +21,7 @@ from lathe.gateway.limits import Door, Limits
 from lathe.gateway.metrics import GatewayMetrics
 from lathe.gateway.models import Model
 from lathe.gateway.requests import ChatRequest, CompletionRequest
+from lathe.gateway.slots import Slots
 from lathe.gateway.triton import Triton
 
 PATHS = "/v1/models, /v1/completions and /v1/chat/completions"
@@ -39,8 +40,9 @@ class Gateway:
         self, models: Mapping[str, Model], url: str, limits: Limits, keys: ApiKeys | None = None
     ) -> None:
         self._models, self._url, self._door = models, url, Door(limits, keys)
-        self._metrics = GatewayMetrics()
-        self._metrics.inside.set_function(lambda: self._door.inside)
+        self.metrics = GatewayMetrics()
+        self._slots = {name: Slots(model) for name, model in models.items()}
+        self.metrics.watch(self._door, self._slots)
         self._triton: Triton | None = None
 
     def app(self, origins: Sequence[str] = ()) -> Starlette:
@@ -49,7 +51,7 @@ class Gateway:
         Args:
             origins: of web pages that may ask it (CORS).
         """
-        door, metrics = self._door, self._metrics
+        door, metrics = self._door, self.metrics
         completions = Endpoint("/v1/completions", self._completion, door, metrics)
         chat = Endpoint("/v1/chat/completions", self._chat, door, metrics)
         cors = Middleware(
@@ -73,6 +75,25 @@ class Gateway:
         )
 
     @property
+    def limits(self) -> Limits:
+        """What it lets in."""
+        return self._door.limits
+
+    @property
+    def inside(self) -> int:
+        """Requests that are being answered."""
+        return self._door.inside
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it only answers what it has, and then ends."""
+        return self._door.is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        self._door.is_draining = value
+
+    @property
     def triton(self) -> Triton:
         """The connection, while the application runs."""
         assert self._triton is not None
@@ -90,11 +111,13 @@ class Gateway:
         if len(request.prompts) > most:
             what = f"{len(request.prompts)} prompts exceed the limit of {most}"
             raise ApiError(400, what, param="prompt")
-        return Completion(request, self._named(request.model), self.triton)
+        model = self._named(request.model)
+        return Completion(request, model, self.triton, self._slots[model.name])
 
     def _chat(self, given: Any) -> Answer:
         request = ChatRequest.model_validate(given)
-        return Chat(request, self._named(request.model), self.triton)
+        model = self._named(request.model)
+        return Chat(request, model, self.triton, self._slots[model.name])
 
     def _named(self, name: str) -> Model:
         if name in self._models:
@@ -112,13 +135,15 @@ class Gateway:
         return JSONResponse(self._named(request.path_params["name"]).to_json())
 
     async def _health(self, _: Request) -> Response:
+        if self.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503)
         waiting = [name for name in self._models if not await self.triton.is_ready(name)]
         if waiting:
             return JSONResponse({"status": f"not ready: {', '.join(waiting)}"}, 503)
         return JSONResponse({"status": "ready"})
 
     async def _page(self, _: Request) -> Response:
-        return self._metrics.page()
+        return self.metrics.page()
 
 
 async def _refused(_: Request, error: Exception) -> Response:

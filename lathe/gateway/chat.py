@@ -8,6 +8,7 @@ from lathe.gateway.errors import ApiError
 from lathe.gateway.generation import Generation, Task
 from lathe.gateway.models import Model
 from lathe.gateway.requests import ChatRequest
+from lathe.gateway.slots import Slots
 from lathe.gateway.template import ChatTemplate
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
@@ -25,7 +26,7 @@ class Chat:
             the model generates at a time.
     """
 
-    def __init__(self, request: ChatRequest, model: Model, triton: Triton) -> None:
+    def __init__(self, request: ChatRequest, model: Model, triton: Triton, slots: Slots) -> None:
         if model.chat_template is None:
             what = f"{model.name} has no chat template: ask /v1/completions instead"
             raise ApiError(400, what, param="model", code="no_chat_template")
@@ -33,7 +34,7 @@ class Chat:
         prompt = ChatTemplate(model.chat_template).render(messages)
         task = Task([prompt], request.of_backend(), request.n, request.n)
         self._request = request
-        self._generation = Generation(task, model, triton)
+        self._generation = Generation(task, model, triton, slots)
         self._whole = Head("chat.completion", model, "chatcmpl")
         self._piece = Head("chat.completion.chunk", model, "chatcmpl")
         self.is_stream, self.usage = request.stream, self._generation.usage

@@ -8,6 +8,7 @@ from lathe.gateway.answers import DONE, REASONS, Head, Json, TextOffsets, event
 from lathe.gateway.generation import Generation, Task
 from lathe.gateway.models import Model
 from lathe.gateway.requests import CompletionRequest
+from lathe.gateway.slots import Slots
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
 
@@ -23,12 +24,14 @@ class Completion:
         ApiError: more sequences than the model generates at a time.
     """
 
-    def __init__(self, request: CompletionRequest, model: Model, triton: Triton) -> None:
+    def __init__(
+        self, request: CompletionRequest, model: Model, triton: Triton, slots: Slots
+    ) -> None:
         task = Task(
             request.prompts, request.of_backend(), request.n, request.sequences, request.echo
         )
         self._request = request
-        self._generation = Generation(task, model, triton)
+        self._generation = Generation(task, model, triton, slots)
         self._head = Head("text_completion", model, "cmpl")
         self.is_stream, self.usage = request.stream, self._generation.usage
 

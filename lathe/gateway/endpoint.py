@@ -61,8 +61,9 @@ class Endpoint:
         started, usage = time.perf_counter(), Usage()
         try:
             self._door.check(scope)
+            body = await self._door.body(scope, receive)
             with self._door.place():
-                answer = self._read(_parsed(await self._door.body(scope, receive)))
+                answer = self._read(_parsed(body))
                 usage = answer.usage
                 status = await _unless_left(_send(answer, scope, receive, send), receive)
         except Exception as error:

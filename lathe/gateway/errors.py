@@ -10,6 +10,12 @@ from lathe.runtime.protocol import BUSY
 RETRY_SECONDS = 1
 """What a client should wait before it asks a busy server again."""
 
+ENDING = "shutting_down"
+"""The code of the error of a gateway that ends; the client should ask another one."""
+
+UNKNOWN, CANCELLED = "unknown model", "cancelled"
+"""What Triton and the backend say of a model that is being unloaded."""
+
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -19,14 +25,21 @@ class ApiError(Exception):
     Args:
         param: the field of the request that is wrong.
         code: a name of the error that programs test for.
+        retry_after: seconds that the client should wait before it asks again.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = RETRY_SECONDS,
     ) -> None:
         message = message.encode(errors="replace").decode()  # it may quote half a character
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self._retry_after = retry_after
 
     def to_json(self) -> dict[str, object]:
         """The body of the response."""
@@ -42,7 +55,9 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """The whole response."""
-        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status == 503 else {}
+        headers = {"Retry-After": str(self._retry_after)} if self.status == 503 else {}
+        if self.code == ENDING:
+            headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.to_json(), self.status, headers)
@@ -53,10 +68,14 @@ def of_backend(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         if error.what.startswith(BUSY):
             return ApiError(503, error.what, code="overloaded")
+        if UNKNOWN in error.what:  # to Triton; the gateway knows it
+            return ApiError(503, "the model is not loaded", code="unavailable")
         code = "context_length_exceeded" if "positions" in error.what else None
         return ApiError(400, f"{error.what}: {error.hint}", code=code)
     if isinstance(error, Unavailable):
         return ApiError(503, "the model server does not answer", code="unavailable")
+    if str(error) == CANCELLED:  # and not by the client, who would not be told
+        return ApiError(503, "the model was unloaded", code="unavailable")
     return ApiError(500, "the model server failed")
 
 

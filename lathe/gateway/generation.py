@@ -9,8 +9,12 @@ from lathe.gateway.answers import Usage
 from lathe.gateway.errors import ApiError
 from lathe.gateway.models import Model
 from lathe.gateway.requests import Parameters, Prompt
+from lathe.gateway.slots import Slots
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
+
+MOST_UNREAD = 512
+"""Pieces of an answer that may wait for a client that reads too slowly."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,23 @@ class Generation:
         usage: the tokens so far.
 
     Raises:
-        ApiError: more sequences than the model generates at a time.
+        ApiError: more sequences than the model generates at a time; or no room for them soon.
     """
 
-    def __init__(self, task: Task, model: Model, triton: Triton) -> None:
+    def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
         if task.sequences > model.max_running:
             name = "n" if task.n == task.sequences else "best_of"
             what = f"{name} {task.sequences} is above what {model.name} generates at a time"
             raise ApiError(400, f"{what}, {model.max_running}", param=name)
-        self._task, self._model, self._triton = task, model, triton
-        # A long list of prompts must not fill the queue that others wait in.
+        slots.require_room()
+        self._task, self._model, self._triton, self._slots = task, model, triton, slots
         self._turns = asyncio.Semaphore(model.max_running // task.sequences)
         self.usage = Usage()
 
     async def whole(self) -> list[Chunk]:
         """All sequences, prompt by prompt; the best first where more than `n` were generated."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._best(prompt)) for prompt in self._task.prompts]
+            tasks = [group.create_task(self._best(*one)) for one in enumerate(self._task.prompts)]
         return [chunk for task in tasks for chunk in task.result()]
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
@@ -62,8 +66,11 @@ class Generation:
         queue: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
 
         async def put(number: int, prompt: Prompt) -> None:
-            async for chunk in self._chunks(prompt):
-                queue.put_nowait((number * self._task.n + chunk.sequence, chunk))
+            async with aclosing(self._chunks(number, prompt)) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait((number * self._task.n + chunk.sequence, chunk))
+                    if queue.qsize() > MOST_UNREAD:
+                        raise ApiError(408, "the answer is not being read")
 
         async def put_all() -> None:
             try:
@@ -81,14 +88,15 @@ class Generation:
         finally:
             task.cancel()
 
-    async def _best(self, prompt: Prompt) -> list[Chunk]:
-        found = [chunk async for chunk in self._chunks(prompt)]
+    async def _best(self, number: int, prompt: Prompt) -> list[Chunk]:
+        async with aclosing(self._chunks(number, prompt)) as chunks:
+            found = [chunk async for chunk in chunks]
         if self._task.sequences > self._task.n:
             found.sort(key=self._mean_log_probability, reverse=True)
         return found[: self._task.n]
 
-    async def _chunks(self, prompt: Prompt) -> AsyncGenerator[Chunk]:
-        async with self._turns:
+    async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
+        async with self._turns, self._slots.hold(self._task.sequences, number == 0):
             found = self._triton.generate(self._model.name, prompt, self._task.parameters)
             async with aclosing(found) as chunks:
                 async for chunk in chunks:

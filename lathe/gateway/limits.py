@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from lathe.gateway.errors import ApiError
+from lathe.gateway.errors import ENDING, ApiError
 from lathe.gateway.keys import ApiKeys
 
 BODY_SECONDS = 30.0
@@ -22,11 +22,15 @@ class Limits:
         requests: that are answered at the same time; further ones are refused at once.
         prompts: of one request.
         body: of one request, in bytes.
+        bodies: of all requests that are being sent, in bytes.
+        connections: that are open at the same time; the idle ones make room for new ones.
     """
 
     requests: int = 256
     prompts: int = 256
     body: int = 4 * 2**20
+    bodies: int = 128 * 2**20
+    connections: int = 8192
 
 
 class Door:
@@ -34,7 +38,8 @@ class Door:
 
     def __init__(self, limits: Limits, keys: ApiKeys | None) -> None:
         self.limits, self._keys = limits, keys
-        self.inside = 0
+        self.inside, self._bodies = 0, 0
+        self.is_draining = False
 
     def check(self, scope: Scope) -> None:
         """Check the key.
@@ -52,8 +57,10 @@ class Door:
         """Take a place while the block runs.
 
         Raises:
-            ApiError: all places are taken.
+            ApiError: all places are taken, or the gateway ends.
         """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code=ENDING)
         if self.inside >= self.limits.requests:
             what = f"{self.limits.requests} requests are already being answered"
             raise ApiError(503, what, code="overloaded")
@@ -67,8 +74,11 @@ class Door:
         """Read the body.
 
         Raises:
-            ApiError: it is too large, is not sent in time, or the client has left.
+            ApiError: it is too large, is not sent in time, or the client has left; or too many
+                are being sent.
         """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code=ENDING)
         too_large = ApiError(413, f"the body exceeds {self.limits.body} bytes")
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isdecimal() or int(length) > self.limits.body:
@@ -82,9 +92,14 @@ class Door:
                         raise ApiError(400, "the body ended early")
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    self._bodies += len(parts[-1])
                     if size > self.limits.body:
                         raise too_large
+                    if self._bodies > self.limits.bodies:
+                        raise ApiError(503, "too much is being sent", code="overloaded")
                     if not message.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(408, f"no body within {BODY_SECONDS:g} s") from None
+        finally:
+            self._bodies -= size

@@ -18,6 +18,8 @@ class Model:
         created: when it was deployed, in seconds since the epoch.
         digest: SHA-256 of its `model.onnx`.
         max_running: sequences that it generates at a time.
+        max_wait: seconds that a request may be expected to wait for a slot; None is half the time
+            that a prompt has taken recently.
         chat_template: makes a prompt of messages; None if the checkpoint came without one.
     """
 
@@ -25,6 +27,7 @@ class Model:
     created: int
     digest: str
     max_running: int
+    max_wait: float | None = None
     chat_template: str | None = None
 
     def to_json(self) -> dict[str, object]:
@@ -65,10 +68,11 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
     settings = {key: value.string_value for key, value in config.parameters.items()}
     try:
         digest, max_running = (json.loads(settings[key]) for key in ("sha256", "max_running"))
+        max_wait = json.loads(settings.get("max_wait_seconds", "null"))
     except (KeyError, ValueError):
         raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
     created, template = int(path.stat().st_mtime), _chat_template(path.parent / "1")
-    return Model(config.name, created, digest, max_running, template)
+    return Model(config.name, created, digest, max_running, max_wait, template)
 
 
 def _chat_template(exported: Path) -> str | None:

@@ -1,15 +1,16 @@
-"""Run a server, and end it when its owner is gone.
+"""Run a server and the gateway before it, and end them when their owner is gone.
 
-    python -m lathe.serve.guard FD SHARED_MEMORY COMMAND... [-- COMMAND...]
+    python -m lathe.serve.guard FD SHARED_MEMORY FOLDER COMMAND... [-- COMMAND...]
 
-FD is one end of a socket pair. The guard writes the command's process id to it. When the other end
-is closed, because the owner has died or gives up, the guard ends the command. After one byte from
-the other end, the command is detached: the guard only waits for it. When the command has ended for
-any reason, its regions in /dev/shm (names that begin with SHARED_MEMORY) are removed, and its
-remaining processes are killed together with the guard, which leads their process group.
+FD is one end of a socket pair. The guard writes the server's process id to it. When the other end
+is closed, because the owner has died or gives up, the guard ends the server. After one byte from
+the other end it is detached, and the guard is its supervisor: a server that crashes is started
+again, and FOLDER's state file names the new process. SIGTERM to the guard ends everything: first
+the gateway, which answers what it has, then the server. In the end the server's regions in
+/dev/shm (names that begin with SHARED_MEMORY) are removed, and remaining processes are killed.
 
-The second command, the gateway, runs for as long as the first one: it is started again when it
-crashes. If it ends with status 2, because its settings are wrong, so does the server.
+The second command, the gateway, outlives the server's crashes, and is started again when it crashes
+itself. If it ends with status 2, because its settings are wrong, so does the server.
 """
 
 import os
@@ -19,56 +20,135 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 GRACE_SECONDS = 10.0
-GATEWAY_SECONDS = 2.0  # for the gateway to end after the server
+GATEWAY_SECONDS = 5.0  # for the gateway to answer what it has
 RESTART_SECONDS = 1.0
+MOST_CRASHES = 5  # within CRASH_SECONDS; then the server is given up
+CRASH_SECONDS = 60.0
 WRONG_SETTINGS = 2
 SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
 
 
 def main() -> None:
     """Run the guard, with the arguments of the command line."""
-    fd, shared_memory, *commands = sys.argv[1:]
+    fd, shared_memory, folder, *commands = sys.argv[1:]
     end = commands.index("--") if "--" in commands else len(commands)
     owner = socket.socket(fileno=int(fd))
-    child = subprocess.Popen(commands[:end], stdin=subprocess.DEVNULL)
-    threading.Thread(target=_watch, args=(owner, child), daemon=True).start()
-    gateway = Gateway(commands[end + 1 :], child)
-    child.wait()
+    server = Server(commands[:end], shared_memory, Path(folder))
+    gateway = Gateway(commands[end + 1 :], server)
+
+    def stop() -> None:
+        gateway.stop()
+        server.stop()
+
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop).start())
+    threading.Thread(target=_watch, args=(owner, server, stop), daemon=True).start()
+    server.run()
     gateway.stop()
     clear_shared_memory(shared_memory)
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-class Gateway:
-    """Keeps a command running beside a server, on a thread; an empty command is none."""
+class Server:
+    """A command that is started again when it crashes, once `is_supervised`."""
 
-    def __init__(self, command: list[str], server: subprocess.Popen[bytes]) -> None:
+    def __init__(self, command: list[str], shared_memory: str, folder: Path) -> None:
+        self._command, self._shared_memory, self._folder = command, shared_memory, folder
+        self.is_supervised = False
+        self._is_over = threading.Event()
+        self._restarts = 0
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self._process.pid
+
+    def run(self) -> None:
+        """Keep it running until it ends by itself, is stopped, or crashes too often."""
+        crashes: list[float] = []
+        while (status := self._process.wait()) and self.is_supervised:
+            self._kill_remaining()
+            clear_shared_memory(self._shared_memory)
+            crashes = [at for at in crashes if at > time.monotonic() - CRASH_SECONDS]
+            crashes.append(time.monotonic())
+            if self._is_over.is_set() or len(crashes) == MOST_CRASHES:
+                _say(f"the server has ended with status {status} and is not started again")
+                return
+            _say(f"the server has ended with status {status} and is started again")
+            if self._is_over.wait(RESTART_SECONDS * (len(crashes) - 1)):
+                return
+            self._process = self._start()
+            self._restarts += 1
+            self._tell()
+            if self._is_over.is_set():  # meanwhile
+                self._process.terminate()
+        self._kill_remaining()
+
+    def stop(self) -> None:
+        """End it, and wait."""
+        self.terminate()
+        try:
+            self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def terminate(self) -> None:
+        """Tell it to end."""
+        self._is_over.set()
+        self._process.terminate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, process_group=0)
+
+    def _kill_remaining(self) -> None:
+        with suppress(ProcessLookupError):  # the stubs of its Python models
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _tell(self) -> None:
+        """Name the new process in the state file."""
+        from lathe.errors import UserError  # only now: this process is to be small
+        from lathe.serve.process import Process
+        from lathe.serve.state import read
+
+        with suppress(UserError, OSError):  # the file is somebody else's; it has ended again
+            if state := read(self._folder):
+                server = Process.of(self._process.pid)
+                new = {"server": server, "restarts": self._restarts}
+                state.model_copy(update=new).write(self._folder)
+
+
+class Gateway:
+    """Keeps a command running before a server, on a thread; an empty command is none."""
+
+    def __init__(self, command: list[str], server: Server) -> None:
         self._command, self._server = command, server
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._keep, daemon=True)
         if command:
             self._thread.start()
 
     def stop(self) -> None:
-        """End it: what it has received from the server still goes to its clients."""
-        self._over.set()
+        """End it, when it has answered what it has."""
+        self._is_over.set()
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GATEWAY_SECONDS)
 
     def _keep(self) -> None:
-        while not self._over.is_set():
+        while not self._is_over.is_set():
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
             if self._process.wait() == WRONG_SETTINGS:
                 self._server.terminate()
                 return
-            self._over.wait(RESTART_SECONDS)
+            self._is_over.wait(RESTART_SECONDS)
 
 
 def clear_shared_memory(prefix: str) -> None:
@@ -83,18 +163,18 @@ def clear_shared_memory(prefix: str) -> None:
         region.unlink(missing_ok=True)
 
 
-def _watch(owner: socket.socket, child: subprocess.Popen[bytes]) -> None:
+def _watch(owner: socket.socket, server: Server, stop: Callable[[], None]) -> None:
     try:
-        owner.sendall(f"{child.pid}\n".encode())
-        released = owner.recv(1)
+        owner.sendall(f"{server.pid}\n".encode())
+        server.is_supervised = bool(owner.recv(1))
     except OSError:
-        released = b""
-    if not released:
-        child.terminate()
-        try:
-            child.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
+        pass
+    if not server.is_supervised:
+        stop()
+
+
+def _say(what: str) -> None:
+    print(f"lathe: {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
 from lathe.serve.process import Process
-from lathe.serve.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, ServerState
+from lathe.serve.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, STATE_FILE, ServerState
 
 log = logging.getLogger("lathe")
 
@@ -33,7 +33,7 @@ DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 class TritonServer:
     """A server that this process started; as a context manager, it ends with the block.
 
-    It also ends if this process dies, unless `detach` was called.
+    It also ends if this process dies, or if it crashes, unless `detach` was called.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TritonServer:
             self.stop()
 
     def detach(self) -> ServerState:
-        """Let the server outlive this process; `state.stop` ends it."""
+        """Let the server outlive this process, and its own crashes; `state.stop` ends it."""
         self._owner.sendall(b"1")
         self._detached = True
         return self.state
@@ -100,8 +100,8 @@ def start(
     command = _command(environment, repository.absolute(), folder, ports, shared_memory)
     command += options
     if with_gateway:
-        command += ["--", *_gateway(environment, repository.absolute(), ports)]
-    guard, owner = _spawn(environment, shared_memory, command, folder / LOG_FILE)
+        command += ["--", *_gateway(environment, repository.absolute(), folder, ports)]
+    guard, owner = _spawn(environment, shared_memory, command, folder)
     try:
         state = ServerState(
             server=_process(int(owner.makefile().readline() or 0), folder / LOG_FILE),
@@ -173,7 +173,7 @@ def _command(
 
 
 def _gateway(
-    environment: ServeEnvironment, repository: Path, ports: Mapping[str, int]
+    environment: ServeEnvironment, repository: Path, folder: Path, ports: Mapping[str, int]
 ) -> list[str]:
     return [
         str(environment.python),
@@ -184,17 +184,18 @@ def _gateway(
         f"--host={HOST}",
         f"--port={ports[GATEWAY_PORT]}",
         f"--drain-seconds={DRAIN_SECONDS}",
+        f"--server-state={folder / STATE_FILE}",
     ]
 
 
 def _spawn(
-    environment: ServeEnvironment, shared_memory: str, command: list[str], log_path: Path
+    environment: ServeEnvironment, shared_memory: str, command: list[str], folder: Path
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     owner, other = socket.socketpair()
-    with log_path.open("wb") as log_file, other:
-        guarded = ["-m", "lathe.serve.guard", str(other.fileno()), shared_memory, *command]
+    with (folder / LOG_FILE).open("wb") as log_file, other:
+        guarded = ["-m", "lathe.serve.guard", str(other.fileno()), shared_memory, str(folder)]
         guard = subprocess.Popen(
-            [environment.python, *guarded],
+            [environment.python, *guarded, *command],
             env=environment.variables(),
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,

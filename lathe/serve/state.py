@@ -28,7 +28,7 @@ STATE_FILE = "server.json"
 LOG_FILE = "triton.log"
 BACKENDS = "backends"
 STATE_FILES = {STATE_FILE, LOG_FILE, BACKENDS}
-STOP_SECONDS = 15.0
+STOP_SECONDS = 15.0  # for the gateway to answer what it has, and the server to end
 GUARD_SECONDS = 5.0  # for the guard to kill its process group and end
 
 Port = Annotated[int, Field(gt=0, lt=2**16)]
@@ -46,6 +46,8 @@ class ServerState(BaseModel):
 
     server: Process
     guard: Process
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the guard has started the server again after a crash."""
     model_name: str
     repository: str
     http_port: Port
@@ -72,9 +74,10 @@ class ServerState(BaseModel):
         return f"http://{HOST}:{self.gateway_port}/v1" if self.gateway_port else None
 
     def is_alive(self) -> bool:
-        """Whether the process runs, and is this server and not a later process with its number."""
-        with self.server.held(self.is_server) as server:
-            return server is not None
+        """Whether the server runs, or its guard does, which starts it again; and is this one's and
+        not a later process with its number."""
+        with self.server.held(self.is_server) as server, self.guard.held(self.is_guard) as guard:
+            return server is not None or guard is not None
 
     def is_server(self, command: Sequence[str]) -> bool:
         """Whether a command line is that of this server."""
@@ -132,15 +135,17 @@ def forget(folder: Path) -> None:
 def end(state: ServerState) -> None:
     """Terminate a server, wait, kill its remaining processes, and clear its shared memory.
 
-    The guard does the last two when the server has ended; if it hangs, it is killed too.
+    The guard does all this; if it hangs, it is killed too, and so is a server without a guard.
     """
     with state.server.held(state.is_server) as server, state.guard.held(state.is_guard) as guard:
+        if guard is not None:
+            send(guard, signal.SIGTERM)
+            if not ends_within(guard, STOP_SECONDS + GUARD_SECONDS):
+                os.killpg(state.guard.pid, signal.SIGKILL)  # the guard exists, and so does it
         if server is not None:
             send(server, signal.SIGTERM)
             if not ends_within(server, STOP_SECONDS):
                 send(server, signal.SIGKILL)
-        if guard is not None and not ends_within(guard, GUARD_SECONDS):
-            os.killpg(state.guard.pid, signal.SIGKILL)  # the guard exists, and so does its group
         if server is not None or guard is not None:
             clear_shared_memory(state.shared_memory)
 

@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import uvicorn
 from openai import OpenAI
 
+from lathe.config.settings import ServingSettings
 from lathe.gateway.app import Gateway
 from lathe.gateway.keys import ApiKeys
 from lathe.gateway.limits import Limits
 from lathe.gateway.models import read_models
-from lathe.serve.server import TritonServer
+from lathe.gateway.server import Server
+from lathe.serve.server import TritonServer, start
 from tests.serve.conftest import (
     checkpoint,
     client,
@@ -31,8 +33,7 @@ __all__ = ["checkpoint", "client", "exported", "repository", "server", "serving"
 
 @contextmanager
 def running(gateway: Gateway, origins: list[str]) -> Iterator[str]:
-    config = uvicorn.Config(gateway.app(origins), port=0, log_level="warning", access_log=False)
-    server = uvicorn.Server(config)
+    server = Server(gateway, origins, drain_seconds=3, port=0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -51,10 +52,10 @@ def opened(
     limits: Limits | None = None,
     keys: Path | None = None,
     origins: list[str] | None = None,
-    chat_template: str | None = None,
+    **changes: Any,
 ) -> Iterator[str]:
     models = read_models(Path(server.state.repository))
-    models = {n: replace(model, chat_template=chat_template) for n, model in models.items()}
+    models = {name: replace(model, **changes) for name, model in models.items()}
     known = ApiKeys(keys) if keys else None
     gateway = Gateway(models, server.state.grpc, limits or Limits(), known)
     with running(gateway, origins or []) as address:
@@ -65,6 +66,20 @@ def opened(
 def address(server: TritonServer) -> Iterator[str]:
     with opened(server) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def process(
+    triton: None,
+    repository: Path,
+    serving: ServingSettings,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    """A gateway that is a process of its own, in the environment where it runs; its address."""
+    folder = tmp_path_factory.mktemp("process")
+    with start(repository, serving, folder, with_gateway=True) as running:
+        assert running.state.openai is not None
+        yield running.state.openai.removesuffix("/v1")
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,7 @@
 """Keys, limits, CORS, health and metrics of the gateway."""
 
 import http.client
-import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from lathe.gateway.limits import Limits
 from lathe.gateway.models import read_models
 from lathe.serve.server import TritonServer
 from tests.gateway.conftest import opened, running
+from tests.support.connection import HEAD, connected, request
 
 BODY = {"model": "gpt", "prompt": "hello", "max_tokens": 2, "temperature": 0}
 LONG = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
@@ -91,14 +90,22 @@ def test_too_many_requests_are_refused_at_once(server: TritonServer) -> None:
         assert post(address).status_code == 200
 
 
-def test_a_full_queue_is_a_503(server: TritonServer, address: str) -> None:
-    """Four run and eight wait."""
-    with ThreadPoolExecutor(16) as pool:
+def test_a_request_that_would_wait_for_long_is_refused_at_once(server: TritonServer) -> None:
+    with opened(server) as address, ThreadPoolExecutor(16) as pool:
         replies = list(pool.map(lambda _: post(address, LONG | {"n": 4}), range(16)))
-    statuses = [reply.status_code for reply in replies]
-    assert set(statuses) == {200, 503} and statuses.count(200) >= 9
-    refused = next(reply for reply in replies if reply.status_code == 503)
-    assert "the server is busy: 8 requests" in refused.json()["error"]["message"]
+        statuses = [reply.status_code for reply in replies]
+        assert set(statuses) == {200, 503} and statuses.count(200) >= 2
+        refused = [reply for reply in replies if reply.status_code == 503]
+        assert "gpt is busy: " in refused[0].json()["error"]["message"]
+        assert max(reply.elapsed.total_seconds() for reply in refused) < 1
+        assert all(int(reply.headers["Retry-After"]) >= 1 for reply in refused)
+        assert 'lathe_gateway_waiting{model="gpt"} 0.0' in requests.get(f"{address}/metrics").text
+
+
+def test_it_waits_for_as_long_as_is_allowed(server: TritonServer) -> None:
+    with opened(server, max_wait=60) as address, ThreadPoolExecutor(16) as pool:
+        replies = pool.map(lambda _: post(address, LONG), range(12))
+        assert {reply.status_code for reply in replies} == {200}
 
 
 def test_a_large_body_is_refused(server: TritonServer) -> None:
@@ -112,15 +119,26 @@ def test_a_large_body_is_refused(server: TritonServer) -> None:
         assert post(address).status_code == 200
 
 
+def test_bodies_together_are_bounded(server: TritonServer) -> None:
+    with opened(server, Limits(bodies=1000)) as address:
+        with connected(address) as slow:
+            slow.sendall(HEAD % 2000 + b" " * 900)
+            while (refused := post(address, BODY | {"user": "x" * 200})).status_code == 200:
+                pass  # it has not been read yet
+            assert refused.status_code == 503
+            assert "too much is being sent" in refused.json()["error"]["message"]
+        deadline = time.monotonic() + 30
+        while post(address, BODY | {"user": "x" * 200}).status_code != 200:
+            assert time.monotonic() < deadline
+
+
 def test_a_body_that_does_not_come_is_given_up(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
-    with opened(server) as address:
-        host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=30) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            assert b"408" in slow.recv(100)
+    with opened(server) as address, connected(address) as slow:
+        slow.sendall(HEAD % 9 + b"{")
+        assert b"408" in slow.recv(100)
 
 
 def test_web_pages_may_ask_only_where_they_are_named(server: TritonServer, address: str) -> None:
@@ -154,12 +172,8 @@ def test_metrics_count_requests_and_tokens(server: TritonServer) -> None:
         post(address)
         post(address, BODY | {"ignore_eos": True, "stream": True})
         post(address, BODY | {"n": 0})
-        with socket.socket() as leaver:
-            host, port = address.removeprefix("http://").split(":")
-            leaver.connect((host, int(port)))
-            body = json.dumps(LONG).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-            leaver.sendall(head % len(body) + body)
+        with connected(address) as leaver:
+            leaver.sendall(request(LONG))
             wait_for(address, "lathe_gateway_requests_in_flight 1.0")
         gone = 'lathe_gateway_requests_total{path="/v1/completions",status="499"} 1.0'
         page = wait_for(address, gone)

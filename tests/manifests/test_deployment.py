@@ -4,18 +4,24 @@ import json
 import re
 from pathlib import Path
 
+from lathe.serve import wait_closed
 from tests.support.rendered import Object, named, of_kind, variant
 
 
 def test_time_to_drain(objects: list[Object]) -> None:
-    """Kubernetes kills no server that Triton, or the gateway, still lets finish."""
+    """Kubernetes kills no server that the gateway, and Triton after it, still let finish."""
     for deployment in of_kind(objects, "Deployment"):
         spec = deployment["spec"]["template"]["spec"]
-        for container in spec["containers"]:
-            line = " ".join(container["args"])
-            (drain,) = re.findall(r"--(?:exit-timeout-secs|drain-seconds)=(\d+)", line)
-            wait = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-            assert spec["terminationGracePeriodSeconds"] > int(drain) + wait
+        triton, gateway = spec["containers"]
+        seconds = gateway["lifecycle"]["preStop"]["sleep"]["seconds"]
+        (port,) = (str(port["containerPort"]) for port in gateway["ports"])
+        waits = [f"--first={seconds}", port]
+        command = ["python", "-m", wait_closed.__name__, *waits]
+        assert triton["lifecycle"]["preStop"]["exec"]["command"] == command
+        for container, option in ((triton, "exit-timeout-secs"), (gateway, "drain-seconds")):
+            (drain,) = re.findall(rf"--{option}=(\d+)", " ".join(container["args"]))
+            seconds += int(drain)
+        assert spec["terminationGracePeriodSeconds"] > seconds
 
 
 def test_kserve_runs_the_same_pods(tmp_path: Path, production: list[Object]) -> None:

@@ -1,8 +1,11 @@
 """The gateway that `lathe serve` runs beside Triton: started, kept, and ended with it."""
 
+import json
 import os
+import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,9 +48,8 @@ def gateway_of(state: ServerState) -> int:
 def test_it_is_started_again_when_it_crashes_and_ends_with_the_server(
     triton: None, repository: Path, tmp_path: Path
 ) -> None:
-    assert run_python(START_AND_LEAVE, repository, tmp_path).wait(120) == 0
-    state = serve_state.find(tmp_path)
-    assert state is not None and completion(state) == 200
+    state = detached(repository, tmp_path)
+    assert completion(state) == 200
     first = gateway_of(state)
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 120
@@ -64,13 +66,111 @@ def test_it_is_started_again_when_it_crashes_and_ends_with_the_server(
     wait_until_gone(f"--port={state.gateway_port}")
 
 
-def test_it_ends_with_a_server_that_is_killed(
+def detached(repository: Path, folder: Path) -> ServerState:
+    assert run_python(START_AND_LEAVE, repository, folder).wait(120) == 0
+    state = serve_state.find(folder)
+    assert state is not None
+    return state
+
+
+def until_health(state: ServerState, status: int) -> None:
+    deadline = time.monotonic() + 60
+    url = f"{state.openai}".removesuffix("v1") + "health"
+    while requests.get(url, timeout=30).status_code != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def metric(state: ServerState, name: str) -> float:
+    page = requests.get(f"{state.openai}".removesuffix("v1") + "metrics", timeout=30).text
+    (line,) = (line for line in page.splitlines() if line.startswith(f"{name} "))
+    return float(line.split()[1])
+
+
+def test_a_server_that_crashes_is_started_again_behind_its_gateway(
+    triton: None, repository: Path, tmp_path: Path
+) -> None:
+    state = detached(repository, tmp_path)
+    gateway, began = gateway_of(state), metric(state, "lathe_gateway_triton_started_seconds")
+    body = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        url = f"{state.openai}/completions"
+        asked = [
+            pool.submit(requests.post, url, json=body | {"stream": stream}, timeout=60)
+            for stream in (True, True, False, False)
+        ]
+        time.sleep(0.2)
+        os.kill(state.server.pid, signal.SIGKILL)
+        streamed, whole = asked[:2], asked[2:]
+        for reply in (future.result() for future in whole):
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+            assert reply.headers["Retry-After"] == "1"
+        for reply in (future.result() for future in streamed):
+            *_, last, end = reply.content.split(b"\n\n")
+            assert end == b"" and json.loads(last.removeprefix(b"data: "))["error"]["code"]
+    until_health(state, 503)
+    until_health(state, 200)
+    assert completion(state) == 200 and gateway_of(state) == gateway
+    again = serve_state.find(tmp_path)
+    assert again is not None and again.server != state.server and again.guard == state.guard
+    assert metric(state, "lathe_gateway_triton_restarts") == again.restarts == 1
+    assert metric(state, "lathe_gateway_triton_started_seconds") > began
+    os.kill(again.server.pid, signal.SIGKILL)
+    assert serve_state.stop(tmp_path) is not None  # in the midst of the next start
+    wait_until_gone(state.shared_memory)
+    wait_until_gone(f"--port={state.gateway_port}")
+    assert not list(Path("/dev/shm").glob(f"{state.shared_memory}*"))
+
+
+@pytest.mark.slow
+def test_one_that_cannot_live_is_given_up(triton: None, repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(repository, tmp_path / "repository")
+    state = detached(tmp_path / "repository", tmp_path / "state")
+    (tmp_path / "repository" / "gpt" / "config.pbtxt").write_text("nonsense {")
+    os.kill(state.server.pid, signal.SIGKILL)
+    wait_until_gone(state.shared_memory, 60)
+    log = (tmp_path / "state" / "triton.log").read_text()
+    assert log.count("is started again") == 4 and "is not started again" in log
+    assert serve_state.find(tmp_path / "state") is None
+
+
+def test_one_that_is_told_to_end_stays_ended(
+    triton: None, repository: Path, tmp_path: Path
+) -> None:
+    state = detached(repository, tmp_path)
+    os.kill(state.server.pid, signal.SIGTERM)
+    wait_until_gone(state.shared_memory)
+    wait_until_gone(f"--port={state.gateway_port}")
+
+
+def test_both_end_with_an_owner_that_has_not_left(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
     server = start(repository, serving, tmp_path, with_gateway=True)
     os.kill(server.state.server.pid, signal.SIGKILL)
     wait_until_gone(server.state.shared_memory)
     wait_until_gone(f"--port={server.state.gateway_port}")
+
+
+def test_a_model_that_is_loaded_again_answers_or_says_why_not(
+    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+) -> None:
+    options = ("--model-control-mode=explicit", "--load-model=*")
+    body = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    with (
+        start(repository, serving, tmp_path, options=options, with_gateway=True) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        url = f"{server.state.openai}/completions"
+        asked = [pool.submit(requests.post, url, json=body, timeout=60) for _ in range(4)]
+        time.sleep(0.2)
+        (repository / "gpt" / "config.pbtxt").touch()  # or nothing is done
+        again = f"http://{server.state.http}/v2/repository/models/gpt/load"
+        requests.post(again, json={}, timeout=60).raise_for_status()
+        for reply in (future.result() for future in asked):
+            if reply.status_code != 200:
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        assert completion(server.state) == 200
 
 
 def test_keys_that_cannot_be_read_are_told_and_nothing_stays(

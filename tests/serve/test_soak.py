@@ -1,193 +1,237 @@
-"""A server under half an hour of mixed load: nothing crashes, leaks, or goes without an answer."""
+"""Mixed load through the gateway, with kills and reloads in it: every request has
+one answer, which is right, or says clearly why there is none; and memory does not grow."""
 
+import itertools
 import os
 import random
 import re
+import signal
+import string
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import requests
-from tritonclient.grpc import service_pb2
 
 from lathe.config.settings import ServingSettings
-from lathe.errors import UserError
-from lathe.model.checkpoint import Checkpoint
-from lathe.production.agreement import greedy_tokens
-from lathe.production.rehearsal import ask, ask_http
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer, start
-from tests.serve.test_backend import GREEDY, LONG
+from lathe.serve import state as serve_state
+from lathe.serve.server import start
+from lathe.serve.state import ServerState
+from tests.serve.test_gateway_process import gateway_of
 from tests.serve.test_server import processes
-
-pytestmark = pytest.mark.soak
+from tests.support.openai_requests import Asked, RefusedError, ask
 
 SECONDS = float(os.environ.get("LATHE_SOAK_SECONDS", "1800"))
 N_CLIENTS = 6
-RELOADS = (0.1, 0.4)  # of the time
-N_SAMPLES = 200  # of memory
-PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9, "All that glitters", "z" * 300]
-
-
-@pytest.fixture(scope="module")
-def reloadable(
-    tmp_path_factory: pytest.TempPathFactory,
-    triton: None,
-    repository: Path,
-    serving: ServingSettings,
-) -> Iterator[TritonServer]:
-    options = ("--model-control-mode=explicit", "--load-model=*")
-    with start(repository, serving, tmp_path_factory.mktemp("soak"), options=options) as server:
-        yield server
-
-
-def text(*values: bytes) -> dict[str, Any]:
-    contents = {"bytes_contents": list(values)}
-    return {
-        "name": "text_input",
-        "datatype": "BYTES",
-        "shape": [len(values)],
-        "contents": contents,
-    }
-
-
-NUMBER = {"datatype": "INT64", "shape": [1], "contents": {"int64_contents": [7]}}
-MALFORMED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
-    ([text(b"a", b"b")], {}, "unexpected shape"),
-    ([NUMBER | {"name": "text_input"}], {}, "data-type is 'INT64'"),
-    ([text(b"a"), NUMBER | {"name": "temperature"}], {}, "data-type is 'INT64'"),
-    ([text(b"a"), NUMBER | {"name": "nonsense"}], {}, "unexpected inference input 'nonsense'"),
-    ([NUMBER | {"name": "max_tokens"}], {}, "text_input is missing"),
-    ([text(b"ab\xff")], {}, "not UTF-8"),
-    ([text(b"")], {}, "text_input is empty"),
-    ([text(b"y" * 1_000_000)], {}, "cannot fit"),
-    ([text(b"a")], {"max_tokens": {"int64_param": -5}}, "max_tokens -5"),
-    ([text(b"a")], {"min_dec_len": {"int64_param": -1}}, "min_dec_len -1"),
-    ([text(b"a")], {"temperature": {"double_param": float("nan")}}, "temperature nan"),
-    ([text(b"a")], {"top_p": {"string_param": "half"}}, "top_p 'half' is not of type"),
-    ([text(b"a")], {"temprature": {"double_param": 1.0}}, "did you mean temperature"),
+EVENTS = {
+    0.04: "kill the gateway",
+    0.07: "kill the server",
+    0.10: "reload the model",
+    0.92: "reload the model",
+    0.94: "kill the gateway",
+    0.97: "kill the server",
+}
+"""What is done at which part of the time; memory is compared in between."""
+MEASURED = (0.17, 0.9)
+N_SAMPLES = 400
+STEADY_SECONDS = 1200.0  # memory is not steady before
+PAUSE_SECONDS = 0.05  # before a client asks again after a refusal
+SETTLE_SECONDS = 3.0  # after all is ready again, for answers that were on their way
+BAD: list[dict[str, Any]] = [
+    {"max_tokens": -1},
+    {"temperature": 9},
+    {"prompt": ""},
+    {"prompt": "x" * 2000},
+    {"prompt": [400]},
+    {"n": 100},
+    {"stop": [""]},
+    {"suffix": "x"},
 ]
+
+
+@pytest.fixture
+def state(
+    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+) -> Iterator[ServerState]:
+    options = ("--model-control-mode=explicit", "--load-model=*")
+    server = start(repository, serving, tmp_path, options=options, with_gateway=True)
+    server.detach()
+    yield server.state
+    serve_state.stop(tmp_path)
 
 
 class Load:
     """What the clients do, each at random, and what went otherwise than it should."""
 
-    def __init__(self, server: TritonServer, checkpoint: Checkpoint) -> None:
-        self.server = server
-        self.greedy = {prompt: greedy_tokens(checkpoint, prompt, 40) for prompt in PROMPTS}
-        self.seen: dict[Any, list[int]] = {}
+    def __init__(self, state: ServerState, seconds: float) -> None:
+        self.address = f"{state.openai}".removesuffix("/v1")
+        self.asked = list(_requests(random.Random(0)))
+        self.alone = {one: ask(self.address, one) for one in self.asked}
         self.done: Counter[str] = Counter()
         self.failures: list[str] = []
-        self.end = time.monotonic() + SECONDS
-        self.kinds: list[Callable[[Client, random.Random], None]] = [
-            self.ask_greedy,
-            self.ask_greedy,
-            self.ask_over_http,
-            self.ask_again,
-            self.leave,
-            self.leave_over_http,
-            self.run_out_of_time,
-            self.send_malformed,
-            self.send_malformed,
+        self.disturbed = [(0.0, 0.0)]  # from when until when an event may be felt
+        self.end = time.monotonic() + seconds
+        self.kinds: list[Callable[[random.Random], str]] = [
+            *[self.ask] * 6,
+            *[self.leave] * 2,
+            *[self.send_bad] * 2,
         ]
 
     def run(self, number: int) -> None:
         rng = random.Random(number)
-        with Client(self.server.state.grpc, "gpt", timeout_seconds=60) as client:
-            while time.monotonic() < self.end and len(self.failures) < 10:
-                kind = rng.choice(self.kinds)
-                try:
-                    kind(client, rng)
-                except Exception as error:
-                    self.failures.append(f"{kind.__name__}: {type(error).__name__}: {error}")
-                self.done[kind.__name__] += 1
+        while time.monotonic() < self.end and len(self.failures) < 10:
+            kind, started = rng.choice(self.kinds), time.monotonic()
+            try:
+                verdict = kind(rng)
+            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
+                verdict = self.verdict(f"{kind.__name__}: {error!r}", started)
+            except RefusedError as error:
+                is_full = error.code == "overloaded"
+                verdict = (
+                    "refused" if is_full else self.verdict(f"{kind.__name__}: {error}", started)
+                )
+            except Exception as error:
+                verdict = "wrong"
+                self.failures.append(f"{kind.__name__}: {error!r}")
+            self.done[verdict] += 1
+            if verdict.startswith(("refused", "failed")):
+                time.sleep(PAUSE_SECONDS)
 
-    def ask_greedy(self, client: Client, rng: random.Random) -> None:
-        prompt = rng.choice(PROMPTS)
-        assert ask(client, prompt, max_tokens=40, **GREEDY).tokens == self.greedy[prompt]
+    def verdict(self, what: str, started: float) -> str:
+        """A failure is excused while something was being killed."""
+        first, last = self.disturbed[-1]
+        if started < last and time.monotonic() > first:
+            return "failed with what we killed"
+        self.failures.append(what)
+        return "failed by itself"
 
-    def ask_over_http(self, client: Client, rng: random.Random) -> None:
-        prompt, stream = rng.choice(PROMPTS), rng.random() < 0.5
-        answer = ask_http(self.server.state, prompt, stream, max_tokens=40, **GREEDY)
-        assert answer == self.greedy[prompt]
+    def ask(self, rng: random.Random) -> str:
+        one, stream = rng.choice(self.asked), rng.random() < 0.5
+        if (found := ask(self.address, one, stream)) != self.alone[one]:
+            raise ValueError(f"{one}: {found}, alone {self.alone[one]}")
+        return "right"
 
-    def ask_again(self, client: Client, rng: random.Random) -> None:
-        """Samples and beams are the same every time."""
-        prompt, seed = rng.choice(PROMPTS), rng.randrange(5)
-        options = rng.choice([{"seed": seed}, {"decode_strategy": "beam_search", "num_beams": 3}])
-        chunks = client.generate_all(prompt, max_tokens=30, num_return_sequences=2, **options)
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        assert self.seen.setdefault((prompt, *options.items()), tokens) == tokens
+    def leave(self, rng: random.Random) -> str:
+        body = rng.choice(self.asked).body | {"stream": True, "n": 1, "max_tokens": 400}
+        url, options = f"{self.address}/v1/completions", {"stream": True, "timeout": 60}
+        with closing(requests.post(url, json=body, **options)) as reply:  # type: ignore[arg-type]
+            for _ in itertools.islice(reply.iter_lines(), rng.randrange(20)):
+                pass
+        return "broken off"
 
-    def leave(self, client: Client, rng: random.Random) -> None:
-        stream = client.stream("leaving", **LONG)
-        for _ in range(rng.randrange(1, 20)):
-            next(stream)
-        stream.close()
-
-    def leave_over_http(self, client: Client, rng: random.Random) -> None:
-        url = f"http://{self.server.state.http}/v2/models/gpt/generate_stream"
-        body = {"text_input": "leaving", "stream": True, **LONG}
-        with requests.post(url, json=body, timeout=60, stream=True) as reply:
-            next(reply.iter_lines())
-
-    def run_out_of_time(self, client: Client, rng: random.Random) -> None:
+    def send_bad(self, rng: random.Random) -> str:
+        body = rng.choice(self.asked).body | rng.choice(BAD)
         try:
-            chunk = client.generate("late", timeout_seconds=rng.uniform(0.001, 0.1), **LONG)
-        except UserError as error:
-            assert "no token within timeout_seconds" in str(error)
+            ask(self.address, Asked(body))
+        except RefusedError as error:
+            if error.status == 400:
+                return "bad, refused"
+            raise
+        raise ValueError(f"{body} was accepted")
+
+    def do(self, event: str, state: ServerState, folder: Path) -> None:
+        """Do one of `EVENTS`, and wait until all is ready again."""
+        self.disturbed.append((time.monotonic(), float("inf")))
+        if event == "kill the server":
+            now = serve_state.find(folder)
+            assert now is not None
+            os.kill(now.server.pid, signal.SIGKILL)
+        elif event == "kill the gateway":
+            os.kill(gateway_of(state), signal.SIGKILL)
         else:
-            assert chunk.finish_reason == "timeout"
-            assert 0 < len(chunk.tokens) < 1000
+            Path(state.repository, "gpt", "config.pbtxt").touch()  # or nothing is done
+            url = f"http://{state.http}/v2/repository/models/gpt/load"
+            requests.post(url, json={}, timeout=60).raise_for_status()
+        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while not self.is_ready():
+            assert time.monotonic() < deadline, event
+            time.sleep(0.05)
+        first, last = self.disturbed[-1][0], time.monotonic()
+        print(f"{event}: ready after {last - first:.1f} s", flush=True)
+        self.disturbed[-1] = (first, last + SETTLE_SECONDS)
 
-    def send_malformed(self, client: Client, rng: random.Random) -> None:
-        inputs, parameters, message = rng.choice(MALFORMED)
-        request = service_pb2.ModelInferRequest(model_name="gpt", inputs=inputs)
-        for name, value in parameters.items():
-            for field, content in value.items():
-                setattr(request.parameters[name], field, content)
-        (response, *rest) = client._stub.ModelStreamInfer(iter([request]), timeout=60)
-        assert re.search(message, response.error_message), response.error_message
-        assert not rest
+    def is_ready(self) -> bool:
+        with suppress(requests.ConnectionError):
+            return requests.get(f"{self.address}/health", timeout=30).status_code == 200
+        return False
 
 
-def test_half_an_hour(reloadable: TritonServer, checkpoint: Checkpoint) -> None:
-    load = Load(reloadable, checkpoint)
+def _requests(rng: random.Random) -> Iterator[Asked]:
+    for i in range(40):
+        prompt = "The same words come first. " * (i % 4)
+        prompt += "".join(rng.choices(string.printable, k=20))
+        shapes: list[dict[str, Any]] = [
+            {"prompt": prompt, "temperature": 0},
+            {"prompt": prompt, "seed": i, "n": 2},
+            {"prompt": [prompt, "x"], "temperature": 0, "logprobs": 2},
+            {"prompt": prompt, "temperature": 0, "stop": ["e", "a"]},
+        ]
+        yield Asked(shapes[i % 4] | {"max_tokens": rng.randrange(8, 64)})
+
+
+def resident(state: ServerState) -> dict[str, float]:
+    """Resident MiB of each kind of process."""
+    found: dict[str, float] = defaultdict(float)
+    for word in (state.shared_memory, f"--port={state.gateway_port}"):
+        for pid, line in processes(word).items():
+            name = Path(line.split()[0]).name
+            kind = {"tritonserver": name, "triton_python_backend_stub": "backends"}.get(name)
+            kind = kind or ("guard" if "lathe.serve.guard" in line else "gateway")
+            with suppress(OSError, TypeError):  # it has ended
+                rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+                if word == state.shared_memory or kind == "gateway":
+                    found[kind] += int(re.search(r"Rss: +(\d+)", rollup)[1]) / 1024  # type: ignore[index]
+    return found
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(60.0, marks=pytest.mark.slow), pytest.param(SECONDS, marks=pytest.mark.soak)],
+)
+def test_mixed_load(state: ServerState, tmp_path: Path, seconds: float) -> None:
+    load = Load(state, seconds)
     clients = [threading.Thread(target=load.run, args=(i,)) for i in range(N_CLIENTS)]
+    started = time.monotonic()
     for thread in clients:
         thread.start()
-    memory: list[int] = []
-    reloads = [int(part * N_SAMPLES) for part in RELOADS]
-    for i in range(N_SAMPLES):
-        if i in reloads:
-            Path(reloadable.state.repository, "gpt", "config.pbtxt").touch()  # or nothing is done
-            url = f"http://{reloadable.state.http}/v2/repository/models/gpt/load"
-            requests.post(url, json={}, timeout=60).raise_for_status()
-        memory.append(resident(reloadable.state.shared_memory))
-        time.sleep(SECONDS / N_SAMPLES)
+    memory: list[tuple[float, dict[str, float]]] = []
+    events = dict(EVENTS)
+    while (part := (time.monotonic() - started) / seconds) < 1:
+        if events and part >= min(events):
+            load.do(events.pop(min(events)), state, tmp_path)
+        memory.append((part, resident(state)))
+        time.sleep(seconds / N_SAMPLES)
     for thread in clients:
-        thread.join(60)
-    print(dict(load.done), memory[:: N_SAMPLES // 20])
+        thread.join(90)
+    grown = growth(memory)
+    print(
+        dict(load.done), {kind: [round(x, 3) for x in g] for kind, g in grown.items()}, flush=True
+    )
     assert load.failures == []
-    assert not any(thread.is_alive() for thread in clients)
-    assert load.done.total() > 2 * SECONDS
-    half = N_SAMPLES // 2
-    before, after = memory[half : half + half // 2], memory[half + half // 2 :]
-    assert np.median(after) < 1.05 * np.median(before)
+    assert not any(thread.is_alive() for thread in clients), "unanswered"
+    assert load.done["right"] > seconds and load.done["broken off"] > seconds / 10
+    assert events == {}
+    if seconds >= STEADY_SECONDS:
+        for kind in ("backends", "gateway", "guard"):
+            assert grown[kind][2] < 1.05, kind
 
 
-def resident(word: str) -> int:
-    """KiB of all the server's processes, what they share counted once."""
-    total = 0
-    for pid in processes(word):
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except OSError:
-            continue  # the stub of before a reload
-        total += int(re.search(r"Pss: +(\d+)", rollup)[1])  # type: ignore[index]
-    return total
+def growth(memory: list[tuple[float, dict[str, float]]]) -> dict[str, tuple[float, float, float]]:
+    """MiB of each kind at the beginning and at the end of `MEASURED`, and their ratio."""
+    first, last = MEASURED
+    fifth = (last - first) / 5
+    found = {}
+    for kind in ("tritonserver", "backends", "gateway", "guard"):
+        before, after = (
+            float(np.median([m[kind] for part, m in memory if low <= part <= low + fifth]))
+            for low in (first, last - fifth)
+        )
+        found[kind] = (before, after, after / before)
+    return found

@@ -87,6 +87,10 @@ class ServingSettings(Settings):
     prefix_cache_mib: Annotated[int, Field(ge=0, le=2**20)] = 256
     """Memory for keys and values of beginnings that prompts share, in MiB; 0 reads every prompt
     whole."""
+    max_wait_seconds: Seconds | None = None
+    """Longest time, in seconds, that a request to OpenAI's interface may be expected to wait for a
+    slot; those that would wait for longer are refused at once. null is half the time that a prompt
+    has taken recently. Batch jobs want more."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
     """Threads that compute; 0 uses one for each CPU core."""
 

@@ -1,0 +1,201 @@
+"""Open connections: how many there may be, and how long one may do nothing.
+
+uvicorn answers requests; what it has no option for is here. Where a connection is over the limit,
+the one that has been idle for longest makes room, then the one whose headers are the oldest.
+"""
+
+import asyncio
+import logging
+import resource
+import socket
+import struct
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Literal
+
+from lathe.gateway.errors import ApiError
+
+if TYPE_CHECKING:
+    HTTPProtocol: Any = object
+else:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HTTPProtocol
+
+log = logging.getLogger("lathe")
+
+State = Literal["idle", "head", "answer", "blocked", "closing"]
+SECONDS: dict[State, float] = {"idle": 75.0, "head": 10.0, "blocked": 30.0, "closing": 10.0}
+"""How long a connection may be without a request, send its headers, not read what is sent to it,
+and not take what is left after the last answer. How long an answer takes is up to the model."""
+
+MOST_HEAD = 2**15
+"""Bytes of a request's line and headers."""
+
+SPARE_FILES = 64
+"""File descriptors for all but connections."""
+
+
+class Connections:
+    """The connections of one gateway.
+
+    Args:
+        limit: connections that may be open at the same time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._states: dict[Connection, State] = {}
+        self._since: dict[State, dict[Connection, float]] = {state: {} for state in SECONDS}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, connection: "Connection") -> None:
+        """Let a new connection in, or refuse it when all others are being answered."""
+        if len(self._states) >= self._limit and not self._evict():
+            what = f"{self._limit} connections are already being answered"
+            connection.refuse(ApiError(503, what, code="overloaded"))
+        else:
+            self.put(connection, "idle")
+
+    def put(self, connection: "Connection", state: State) -> None:
+        """Note what a connection does from now on."""
+        self.remove(connection)
+        self._states[connection] = state
+        if state in self._since:
+            self._since[state][connection] = time.monotonic()
+
+    def remove(self, connection: "Connection") -> None:
+        """Forget a connection that has ended."""
+        if state := self._states.pop(connection, None):
+            self._since.get(state, {}).pop(connection, None)
+
+    def state(self, connection: "Connection") -> State | None:
+        """What a connection does; None after its end."""
+        return self._states.get(connection)
+
+    def sweep(self) -> None:
+        """End the connections that have done nothing for too long."""
+        now = time.monotonic()
+        for state, since in self._since.items():
+            late = [c for c, then in since.items() if now - then > SECONDS[state]]
+            for connection in late:
+                connection.expire(state)
+
+    def _evict(self) -> bool:
+        for state in ("idle", "head"):
+            for connection in self._since[state]:
+                connection.expire("idle")
+                self.remove(connection)
+                return True
+        return False
+
+
+class Connection(HTTPProtocol):  # type: ignore[misc]
+    """One connection, as uvicorn's protocol; httptools' or, where that is not installed, h11's."""
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = connections
+        self._in_head, self._head = False, 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._all.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._all.remove(self)
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._all.state(self) == "idle":
+            self._all.put(self, "head")
+        was_in_head = self._in_head
+        super().data_received(data)
+        self._head += len(data) if was_in_head and self._in_head else 0
+        if self._head > MOST_HEAD:
+            self.send_400_response("")
+        elif self._is_answering and self._all.state(self) == "head":
+            self._all.put(self, "answer")
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer with an error, and close."""
+        reply = error.response()
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+        lines += [name + b": " + value for name, value in reply.raw_headers]
+        lines += [b"connection: close", b"", bytes(reply.body)]
+        self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
+        self._all.put(self, "closing")
+
+    def expire(self, state: State) -> None:
+        """End the connection, which has been in a state for too long."""
+        if state == "head":
+            self.refuse(ApiError(408, f"no whole headers within {SECONDS['head']:g} s"))
+            return
+        if state in ("blocked", "closing"):  # what the kernel still holds goes as well
+            peer = self.transport.get_extra_info("socket")
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def send_400_response(self, _: str) -> None:
+        """What uvicorn calls when it does not understand what came."""
+        if self._is_writing:
+            self.transport.abort()  # no second answer in the middle of the first
+        elif self._head > MOST_HEAD:
+            self.refuse(ApiError(431, f"the headers exceed {MOST_HEAD} bytes"))
+        else:
+            self.refuse(ApiError(400, "not an HTTP request"))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._all.put(self, "closing")
+        elif not self._is_answering:
+            self._all.put(self, "idle")
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._all.put(self, "closing")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._all.state(self) == "answer":
+            self._all.put(self, "blocked")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._all.state(self) == "blocked":
+            self._all.put(self, "answer")
+
+    # httptools' parser calls these; h11 limits the head itself.
+    def on_message_begin(self) -> None:
+        self._in_head, self._head = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
+        if self._head > MOST_HEAD:
+            raise ValueError("the headers are too long")
+        self._head = 0
+        super().on_headers_complete()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._is_answering and (
+            self.cycle.response_started or bool(getattr(self, "pipeline", ()))
+        )
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as it may have; returns how many connections fit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most - SPARE_FILES

@@ -1,0 +1,71 @@
+"""The gateway's HTTP server, which ends without cutting an answer off."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from lathe.gateway.app import Gateway
+from lathe.gateway.connections import MOST_HEAD, Connection, Connections
+
+LAST_SECONDS = 2
+"""For what is left of the connections when all answers have been given."""
+
+SWEEP_TICKS = 10  # of uvicorn's, 0.1 s each
+
+
+class Server(uvicorn.Server):
+    """uvicorn with limits for connections.
+
+    After SIGTERM it is not ready any more, refuses new requests, and ends when those in flight have
+    been answered, after `drain_seconds` at the latest.
+
+    Args:
+        origins: of web pages that may ask (CORS).
+    """
+
+    def __init__(
+        self, gateway: Gateway, origins: Sequence[str], drain_seconds: float, **options: Any
+    ) -> None:
+        self._gateway, self._drain_seconds = gateway, drain_seconds
+        self._connections = Connections(gateway.limits.connections)
+        self._deadline: float | None = None
+        super().__init__(
+            uvicorn.Config(
+                gateway.app(origins),
+                http=partial(Connection, self._connections),  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=MOST_HEAD,
+                ws="none",
+                log_level="error",
+                timeout_keep_alive=3600,  # Connections ends idle ones
+                timeout_graceful_shutdown=LAST_SECONDS,
+                access_log=False,
+                server_header=False,
+                log_config=None,
+                **options,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; the second signal ends at once."""
+        self.should_exit = self._gateway.is_draining
+        self._gateway.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn does ten times a second."""
+        if counter % SWEEP_TICKS == 0:
+            self._connections.sweep()
+        if self._gateway.is_draining:
+            self._drain()
+        return await super().on_tick(counter)
+
+    def _drain(self) -> None:
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._drain_seconds
+            for connection in list(self.server_state.connections):
+                connection.shutdown()  # the idle ones now, the others after their answers
+        self.should_exit |= not self._gateway.inside or now > self._deadline

@@ -1,0 +1,126 @@
+"""Who gets a slot, in which order, and who is refused."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from lathe.gateway.errors import ApiError
+from lathe.gateway.models import Model
+from lathe.gateway.slots import Slots
+
+
+def slots(running: int, max_wait: float | None = None) -> Slots:
+    return Slots(Model("gpt", 0, "", running, max_wait))  # one more waits in Triton
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Holder:
+    """Holds slots until it is told to let go."""
+
+    def __init__(self, of: Slots, width: int = 1, is_first: bool = True) -> None:
+        self.let_go = asyncio.Event()
+        self.has_begun = False
+        self.task = asyncio.create_task(self._hold(of, width, is_first))
+
+    async def _hold(self, of: Slots, width: int, is_first: bool) -> None:
+        async with of.hold(width, is_first):
+            self.has_begun = True
+            await self.let_go.wait()
+
+
+def test_first_come_first_served_and_a_wide_one_is_not_overtaken() -> None:
+    async def check() -> None:
+        found = slots(3)
+        running = [Holder(found) for _ in range(4)]
+        await settle()
+        wide, narrow = Holder(found, 2), Holder(found)
+        await settle()
+        assert found.waiting() == 3
+        for holder, begun in zip(running, [(False, False), (True, False)], strict=False):
+            holder.let_go.set()
+            await settle()
+            assert (wide.has_begun, narrow.has_begun) == begun
+        running[2].let_go.set()
+        await settle()
+        assert narrow.has_begun and found.waiting() == 0
+
+    asyncio.run(check())
+
+
+def test_the_prompts_of_a_long_list_take_turns_with_others() -> None:
+    async def check() -> None:
+        found, order = slots(1), list[str]()
+
+        async def hold(name: str, is_first: bool) -> None:
+            async with found.hold(2, is_first):
+                order.append(name)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(4):
+                group.create_task(hold("list", False))
+            for _ in range(3):
+                group.create_task(hold("other", True))
+        assert order == ["list", "other"] * 3 + ["list"]
+
+    asyncio.run(check())
+
+
+def test_who_leaves_gives_back_what_it_had_or_waited_for() -> None:
+    async def check() -> None:
+        found = slots(1)
+        running, waiting, last = Holder(found, 2), Holder(found, 2), Holder(found, 2)
+        await settle()
+        waiting.task.cancel()
+        running.let_go.set()  # in the same moment
+        await settle()
+        assert not waiting.has_begun and last.has_begun
+        last.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await last.task
+        async with asyncio.timeout(1), found.hold(2, True):
+            pass
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("max_wait", "accepted"), [(None, 2), (0.0, 1), (0.05, 3), (9.0, 50)])
+def test_what_would_wait_too_long_is_refused(max_wait: float | None, accepted: int) -> None:
+    """A prompt takes 0.1 s, and four run: with one before it, a request waits for 0.025 s."""
+
+    async def check() -> None:
+        found = slots(3, max_wait)
+        async with found.hold(1, True):
+            await asyncio.sleep(0.1)
+        running, waiting = [Holder(found) for _ in range(4)], []
+        await settle()
+        with suppress(ApiError):
+            while len(waiting) < 50:
+                found.require_room()
+                waiting.append(Holder(found))
+                await settle()
+        assert abs(len(waiting) - (accepted + (max_wait is None))) <= (max_wait == 0.05)
+        for holder in running + waiting:
+            holder.let_go.set()
+
+    asyncio.run(check())
+
+
+def test_the_refusal_says_when_there_will_be_room() -> None:
+    async def check() -> None:
+        found = slots(1, max_wait=0.0)
+        found._recent = 10.0
+        holders = [Holder(found) for _ in range(5)]
+        await settle()
+        with pytest.raises(ApiError) as refused:
+            found.require_room()
+        assert refused.value.response().headers["Retry-After"] == "15"
+        for holder in holders:
+            holder.let_go.set()
+
+    asyncio.run(check())
