@@ -49,9 +49,7 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         exported = write(Path(scratch))["int8"]
         complete(exported)
-        print(
-            f"GPT-2 124M shape, INT8, {arguments.threads} thread(s); {SHAPE.n_positions} positions"
-        )
+        print(f"GPT-2 124M shape, INT8, {arguments.threads} thread(s)")
         arrivals(exported, arguments)
         prefixes(exported, arguments)
 
