@@ -22,6 +22,14 @@ from lathe.console import show
 from lathe.errors import UserError
 from lathe.inputs import argument_text
 
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="Triton's gRPC HOST:PORT, or the base URL of an OpenAI interface, "
+        "http://HOST:PORT/v1; default: the server of this folder."
+    ),
+]
+
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
 def deploy(
@@ -87,15 +95,14 @@ def client(
     score: Annotated[
         str | None, typer.Option(help="Say how likely this continuation is, and generate nothing.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
-    ] = None,
+    url: Url = None,
     model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
 ) -> None:
     """Ask the running server to continue a prompt, and print its text as it comes.
 
     Without a PROMPT it asks for one after another: Ctrl-C ends an answer, Ctrl-D the conversation.
-    What is not given is the server's default, from the recipe it was deployed with.
+    What is not given is the server's default: Triton's from the recipe it was deployed with,
+    OpenAI's from its API. LATHE_API_KEY is sent to an OpenAI interface.
     """
     from lathe.serve.client import Client, connect
     from lathe.serve.conversation import ask, lines
@@ -168,9 +175,7 @@ def bench_serve(
         float, typer.Option(help="Objective: mean seconds from a token to the next.")
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and samples.")] = 0,
-    url: Annotated[
-        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
-    ] = None,
+    url: Url = None,
     model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
     output: Annotated[Path, typer.Option(help="Folder to write.")] = RUN / "load",
 ) -> None:
