@@ -3,10 +3,7 @@
 import asyncio
 import json
 import os
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -14,36 +11,8 @@ from lathe.errors import StageError, UserError
 from lathe.serve.async_client import AsyncClient
 from lathe.serve.client import Client
 from lathe.serve.reach import is_loopback
+from tests.support.fake_openai import STREAM, answering, chunked, error, piece
 from tests.support.silent import ANSWERS, http, says_always, server
-
-MODELS = http("200 OK", b'{"object": "list", "data": []}', "Content-Type: application/json")
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-def piece(text: str, reason: str | None = None) -> bytes:
-    choice = {"index": 0, "text": text, "token_ids": [7], "finish_reason": reason}
-    return f"data: {json.dumps({'choices': [choice]}, ensure_ascii=False)}\n\n".encode()
-
-
-def chunked(*parts: bytes) -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
-
-
-def error(status: str, message: str, *headers: str, **more: str) -> bytes:
-    body = json.dumps({"error": {"message": message, **more}}).encode()
-    return http(status, body, "Content-Type: application/json", *headers)
-
-
-@contextmanager
-def answering(reply: bytes) -> Iterator[str]:
-    """The base URL of an interface that gives this reply to every completion."""
-
-    def answer(connection: socket.socket, stop: threading.Event) -> None:
-        asked = connection.recv(1 << 16)
-        connection.sendall(MODELS if asked.startswith(b"GET /v1/models ") else reply)
-
-    with server(answer) as port:
-        yield f"http://127.0.0.1:{port}/v1"
 
 
 def whole(url: str) -> str:
