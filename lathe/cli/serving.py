@@ -148,7 +148,10 @@ def playground(
     ] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option(help="Base URL of another OpenAI interface, http://HOST:PORT/v1; repeatable."),
+        typer.Option(
+            metavar="URL",
+            help="Base URL of another OpenAI interface, http://HOST:PORT/v1; may be repeated.",
+        ),
     ] = None,
     port: Annotated[int, typer.Option(min=0, help="Of the page; 0: any free one.")] = 8080,
 ) -> None:

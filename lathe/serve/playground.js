@@ -2,6 +2,7 @@
 "use strict";
 
 const ALTERNATIVES = 5;
+const UNLIKELY = Math.log(0.0001);  // a token as unlikely as this, or more, has the full colour
 const ENDS = { stop: "ended by itself", length: "ended at the limit of new tokens" };
 
 const $ = (id) => document.getElementById(id);
@@ -147,9 +148,10 @@ class Pane {
 
   show(text, parts) {
     if (!text) return;
-    const token = make("span", { className: "token", tabIndex: this.tokens.length ? -1 : 0 }, text);
-    const unlikely = parts.reduce((least, part) => Math.min(least, Math.exp(part.logprob)), 1);
-    token.style.setProperty("--unlikely", (1 - unlikely).toFixed(3));
+    const className = text.includes("\n") ? "token line" : "token";
+    const token = make("span", { className, tabIndex: this.tokens.length ? -1 : 0 }, text);
+    const least = parts.reduce((least, part) => Math.min(least, part.logprob), 0);
+    token.style.setProperty("--unlikely", Math.min(1, least / UNLIKELY).toFixed(3));
     token.setAttribute("role", "button");
     token.setAttribute("aria-pressed", "false");
     token.setAttribute("aria-label", [shown(text), ...parts.map((p) => percent(p.logprob))].join(", "));

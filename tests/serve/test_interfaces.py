@@ -13,6 +13,7 @@ import pytest
 from lathe.errors import UserError
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
+from tests.documents.pages import TEXTS, blocks
 from tests.gateway.conftest import opened
 
 GREEDY = {"decode_strategy": "greedy_search", "max_tokens": 20}
@@ -173,6 +174,15 @@ def test_scores_and_digests_are_tritons_alone(openai: Client) -> None:
         openai.score_text("a", "b")
     with pytest.raises(UserError, match="SHA-256"):
         openai.served_digest()
+
+
+def test_the_three_lines_of_the_readme_work(
+    base_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = blocks(TEXTS["README.md"], "python")
+    assert len([line for line in program.splitlines() if line]) == 3
+    exec(program.replace("http://localhost:9000/v1", base_url), {})
+    assert capsys.readouterr().out
 
 
 def test_keys_are_sent_to_the_server_that_wants_them(
