@@ -108,8 +108,8 @@ def test_the_command_serves_exports_until_it_is_told_to_end(
         models = requests.get(f"{address}/0/models", timeout=60).json()["data"]
         assert [model["id"] for model in models] == ["a", "b"]
         assert processes(str(tmp_path))
-        run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 0
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 128 + signal.SIGTERM
     wait_until_gone(str(tmp_path))
     assert not list(tmp_path.glob("lathe*"))
 
