@@ -23,7 +23,9 @@ async def answer(client: AsyncClient, prompt: str, max_tokens: int) -> str:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prompts", nargs="*", default=["Once upon a time", "The sea"])
-    parser.add_argument("--url", default="localhost:8001", help="gRPC address of the server")
+    parser.add_argument(
+        "--url", default="localhost:8001", help="gRPC HOST:PORT, or http://HOST:PORT/v1"
+    )
     parser.add_argument("--model-name", default="gpt")
     parser.add_argument("--max-tokens", type=int, default=40)
     options = parser.parse_args()

@@ -41,6 +41,7 @@ LIBRARIES = {
     "omegaconf": {"config"},
     "tritonclient": {"serve", "gateway", "production"},
     "grpc": {"serve", "gateway", "production"},
+    "httpx2": {"serve"},
     "starlette": {"gateway"},
     "uvicorn": {"gateway"},
     "prometheus_client": {"gateway"},
@@ -131,7 +132,7 @@ def test_the_server_needs_only_what_its_environment_has() -> None:
 def test_the_gateway_needs_only_what_its_environment_has() -> None:
     """Which may be that of NVIDIA's Triton, with little beside the backend's own packages."""
     modules = reached([f"gateway/{path.name}" for path in (LATHE / "gateway").glob("*.py")])
-    assert "lathe.serve.client" in modules
+    assert "lathe.serve.grpc_messages" in modules
     needed = set().union(*modules.values()) - sys.stdlib_module_names
     lock = (LATHE.parent / "images" / "serve" / "cuda.lock").read_text(encoding="utf-8")
     packages = {PACKAGES.get(name, name).replace("_", "-") for name in needed}

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from lathe.artifacts.remote import input_path
 from lathe.cli.app import app
 from lathe.cli.options import (
     RUN,
@@ -20,10 +19,10 @@ from lathe.cli.options import (
     input_option,
     load,
     model_argument,
+    named_models,
     output_option,
 )
 from lathe.console import show, with_error
-from lathe.errors import UserError, printable
 
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
@@ -148,27 +147,6 @@ def report(
     rows = report_run(settings, candidates, output, sensitivity, deployed)
     Console().print(summary_table(rows))
     show(report=output)
-
-
-def named_models(given: list[str]) -> list[tuple[str, Path]]:
-    """Name and folder of every `[NAME=]FOLDER`; a folder whose own name has an equals sign is one.
-
-    Raises:
-        UserError: two of one name.
-    """
-    found: dict[str, Path] = {}
-    for text in given:
-        name, equals, folder = text.partition("=")
-        is_named = equals and name and "/" not in name and not Path(text).is_dir()
-        path = input_path(folder if is_named else text)
-        name = printable(name if is_named else path.name)
-        if name in found:
-            raise UserError(
-                f"{printable(text)}: a second model named {name}",
-                f"give it another name: {name}-2={path}",
-            )
-        found[name] = path
-    return list(found.items())
 
 
 def _if_folder(path: Path) -> Path | None:

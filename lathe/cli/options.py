@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lathe.artifacts.remote import input_path, is_first_node, output_path
-from lathe.errors import UserError
+from lathe.errors import UserError, printable
 
 if TYPE_CHECKING:
     from lathe.artifacts.mirror import Mirror
@@ -118,3 +118,24 @@ def beside(model: Path, suffix: str) -> Path:
     if not model.name:
         raise UserError(f"{model}: has no name to append -{suffix} to", "give --output")
     return model.with_name(f"{model.name}-{suffix}")
+
+
+def named_models(given: list[str]) -> list[tuple[str, Path]]:
+    """Name and folder of every `[NAME=]FOLDER`; a folder whose own name has an equals sign is one.
+
+    Raises:
+        UserError: two of one name.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        is_named = equals and name and "/" not in name and not Path(text).is_dir()
+        path = input_path(folder if is_named else text)
+        name = printable(name if is_named else path.name)
+        if name in found:
+            raise UserError(
+                f"{printable(text)}: a second model named {name}",
+                f"give it another name: {name}-2={path}",
+            )
+        found[name] = path
+    return list(found.items())

@@ -1,7 +1,7 @@
 """Verbs around a server: deploy, ask, measure, stop."""
 
 import signal
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +17,19 @@ from lathe.cli.options import (
     input_argument,
     input_option,
     load,
+    named_models,
 )
 from lathe.console import show
 from lathe.errors import UserError
 from lathe.inputs import argument_text
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="Triton's gRPC HOST:PORT, or the base URL of an OpenAI interface, "
+        "http://HOST:PORT/v1; default: the server of this folder."
+    ),
+]
 
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
@@ -87,15 +96,14 @@ def client(
     score: Annotated[
         str | None, typer.Option(help="Say how likely this continuation is, and generate nothing.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
-    ] = None,
+    url: Url = None,
     model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
 ) -> None:
     """Ask the running server to continue a prompt, and print its text as it comes.
 
     Without a PROMPT it asks for one after another: Ctrl-C ends an answer, Ctrl-D the conversation.
-    What is not given is the server's default, from the recipe it was deployed with.
+    What is not given is the server's default: Triton's from the recipe it was deployed with,
+    OpenAI's from its API. LATHE_API_KEY is sent to an OpenAI interface.
     """
     from lathe.serve.client import Client, connect
     from lathe.serve.conversation import ask, lines
@@ -126,23 +134,45 @@ def client(
                     ask(server, line, parameters, goes_on=True)
 
 
-@app.command(epilog="Example: lathe playground, then open the address that it prints")
+@app.command(
+    epilog="Example: lathe playground dense=run/dense-onnx int8=run/int8-onnx, then open the "
+    "address that it prints"
+)
 def playground(
+    exports: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]EXPORT...",
+            help="Folders of `lathe export` to serve meanwhile; default: the running server.",
+        ),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Base URL of another OpenAI interface, http://HOST:PORT/v1; may be repeated.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, help="Of the page; 0: any free one.")] = 8080,
 ) -> None:
-    """A web page to try the running server with, until Ctrl-C; ?prompt=... in its address asks."""
-    from lathe.serve import state
-    from lathe.serve.playground import playground
+    """A web page to try models with, one alone or two side by side, until Ctrl-C.
 
-    server = state.find()
-    if server is None:
-        raise UserError("no server is running", "start one with `make serve`")
-    with playground(server.http, server.model_name, port) as address:
-        show(playground=address, model=server.model_name)
-        try:
+    It shows tokens as they come, how likely each was, and what else was likely. With EXPORTs, a
+    server of their own runs as long as the page. ?prompt=... in the page's address asks.
+    """
+    from lathe.serve.comparison import serve_exports
+    from lathe.serve.playground import playground, running_endpoint
+
+    urls = list(url or [])
+    with ExitStack() as stack:
+        if exports:
+            server = stack.enter_context(serve_exports(dict(named_models(exports))))
+            urls = [str(server.state.openai), *urls]
+        address = stack.enter_context(playground(urls or [running_endpoint()], port))
+        show(playground=address)
+        with suppress(KeyboardInterrupt):
             signal.pause()
-        except KeyboardInterrupt:
-            print()
+        print()
 
 
 @app.command(
@@ -168,9 +198,7 @@ def bench_serve(
         float, typer.Option(help="Objective: mean seconds from a token to the next.")
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and samples.")] = 0,
-    url: Annotated[
-        str | None, typer.Option(help="gRPC HOST:PORT; default: the server of this folder.")
-    ] = None,
+    url: Url = None,
     model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
     output: Annotated[Path, typer.Option(help="Folder to write.")] = RUN / "load",
 ) -> None:

@@ -55,9 +55,11 @@ class Completion:
 
     def _choice(self, index: int, chunk: Chunk, offsets: TextOffsets) -> Json:
         is_asked = self._request.logprobs is not None
+        ids = {"token_ids": chunk.tokens} if self._request.return_token_ids else {}
         return {
             "index": index,
             "text": chunk.text,
+            **ids,
             "logprobs": _logprobs(chunk, offsets) if is_asked else None,
             "finish_reason": REASONS[chunk.finish_reason],
         }

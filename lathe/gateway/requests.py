@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from lathe.runtime.params import MAX_INT, MAX_TOP
-from lathe.serve.client import Parameter
+from lathe.serve.transport import Parameter
 
 DEFAULT_TOKENS = 16
 MOST_CHOICES = 128
@@ -142,6 +142,7 @@ class CompletionRequest(Sampling):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     suffix: str | None = None
+    return_token_ids: bool = False  # as in vLLM
 
     @field_validator("prompt", mode="wrap")
     @classmethod

@@ -16,9 +16,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 
 from lathe.errors import StageError
 from lathe.runtime.protocol import CANCEL, Chunk
-from lathe.serve.client import CHANNEL_OPTIONS, Parameter, request
+from lathe.serve.grpc_messages import CHANNEL_OPTIONS, request
 from lathe.serve.reach import require_address
 from lathe.serve.response import chunks_of, refusal
+from lathe.serve.transport import Parameter
 
 STREAMS = 4
 READY_SECONDS = 2.0

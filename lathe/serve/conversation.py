@@ -4,8 +4,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 
-from lathe.errors import UserError
-from lathe.serve.client import Client, Parameter
+from lathe.errors import StageError, UserError
+from lathe.serve.client import Client
+from lathe.serve.transport import Parameter
 
 
 def lines() -> Iterator[str]:
@@ -40,7 +41,7 @@ def ask(
         goes_on: more prompts follow, so a refusal is printed and Ctrl-C ends this answer only.
 
     Raises:
-        UserError: as `Client.stream`.
+        UserError, StageError: as `Client.stream`.
     """
     start = prompt
     try:
@@ -48,7 +49,7 @@ def ask(
             for chunk in chunks:
                 print(start + chunk.text, end="", flush=True)
                 start = ""
-    except UserError as error:
+    except (UserError, StageError) as error:
         if not goes_on:
             raise
         print(f"error: {error}", file=sys.stderr)

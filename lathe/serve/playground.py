@@ -1,43 +1,80 @@
-"""A web page to try a served model, and the small server for it.
+"""A web page to try and compare served models, and the small server for it.
 
-Triton serves no pages and allows no cross-origin requests, so this server forwards the page's only
-call, `generate_stream`, to it.
+The page speaks OpenAI's API. Its servers need not allow pages of other origins, nor be reachable by
+the browser: this server, which listens on this machine only, forwards the page's two calls to them,
+and to nobody else.
 """
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException
+import re
+import socket
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.parse import urlsplit
 
 from lathe.errors import UserError
-from lathe.serve.reach import REACH_SECONDS
-from lathe.serve.state import HOST, LOOPBACK
+from lathe.serve.reach import REACH_SECONDS, require_base_url
+from lathe.serve.state import HOST, find
 
 log = logging.getLogger("lathe")
 
-PAGE = Path(__file__).with_name("playground.html")
 LARGEST_REQUEST = 2**20
 PIECE = 2**12
+FORWARDED = ("Authorization", "Content-Type")
+RETURNED = ("Content-Type", "Retry-After")
+CALLS = {"GET": "models", "POST": "completions"}
+
+
+def _read_page() -> tuple[bytes, str]:
+    """The page with its style and script in it, and the policy that allows these and no others."""
+    folder = Path(__file__).parent
+    page = (folder / "playground.html").read_text(encoding="utf-8")
+    digests = {}
+    for kind, suffix in (("style", "css"), ("script", "js")):
+        text = (folder / f"playground.{suffix}").read_text(encoding="utf-8")
+        page = page.replace(f"<{kind}></{kind}>", f"<{kind}>{text}</{kind}>")
+        digests[kind] = b64encode(sha256(text.encode()).digest()).decode()
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    policy += "form-action 'none'; frame-ancestors 'none'; "
+    policy += "; ".join(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items())
+    return page.encode(), policy
+
+
+def running_endpoint() -> str:
+    """The base URL of the server that `lathe deploy` or `make serve` left running.
+
+    Raises:
+        UserError: no server is running, or one without OpenAI's interface.
+    """
+    server = find()
+    if server is None or server.openai is None:
+        what = "no server is running" if server is None else f"{server.http}: no OpenAI interface"
+        raise UserError(what, "start one with `make serve`, or give the folder of an export")
+    return server.openai
 
 
 @contextmanager
-def playground(triton: str, model_name: str, port: int = 0) -> Iterator[str]:
+def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
     """Serve the page on loopback while the block runs; yields its address.
 
     Args:
-        triton: HTTP address of the server, `host:port`.
+        endpoints: base URLs of OpenAI interfaces, whose models the page offers.
         port: 0 takes any free one.
 
     Raises:
-        UserError: the port is in use.
+        UserError: an endpoint is no base URL, or the port is in use.
     """
+    urls = [require_base_url(url) for url in endpoints]
 
     class Handler(_Handler):
-        target, model = triton, model_name
+        endpoints = urls
 
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)
@@ -56,57 +93,112 @@ def playground(triton: str, model_name: str, port: int = 0) -> Iterator[str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    target: str
-    model: str
+    endpoints: Sequence[str]
+    page, policy = _read_page()
 
     def do_GET(self) -> None:
-        if self.path.split("?")[0] != "/":
-            self.send_error(404)
-            return
-        page = PAGE.read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
-        self.send_header("Content-Security-Policy", "default-src 'self' 'unsafe-inline'")
-        self.end_headers()
-        self.wfile.write(page)
+        path = self.path.split("?")[0]
+        if not self._is_local():
+            self._refuse(403, "this page is for this machine's browser only")
+        elif path == "/":
+            self._answer(200, "text/html; charset=utf-8", self.page)
+        elif path == "/endpoints":
+            self._answer(200, "application/json", json.dumps(self.endpoints).encode())
+        else:
+            self._forward("GET", path, b"")
 
     def do_POST(self) -> None:
         given = self.headers.get("Content-Length") or ""
         length = int(given) if given.isdecimal() and len(given) < 10 else 0
-        if self.path != "/generate_stream" or not 0 < length <= LARGEST_REQUEST:
-            self.send_error(404 if self.path != "/generate_stream" else 413)
+        if not self._is_local():
+            self._refuse(403, "this page is for this machine's browser only")
+        elif self.headers.get_content_type() != "application/json":
+            # Without this, any page could make a browser send what it likes.
+            self._refuse(415, "the body is not JSON")
+        elif not 0 < length <= LARGEST_REQUEST:
+            self._refuse(413, f"the body exceeds {LARGEST_REQUEST} bytes, or has no length")
+        else:
+            self._forward("POST", self.path, self.rfile.read(length))
+
+    def _is_local(self) -> bool:
+        """Whether the page was asked by a name of this machine: another name that leads here may be
+        a stranger's, whose pages would then be of the same origin."""
+        host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+        return host in (HOST, "localhost")
+
+    def _forward(self, method: str, path: str, body: bytes) -> None:
+        match = re.fullmatch(rf"/([0-9]{{1,3}})/{CALLS[method]}", path)
+        if match is None or int(match[1]) >= len(self.endpoints):
+            self._refuse(404, "no such page")
             return
-        body = self.rfile.read(length)
-        connection = HTTPConnection(self.target, timeout=REACH_SECONDS)
+        endpoint = self.endpoints[int(match[1])]
+        connection = _connection(endpoint)
         try:
-            LOOPBACK.open(f"http://{self.target}/v2/health/ready", timeout=REACH_SECONDS).close()
             connection.connect()
-            connection.sock.settimeout(None)  # the server is up, and a generation may take long
-            connection.request("POST", f"/v2/models/{self.model}/generate_stream", body)
-            reply = connection.getresponse()
-        except (OSError, HTTPException) as error:
-            connection.close()
-            within = f"within {REACH_SECONDS:g} s"
-            self._fail(f"no server answers on {self.target} {within}: {error}")
-            return
-        try:
-            self.send_response(reply.status)
-            self.send_header("Content-Type", reply.getheader("Content-Type", "text/plain"))
-            self.end_headers()
-            while piece := reply.read1(PIECE):
-                self.wfile.write(piece)
-                self.wfile.flush()
-        except (BrokenPipeError, ConnectionResetError):
-            log.debug("the page was closed")  # closing the connection cancels the generation
+            connection.sock.settimeout(None if body else REACH_SECONDS)  # a generation may be long
+            with self._leaving_closes(connection.sock):
+                headers = {n: self.headers[n] for n in FORWARDED if n in self.headers}
+                url = f"{urlsplit(endpoint).path}/{CALLS[method]}"
+                connection.request(method, url, body or None, headers)
+                reply = connection.getresponse()
+                with suppress(OSError, HTTPException):  # the page sees that the end is missing
+                    self._return(reply)
+        except (OSError, HTTPException, ValueError) as error:
+            self._refuse(502, f"no server answers on {endpoint}: {error}")
         finally:
             connection.close()
 
-    def _fail(self, message: str) -> None:
-        self.send_response(502)
-        self.send_header("Content-Type", "application/json")
+    @contextmanager
+    def _leaving_closes(self, upstream: socket.socket) -> Iterator[None]:
+        """Close the connection to the server, which cancels a generation, when the page closes its
+        own, even before the first token."""
+
+        def watch() -> None:
+            with suppress(ConnectionResetError):
+                if self.connection.recv(1, socket.MSG_PEEK):
+                    return
+            with suppress(OSError):  # it may be closed already
+                upstream.shutdown(socket.SHUT_RDWR)
+
+        thread = Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RD)
+            thread.join()
+
+    def _return(self, reply: HTTPResponse) -> None:
+        self.send_response(reply.status)
+        for name in RETURNED:
+            if value := reply.getheader(name):
+                self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(json.dumps({"error": message}).encode())
+        while piece := reply.read1(PIECE):
+            self.wfile.write(piece)
+            self.wfile.flush()
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = json.dumps({"error": {"message": message}}).encode()
+        with suppress(OSError):
+            self._answer(status, "application/json", body)
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", self.policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
         log.debug(format, *arguments)
+
+
+def _connection(endpoint: str) -> HTTPConnection:
+    address = urlsplit(endpoint)
+    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+    return kind(address.hostname or "", address.port, timeout=REACH_SECONDS)

@@ -1,7 +1,9 @@
-"""Check a gRPC address, and explain why no server answers there."""
+"""Check the address of a server, and explain why none answers there."""
 
+import ipaddress
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc  # type: ignore[import-untyped]
 
@@ -10,17 +12,64 @@ from lathe.errors import UserError
 REACH_SECONDS = 5.0
 """Time limit of the connection and of a server's first answer."""
 
-ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+_HOST = r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])"
+ADDRESS = re.compile(rf"{_HOST}:([0-9]{{1,5}})")
+BASE_URL = re.compile(rf"https?://({_HOST})(?::([0-9]{{1,5}}))?(?:/[A-Za-z0-9._~-]+)+/?")
 
 
 def require_address(url: str) -> None:
-    """Raise UserError unless it is `host:port`."""
+    """Raise UserError unless it is a gRPC address, `host:port`."""
     match = ADDRESS.fullmatch(url)
     if match is None or not 0 < int(match[1]) < 2**16:
         raise UserError(
             f"{url!r}: not a gRPC address",
             "write HOST:PORT without a scheme, such as localhost:8001",
         )
+
+
+def require_base_url(url: str) -> str:
+    """The base URL of an OpenAI interface, without a slash at its end.
+
+    Raises:
+        UserError: it is something else.
+    """
+    match = BASE_URL.fullmatch(url)
+    if match is None or not _is_host(match[1]) or not 0 < int(match[2] or 80) < 2**16:
+        raise UserError(
+            f"{url!r}: not the base URL of an OpenAI interface",
+            "write http://HOST:PORT/v1, such as http://localhost:9000/v1",
+        )
+    return url.rstrip("/")
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL names this machine, which no proxy can reach."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_host(host: str) -> bool:
+    """Whether what is in brackets, if anything is, is an IPv6 address."""
+    try:
+        return not host.startswith("[") or bool(ipaddress.IPv6Address(host[1:-1]))
+    except ValueError:
+        return False
+
+
+def nobody(url: str) -> UserError:
+    """The error where nothing listens."""
+    return UserError(f"no server answers on {url}", "start one with `make serve`")
+
+
+def too_slow(url: str, timeout_seconds: float | None) -> UserError:
+    """The error for a generation that exceeds its client's limit."""
+    return UserError(
+        f"no answer within {timeout_seconds:g} s from {url}",
+        "ask for fewer tokens, or allow a longer timeout",
+    )
 
 
 def unreachable(error: Any, url: str) -> UserError:
@@ -31,7 +80,7 @@ def unreachable(error: Any, url: str) -> UserError:
             "check that this is Triton's gRPC port; if it is, check the server's log",
         )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return UserError(f"no server answers on {url}", "start one with `make serve`")
+        return nobody(url)
     return UserError(
         f"{url}: not a Triton server: {error.code().name}: {error.details()}", "check the address"
     )

@@ -8,6 +8,7 @@ REPOSITORY/NAME-score/...         loads lathe.serve.score_backend, on the same e
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.artifacts.kinds import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
-from lathe.artifacts.metadata import Files
+from lathe.artifacts.metadata import ExportMetadata, Files
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.runtime.params import FIELDS
@@ -45,27 +46,58 @@ def write_repository(
     Raises:
         UserError: `exported` lacks a file, or has one that was altered.
     """
+    return write_models({serving.model_name: exported}, output, serving, generation)
+
+
+def write_models(
+    exports: Mapping[str, Path],
+    output: Path,
+    serving: ServingSettings,
+    generation: GenerationSettings,
+) -> Path:
+    """As `write_repository`, with a pair of models for each export.
+
+    Args:
+        exports: export folders by the names of their models, which replace `serving.model_name`.
+    """
+    opened = {name: _open(exported) for name, exported in exports.items()}
+    with atomic_folder(output, REPOSITORY) as work:
+        for name, exported in exports.items():
+            named = serving.model_copy(update={"model_name": name})
+            _write_model(work, exported, opened[name], named, generation)
+        written = json.dumps({"kind": REPOSITORY.name})
+        (work / REPOSITORY.metadata_file).write_text(written, encoding="utf-8")
+    return output
+
+
+def _open(exported: Path) -> ExportMetadata:
     metadata = open_export(exported)
     for name in NEEDED:
         if not (exported / name).is_file():
             raise UserError(f"{exported}: no {name}", "give the output folder of `lathe export`")
-    with atomic_folder(output, REPOSITORY) as work:
-        model = work / serving.model_name
-        (model / "1").mkdir(parents=True)
-        for name in (EXPORT.metadata_file, *(metadata.files or NEEDED)):
-            (model / "1" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(exported / name, model / "1" / name)
-        shutil.copyfile(MODEL_PY, model / "1" / "model.py")
-        config = _config(serving, generation, metadata.sha256)
-        (model / "config.pbtxt").write_text(config, encoding="utf-8")
-        scores = work / score_name(serving.model_name)
-        (scores / "1").mkdir(parents=True)
-        shutil.copyfile(SCORE_PY, scores / "1" / "model.py")
-        config = _score_config(serving, metadata.sha256)
-        (scores / "config.pbtxt").write_text(config, encoding="utf-8")
-        written = json.dumps({"kind": REPOSITORY.name})
-        (work / REPOSITORY.metadata_file).write_text(written, encoding="utf-8")
-    return output
+    return metadata
+
+
+def _write_model(
+    work: Path,
+    exported: Path,
+    metadata: ExportMetadata,
+    serving: ServingSettings,
+    generation: GenerationSettings,
+) -> None:
+    model = work / serving.model_name
+    (model / "1").mkdir(parents=True)
+    for name in (EXPORT.metadata_file, *(metadata.files or NEEDED)):
+        (model / "1" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(exported / name, model / "1" / name)
+    shutil.copyfile(MODEL_PY, model / "1" / "model.py")
+    config = _config(serving, generation, metadata.sha256)
+    (model / "config.pbtxt").write_text(config, encoding="utf-8")
+    scores = work / score_name(serving.model_name)
+    (scores / "1").mkdir(parents=True)
+    shutil.copyfile(SCORE_PY, scores / "1" / "model.py")
+    config = _score_config(serving, metadata.sha256)
+    (scores / "config.pbtxt").write_text(config, encoding="utf-8")
 
 
 def require_whole(repository: Path) -> None:

@@ -69,6 +69,30 @@ def server(
         yield running
 
 
+@pytest.fixture(scope="session")
+def base_url(server: TritonServer) -> Iterator[str]:
+    """Of OpenAI's interface to that server."""
+    from tests.gateway.conftest import opened  # which imports this module
+
+    with opened(server) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture(params=["Triton", "OpenAI"])
+def url(request: pytest.FixtureRequest, server: TritonServer) -> str:
+    """Each address that clients take."""
+    if request.param == "Triton":
+        return server.state.grpc
+    return str(request.getfixturevalue("base_url"))
+
+
+@pytest.fixture
+def either(url: str) -> Iterator[Client]:
+    """A client of each."""
+    with Client(url, "gpt", timeout_seconds=30) as client:
+        yield client
+
+
 @pytest.fixture
 def client(server: TritonServer) -> Iterator[Client]:
     with Client(server.state.grpc, server.state.model_name, timeout_seconds=30) as client:

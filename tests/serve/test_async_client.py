@@ -1,6 +1,7 @@
 """The asyncio client against a real server: the same answers, errors and cancellation."""
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -8,15 +9,14 @@ import pytest
 from lathe.errors import UserError
 from lathe.serve.async_client import AsyncClient
 from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
 
 
-def test_many_tasks_get_what_a_client_gets(server: TritonServer, client: Client) -> None:
+def test_many_tasks_get_what_a_client_gets(url: str, client: Client) -> None:
     options = {"decode_strategy": "greedy_search", "max_tokens": 10}
     prompts = [f"task {i}" for i in range(6)]
 
     async def ask() -> list[list[int]]:
-        async with AsyncClient(server.state.grpc, "gpt", timeout_seconds=30) as asynchronous:
+        async with AsyncClient(url, "gpt", timeout_seconds=30) as asynchronous:
             whole = [asynchronous.generate(prompt, **options) for prompt in prompts[:3]]
 
             async def streamed(prompt: str) -> list[int]:
@@ -30,22 +30,22 @@ def test_many_tasks_get_what_a_client_gets(server: TritonServer, client: Client)
     assert asyncio.run(ask()) == [client.generate(prompt, **options).tokens for prompt in prompts]
 
 
-def test_errors_are_the_clients(server: TritonServer) -> None:
-    async def ask(url: str, seconds: float = 2.0, **parameters: float) -> None:
-        async with AsyncClient(url, "gpt", timeout_seconds=seconds) as asynchronous:
+def test_errors_are_the_clients(url: str) -> None:
+    async def ask(where: str, seconds: float = 2.0, **parameters: float) -> None:
+        async with AsyncClient(where, "gpt", timeout_seconds=seconds) as asynchronous:
             await asynchronous.generate("x", **parameters)
 
     with pytest.raises(UserError, match=r"top_p 1\.5 is out of range"):
-        asyncio.run(ask(server.state.grpc, top_p=1.5))
+        asyncio.run(ask(url, top_p=1.5))
     with pytest.raises(UserError, match="no server answers"):
-        asyncio.run(ask("127.0.0.1:1"))
+        asyncio.run(ask(re.sub(r":\d+", ":1", url)))
     with pytest.raises(UserError, match=r"no answer within 0\.05 s"):
-        asyncio.run(ask(server.state.grpc, 0.05, max_tokens=1000, min_tokens=1000))
+        asyncio.run(ask(url, 0.05, max_tokens=1000, min_tokens=1000))
 
 
-def test_a_cancelled_task_frees_its_row(server: TritonServer, client: Client) -> None:
+def test_a_cancelled_task_frees_its_slot(url: str, client: Client) -> None:
     async def leave() -> None:
-        async with AsyncClient(server.state.grpc, "gpt") as asynchronous:
+        async with AsyncClient(url, "gpt") as asynchronous:
             tasks = [
                 asyncio.create_task(asynchronous.generate("x", max_tokens=1000, min_tokens=1000))
                 for _ in range(4)  # every row there is

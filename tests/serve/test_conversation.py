@@ -9,18 +9,17 @@ import sys
 import time
 
 from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
 
 LONG = ["--max-tokens", "900", "--seed", "1"]
 
 
-def client_command(server: TritonServer, *options: str) -> list[str]:
-    return [sys.executable, "-m", "lathe", "client", "--url", server.state.grpc, *options]
+def client_command(url: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "lathe", "client", "--url", url, *options]
 
 
-def test_lines_of_a_pipe_are_prompts(server: TritonServer, client: Client) -> None:
+def test_lines_of_a_pipe_are_prompts(url: str, client: Client) -> None:
     typed = "one\n\n" + "x" * 2000 + "\ntwo\n"
-    command = client_command(server, "--greedy", "--max-tokens", "8")
+    command = client_command(url, "--greedy", "--max-tokens", "8")
     run = subprocess.run(command, input=typed, capture_output=True, text=True, check=True)
     options = {"decode_strategy": "greedy_search", "max_tokens": 8}
     texts = [prompt + client.generate(prompt, **options).text for prompt in ("one", "two")]
@@ -28,11 +27,9 @@ def test_lines_of_a_pipe_are_prompts(server: TritonServer, client: Client) -> No
     assert "2,000 bytes cannot fit" in run.stderr
 
 
-def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(
-    server: TritonServer, client: Client
-) -> None:
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(url: str) -> None:
     ours, theirs = pty.openpty()
-    command = client_command(server, *LONG)
+    command = client_command(url, *LONG)
     run = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, close_fds=True
     )

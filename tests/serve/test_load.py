@@ -10,7 +10,6 @@ from lathe.cli import app
 from lathe.errors import UserError
 from lathe.serve.client import Client
 from lathe.serve.load import Load, Objective, Request, run_load, summarize
-from lathe.serve.server import TritonServer
 
 EASY = Objective(1e3, 1e3)
 
@@ -32,9 +31,9 @@ def test_figures_of_known_requests() -> None:
 
 
 @pytest.mark.parametrize("rate", [None, 40.0])
-def test_every_request_gets_its_tokens(client: Client, rate: float | None) -> None:
+def test_every_request_gets_its_tokens(either: Client, rate: float | None) -> None:
     load = Load(["a", "hello"], [3, 9, 5], requests=12, clients=4, rate=rate)
-    requests = run_load(client, load)
+    requests = run_load(either, load)
     assert sorted(len(request.tokens) for request in requests) == [3] * 4 + [5] * 4 + [9] * 4
     assert all(list(r.tokens) == sorted(r.tokens) and r.tokens[0] >= r.sent for r in requests)
     summary = summarize(requests, EASY)
@@ -42,10 +41,10 @@ def test_every_request_gets_its_tokens(client: Client, rate: float | None) -> No
     assert summary.goodput == pytest.approx(summary.requests_per_second)
 
 
-def test_the_command(server: TritonServer, tmp_path: Path) -> None:
+def test_the_command(url: str, tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.txt", tmp_path / "load"
     prompts.write_text("one\n\ntwo\n")
-    options = ["--url", server.state.grpc, "--prompts", str(prompts), "--output", str(output)]
+    options = ["--url", url, "--prompts", str(prompts), "--output", str(output)]
     arguments = ["bench-serve", "--requests", "6", "--clients", "2", "--tokens", "2:4", *options]
     run = CliRunner().invoke(app, arguments)
     assert run.exit_code == 0, run.output
@@ -61,6 +60,7 @@ def test_the_command(server: TritonServer, tmp_path: Path) -> None:
         (["--tokens", "5:2"], "write MIN:MAX"),
         (["--prompts", "absent.txt"], "absent.txt: No such file"),
         (["--url", "127.0.0.1:1"], "no server answers on 127.0.0.1:1"),
+        (["--url", "http://127.0.0.1:1/v1"], "no server answers on http://127.0.0.1:1/v1"),
     ],
 )
 def test_mistakes(options: list[str], message: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import requests
 
 from lathe.errors import UserError
 from lathe.evaluate.scorers import served_scorer
-from lathe.serve import async_client, client, playground, reach
+from lathe.serve import grpc_transport, openai_errors, openai_transport, playground, reach
 from lathe.serve.async_client import AsyncClient
 from lathe.serve.bench import bench
 from lathe.serve.client import Client
@@ -34,13 +34,40 @@ def silent() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (async_client, client, playground, reach):
+    for module in (grpc_transport, openai_errors, openai_transport, playground, reach):
         monkeypatch.setattr(module, "REACH_SECONDS", 0.5)
 
 
-NONSENSE = ["", "foo", "localhost", ":0", "localhost:", ":8001", "http://x", "http://x:8001"]
+NONSENSE = [
+    "",
+    "foo",
+    "localhost",
+    ":0",
+    "localhost:",
+    ":8001",
+]
 NONSENSE += ["localhost:0", "localhost:99999", "localhost:-1", "höst:1", "a b:1"]
 NONSENSE += ["\udcff:1", "[::1", "::1:8001", "x:8001\n", "user@x:8001", "x:8001/path", "unix:/x"]
+
+
+NO_BASE = ["http://x", "http://x:8001", "http://x:8001/", "ftp://x/v1", "http://", "http:///v1"]
+NO_BASE += ["http://x:0/v1", "http://x:99999/v1", "http://u:p@x/v1", "http://x/v1?a=b", "://x/v1"]
+NO_BASE += [
+    "http://x/v1#a",
+    "http://h\xf6st/v1",
+    "http://x/v1\n",
+    "http://[::1/v1",
+    "http://[:]/v1",
+]
+NO_BASE += ["http://[1:2:3:4:5:6:7:8:9]/v1", "http://x//v1"]
+BASES = ["http://localhost:9000/v1", "http://x/v1/", "https://[::1]:9000/openai/v1"]
+
+
+@pytest.mark.parametrize("url", NO_BASE)
+def test_what_is_no_base_url_is_told(url: str) -> None:
+    for made in (Client, AsyncClient):
+        with pytest.raises(UserError, match="not the base URL of an OpenAI interface"):
+            made(url, "gpt")
 
 
 @pytest.mark.parametrize("url", NONSENSE)
@@ -50,7 +77,9 @@ def test_what_is_no_address_is_told(url: str) -> None:
             made(url, "gpt")
 
 
-@pytest.mark.parametrize("url", ["localhost:8001", "10.0.0.1:1", "a-b.c_d.svc:65535", "[::1]:8001"])
+@pytest.mark.parametrize(
+    "url", ["localhost:8001", "10.0.0.1:1", "a-b.c_d.svc:65535", "[::1]:8001", *BASES]
+)
 def test_addresses_are_taken(url: str) -> None:
     Client(url, "gpt").close()
 
@@ -76,24 +105,37 @@ ASKS: dict[str, Callable[[str], object]] = {
     "bench": measure,
     "asyncio": in_async,
 }
+TRITONS_ALONE = {"score", "evaluate"}
+EACH = [pytest.param(ask, "{}", id=name) for name, ask in ASKS.items()]
+EACH += [
+    pytest.param(ask, "http://{}/v1", id=f"{name}, OpenAI")
+    for name, ask in ASKS.items()
+    if name not in TRITONS_ALONE
+]
 
 
-@pytest.mark.parametrize("ask", [pytest.param(f, id=name) for name, f in ASKS.items()])
+@pytest.mark.parametrize(("ask", "form"), EACH)
 def test_a_port_that_never_answers_is_told_soon(
-    silent: str, ask: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    silent: str,
+    ask: Callable[[str], object],
+    form: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     began = time.monotonic()
-    with pytest.raises(UserError, match=rf"{silent}: no answer within 0\.5 s"):
-        ask(silent)
+    url = form.format(silent)
+    with pytest.raises(UserError, match=rf"{url}: no answer within 0\.5 s"):
+        ask(url)
     assert time.monotonic() - began < 15
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("ask", [pytest.param(f, id=name) for name, f in ASKS.items()])
-def test_a_port_where_nobody_listens_is_told(ask: Callable[[str], object]) -> None:
-    with pytest.raises(UserError, match=r"no server answers on 127\.0\.0\.1:1\n"):
-        ask("127.0.0.1:1")
+@pytest.mark.parametrize(("ask", "form"), EACH)
+def test_a_port_where_nobody_listens_is_told(ask: Callable[[str], object], form: str) -> None:
+    url = form.format("127.0.0.1:1")
+    with pytest.raises(UserError, match=rf"no server answers on {url}\n"):
+        ask(url)
 
 
 def test_a_server_of_something_else_is_told() -> None:
@@ -102,23 +144,23 @@ def test_a_server_of_something_else_is_told() -> None:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         with pytest.raises(UserError, match="answer"):
             Client(f"127.0.0.1:{other.server_port}", "gpt").generate("x")
+        with pytest.raises(UserError, match="not an OpenAI interface: status 404"):
+            Client(f"http://127.0.0.1:{other.server_port}/v1", "gpt").generate("x")
         other.shutdown()
 
 
 def test_the_playground_says_that_no_server_answers(silent: str) -> None:
-    with playground.playground(silent, "gpt") as page:
+    with playground.playground([f"http://{silent}/v1", "http://127.0.0.1:1/v1"]) as page:
         began = time.monotonic()
-        reply = requests.post(f"{page}/generate_stream", data="{}", timeout=60)
-        assert reply.status_code == 502 and time.monotonic() - began < 15
-        assert f"no server answers on {silent} within 0.5 s" in reply.json()["error"]
-        wrong = {"Content-Length": "many"}
-        assert requests.post(f"{page}/generate_stream", headers=wrong, timeout=60).status_code
-    with pytest.raises(UserError, match="port 99999"), playground.playground(silent, "gpt", 99999):
-        pass
+        for number, address in enumerate((silent, "127.0.0.1:1")):
+            reply = requests.get(f"{page}/{number}/models", timeout=60)
+            assert reply.status_code == 502 and time.monotonic() - began < 15
+            message = reply.json()["error"]["message"]
+            assert f"no server answers on http://{address}/v1" in message
 
 
 @pytest.mark.parametrize("verb", ["client", "bench-serve"])
-@pytest.mark.parametrize("url", ["", "http://x"])
+@pytest.mark.parametrize("url", ["", "localhost:9000/v1"])
 def test_the_command_line_tells_an_address_that_is_none(
     tmp_path: Path, verb: str, url: str
 ) -> None:

@@ -1,0 +1,110 @@
+"""What an OpenAI interface's errors, and those on the way to it, mean to a client's user."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from lathe.errors import StageError, UserError, printable
+from lathe.serve.reach import REACH_SECONDS, nobody, too_slow
+
+KEY_VARIABLE = "LATHE_API_KEY"
+CODES = {"overloaded": 503, "unavailable": 503}
+HINTS = {
+    "model_not_found": "give the name of the server's model: --model-name NAME",
+    "context_length_exceeded": "give a shorter prompt, or ask for fewer tokens",
+}
+
+
+class ApiError(BaseModel):
+    """An error as the interface writes it."""
+
+    message: str
+    type: str | None = None
+    code: str | int | None = None
+
+    @property
+    def status(self) -> int:
+        """The status that it would have had before the answer began."""
+        return CODES.get(str(self.code), 500 if self.type == "server_error" else 400)
+
+
+def refusal(url: str, reply: httpx2.Response) -> Exception:
+    """The exception for a response, which has been read, with another status than 200."""
+    try:
+        error = ApiError.model_validate(json.loads(reply.content)["error"])
+    except (ValueError, KeyError, TypeError, ValidationError):
+        if reply.status_code < 500 and reply.status_code not in (401, 403, 429):
+            return not_openai(url, reply.content, f"status {reply.status_code}: ")
+        error = ApiError(message=f"status {reply.status_code}")
+    return told(url, reply.status_code, error, reply.headers.get("retry-after", ""))
+
+
+def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Exception:
+    """The exception for an error of the interface.
+
+    Args:
+        retry_after: the header Retry-After.
+    """
+    message = printable(error.message, most=1000)
+    if status in (401, 403):
+        hint = f"set {KEY_VARIABLE} to one of the server's keys"
+        return UserError(f"{url}: {message}", hint)
+    if status in (429, 503):
+        seconds = f"in {retry_after} s" if retry_after.isdecimal() else "later"
+        return UserError(f"{url}: {message}", f"ask again {seconds}")
+    if status < 500:
+        return UserError(message, HINTS.get(str(error.code), "change the request"))
+    return StageError(f"{url}: {message}")
+
+
+def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
+    """The error for an answer that is none of this interface."""
+    text = data.decode(errors="replace") if isinstance(data, bytes) else data
+    return UserError(
+        f"{url}: not an OpenAI interface: {status}{printable(text, most=100)!r}",
+        "check the address; that of `make serve` is http://localhost:9000/v1",
+    )
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Raise the user's error if the server does not answer at first.
+
+    Raises:
+        UserError: nobody answers, not in time, or something that is not HTTP.
+    """
+    try:
+        yield
+    except httpx2.TimeoutException:
+        raise UserError(
+            f"{url}: no answer within {REACH_SECONDS:g} s", "check the address and the server's log"
+        ) from None
+    except httpx2.NetworkError:
+        raise nobody(url) from None
+    except httpx2.TransportError as error:
+        raise not_openai(url, str(error)) from None
+
+
+@contextmanager
+def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
+    """Raise the user's error if the answer to a request does not come, or ends early.
+
+    Raises:
+        UserError: nobody answers, or not in time.
+        StageError: the connection was lost.
+    """
+    try:
+        yield
+    except httpx2.ConnectError:
+        raise nobody(url) from None
+    except httpx2.ConnectTimeout:
+        raise too_slow(url, REACH_SECONDS) from None
+    except httpx2.TimeoutException:
+        raise too_slow(url, timeout_seconds) from None
+    except httpx2.TransportError as error:
+        raise StageError(
+            f"{url}: the connection was lost before the answer was whole: {error}"
+        ) from None

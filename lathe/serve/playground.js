@@ -1,0 +1,312 @@
+
+"use strict";
+
+const ALTERNATIVES = 5;
+const UNLIKELY = Math.log(0.0001);  // a token as unlikely as this, or more, has the full colour
+const ENDS = { stop: "ended by itself", length: "ended at the limit of new tokens" };
+
+const $ = (id) => document.getElementById(id);
+const form = $("form"), question = $("prompt"), stop = $("stop"), key = $("key");
+
+/** Make an element; text is always text, never HTML. */
+function make(tag, properties, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+function say(element, message) {
+  element.textContent = message;
+  element.hidden = !message;
+}
+
+// The servers.
+
+function headers() {
+  const sent = { "Content-Type": "application/json" };
+  return key.value ? { ...sent, Authorization: `Bearer ${key.value}` } : sent;
+}
+
+async function ask(path, options) {
+  let reply;
+  try {
+    reply = await fetch(path, { ...options, headers: headers() });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("This page's server does not answer. Is lathe playground still running?");
+  }
+  if (reply.ok) return reply;
+  const told = await reply.json().catch(() => ({}));
+  const message = told.error?.message ?? `The server answers with status ${reply.status}.`;
+  if (reply.status === 401 || reply.status === 403) {
+    $("key-row").hidden = false;
+    throw new Error(`The server wants an API key: ${message}.`);
+  }
+  if (reply.status === 429 || reply.status === 503) {
+    const seconds = reply.headers.get("Retry-After");
+    throw new Error(`The server is busy: ${message}. Ask again ${seconds ? `in ${seconds} s` : "later"}.`);
+  }
+  throw new Error(message);
+}
+
+/** The JSON of the server-sent events of a response. */
+async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The connection was lost before the answer was whole.");
+    held = (held + value).replaceAll("\r\n", "\n");
+    const parts = held.split("\n\n");
+    held = parts.pop();
+    for (const part of parts) {
+      const lines = part.split("\n").filter((line) => line.startsWith("data:"));
+      const data = lines.map((line) => line.slice(5)).join("\n").trim();
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
+    }
+  }
+}
+
+// The answer of one model.
+
+class Pane {
+  constructor() {
+    const element = $("pane").content.cloneNode(true).firstElementChild;
+    for (const name of ["model", "figures", "problem", "answer", "detail", "end"]) {
+      this[name] = element.querySelector(`.${name}`);
+    }
+    this.element = element;
+    this.tokens = [];
+    this.explain(null);
+    const pick = (event) => this.pick(event.target.closest(".token"));
+    for (const kind of ["mouseover", "focusin", "click"]) this.answer.addEventListener(kind, pick);
+    this.answer.addEventListener("keydown", (event) => this.walk(event));
+  }
+
+  get chosen() { return this.model.value === "" ? null : JSON.parse(this.model.value); }
+
+  offer(models, index, mayBeNone) {
+    const options = models.map((m) => make("option", { value: JSON.stringify(m) }, m.label));
+    if (mayBeNone) options.unshift(make("option", { value: "" }, "no second model"));
+    this.model.replaceChildren(...options);
+    this.model.selectedIndex = index;
+    this.model.disabled = options.length < 2;
+  }
+
+  async run(body, signal) {
+    const model = this.chosen;
+    this.clear();
+    if (model === null) return;
+    this.answer.setAttribute("aria-label", `Answer of ${model.label}`);
+    this.answer.append(make("span", { className: "prompt" }, body.prompt));
+    this.figures.textContent = "waiting";
+    const started = this.started = performance.now();
+    try {
+      const asked = { ...body, model: model.id, stream: true, logprobs: ALTERNATIVES };
+      const reply = await ask(`${model.endpoint}/completions`,
+        { method: "POST", body: JSON.stringify(asked), signal });
+      for await (const event of events(reply)) {
+        if (event.error) throw new Error(event.error.message);
+        for (const choice of event.choices) this.take(choice);
+      }
+    } catch (error) {
+      if (this.started !== started) return;  // another run has begun
+      if (signal.aborted) this.end.textContent = "stopped";
+      else say(this.problem, error.message);
+    }
+    if (!this.count) this.figures.textContent = "";
+  }
+
+  clear() {
+    this.answer.replaceChildren();
+    this.figures.textContent = this.end.textContent = "";
+    say(this.problem, "");
+    this.tokens = [];
+    this.names = [];
+    this.count = 0;
+    this.picked = null;
+    this.explain(null);
+  }
+
+  /** Show a piece: a token each, but for the tokens that only together make a character. */
+  take(choice) {
+    const { tokens = [], token_logprobs = [], top_logprobs } = choice.logprobs ?? {};
+    const parts = tokens.map((name, i) => ({ name, logprob: token_logprobs[i], top: top_logprobs?.[i] }));
+    let text = choice.text;
+    while (parts.length && text.startsWith(parts[0].name)) {
+      text = text.slice(parts[0].name.length);
+      this.show(parts[0].name, [parts.shift()]);
+    }
+    if (text) this.show(text, parts);
+    this.names.push(...tokens);
+    this.measure(tokens.length);
+    if (choice.finish_reason) {
+      this.end.textContent = ENDS[choice.finish_reason] ?? choice.finish_reason;
+    }
+  }
+
+  show(text, parts) {
+    if (!text) return;
+    const className = text.includes("\n") ? "token line" : "token";
+    const token = make("span", { className, tabIndex: this.tokens.length ? -1 : 0 }, text);
+    const least = parts.reduce((least, part) => Math.min(least, part.logprob), 0);
+    token.style.setProperty("--unlikely", Math.min(1, least / UNLIKELY).toFixed(3));
+    token.setAttribute("role", "button");
+    token.setAttribute("aria-pressed", "false");
+    token.setAttribute("aria-label", [shown(text), ...parts.map((p) => percent(p.logprob))].join(", "));
+    token.parts = parts;
+    this.tokens.push(token);
+    this.answer.append(token);
+  }
+
+  measure(count) {
+    const now = performance.now();
+    if (!count) return;
+    if (!this.count) {
+      this.first = now;
+      this.counted = count;
+    }
+    this.count += count;
+    const speed = (this.count - this.counted) / (now - this.first) * 1000;
+    const parts = [`first token after ${(this.first - this.started).toFixed(0)} ms`,
+      `${this.count} ${this.count === 1 ? "token" : "tokens"}`];
+    if (this.count > this.counted) parts.push(`${speed.toFixed(1)} tokens/s`);
+    this.figures.textContent = parts.join(" · ");
+  }
+
+  pick(token) {
+    if (!token || token === this.picked) return;
+    this.tokens[0].tabIndex = -1;
+    for (const [other, isIt] of [[this.picked, false], [token, true]]) {
+      other?.setAttribute("aria-pressed", String(isIt));
+      if (other) other.tabIndex = isIt ? 0 : -1;
+    }
+    this.picked = token;
+    this.explain(token);
+  }
+
+  walk(event) {
+    const at = this.tokens.indexOf(event.target);
+    const last = this.tokens.length - 1;
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[event.key];
+    if (at < 0 || to === undefined) return;
+    event.preventDefault();
+    this.tokens[Math.max(0, Math.min(last, to))].focus();
+  }
+
+  explain(token) {
+    const rows = [];
+    for (const { name, logprob, top } of token?.parts ?? []) {
+      rows.push(make("p", {}, "The model's probability of ", make("b", {}, shown(name)),
+        ` here is ${percent(logprob)}.`));
+      const others = Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]);
+      rows.push(make("table", {}, ...others.map((other) => row(other, other[0] === name))));
+    }
+    const hint = "Point at a token, tap it, or walk with the arrow keys, to see what else was likely.";
+    this.detail.replaceChildren(...(rows.length ? rows : [make("p", {}, hint)]));
+  }
+}
+
+function row([name, logprob], isChosen) {
+  const bar = make("div", { className: "bar" });
+  bar.style.setProperty("--share", Math.exp(logprob));
+  return make("tr", { className: isChosen ? "chosen" : "" }, make("td", { title: name }, shown(name)),
+    make("td", {}, percent(logprob)), make("td", {}, bar));
+}
+
+/** A token so that spaces, line ends and control characters can be seen. */
+function shown(name) {
+  return JSON.stringify(name).replace(/[\u007f-\u009f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
+    (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+function percent(logprob) {
+  if (logprob === null) return "unknown";
+  const value = 100 * Math.exp(logprob);
+  return value < 0.01 ? "under 0.01 %" : `${value.toPrecision(value < 1 ? 1 : 3)} %`;
+}
+
+// The page.
+
+const panes = [new Pane(), new Pane()];
+$("panes").append(...panes.map((pane) => pane.element));
+let models = [], running = null;
+
+async function load() {
+  models = [];
+  const endpoints = await (await ask("endpoints")).json();
+  for (const [endpoint, url] of endpoints.entries()) {
+    const list = await (await ask(`${endpoint}/models`)).json();
+    for (const { id } of list.data) {
+      models.push({ endpoint, id, label: endpoints.length > 1 ? `${id} on ${url}` : id });
+    }
+  }
+  panes[0].offer(models, 0, false);
+  panes[1].offer(models, models.length > 1 ? 2 : 0, true);
+  panes[1].element.hidden = models.length < 2;
+}
+
+async function ready() {
+  say($("notice"), "");
+  try {
+    if (!models.length) await load();
+  } catch (error) {
+    models = [];
+    say($("notice"), error.message);
+    if (!$("key-row").hidden) key.focus();
+  }
+  return models.length > 0;
+}
+
+function request() {
+  const body = { prompt: question.value };
+  for (const field of form.querySelectorAll("[name]")) {
+    if (field.value === "") continue;
+    body[field.name] = field.type === "number" ? Number(field.value) : field.value;
+  }
+  return body;
+}
+
+/** Where two answers part, in words. */
+function verdict() {
+  if (!panes.every((pane) => pane.count && pane.problem.hidden)) return "";
+  const [one, two] = panes.map((pane) => pane.names);
+  const most = Math.max(one.length, two.length);
+  for (let i = 0; i < most; i++) {
+    if (one[i] !== two[i]) return `The two answers part at token ${i + 1}.`;
+  }
+  return `The two answers are the same, all ${most} tokens.`;
+}
+
+async function generate() {
+  running?.abort();
+  const own = running = new AbortController();
+  stop.disabled = false;
+  $("verdict").textContent = "";
+  if (await ready()) {
+    await Promise.all(panes.map((pane) => pane.run(request(), own.signal)));
+    if (running === own && !own.signal.aborted) $("verdict").textContent = verdict();
+  }
+  if (running === own) {
+    running = null;
+    stop.disabled = true;
+  }
+}
+
+form.addEventListener("submit", (event) => { event.preventDefault(); generate(); });
+question.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+});
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+stop.addEventListener("click", () => running?.abort());
+key.addEventListener("change", () => ready());
+window.addEventListener("pagehide", () => running?.abort());
+
+const asked = new URLSearchParams(location.search);
+for (const [name, value] of asked) {
+  const field = name === "prompt" ? question : form.querySelector(`[name="${CSS.escape(name)}"]`);
+  if (field) field.value = value;
+}
+if (asked.has("prompt")) generate();
+else ready();

@@ -1,0 +1,151 @@
+"""What a client says when an OpenAI interface answers badly, or not to the end."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+
+import pytest
+
+from lathe.errors import StageError, UserError
+from lathe.serve.async_client import AsyncClient
+from lathe.serve.client import Client
+from lathe.serve.reach import is_loopback
+from tests.support.fake_openai import STREAM, answering, chunked, error, piece
+from tests.support.silent import ANSWERS, http, says_always, server
+
+
+def whole(url: str) -> str:
+    with Client(url, "gpt", timeout_seconds=20) as client:
+        return client.generate("x").text
+
+
+def streamed(url: str) -> str:
+    with Client(url, "gpt", timeout_seconds=20) as client:
+        return "".join(chunk.text for chunk in client.stream("x"))
+
+
+def in_async(url: str) -> str:
+    async def ask() -> str:
+        async with AsyncClient(url, "gpt", timeout_seconds=20) as client:
+            return "".join([chunk.text async for chunk in client.stream("x")])
+
+    return asyncio.run(ask())
+
+
+WAYS = pytest.mark.parametrize("ask", [whole, streamed, in_async])
+STREAMED = pytest.mark.parametrize("ask", [streamed, in_async])
+Ask = Callable[[str], str]
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (error("401 No", "no API key"), r"no API key\n.*set LATHE_API_KEY"),
+        (error("403 No", "not yours"), r"not yours\n.*set LATHE_API_KEY"),
+        (error("429 No", "too many", "Retry-After: 7"), r"too many\n.*ask again in 7 s"),
+        (error("503 No", "busy", "Retry-After: 1"), r"busy\n.*ask again in 1 s"),
+        (error("503 No", "busy", "Retry-After: Fri, 31 Dec"), r"busy\n.*ask again later"),
+        (http("429 No", b"<html>slow down"), r"status 429\n.*ask again later"),
+        (http("503 No", b""), r"status 503\n.*ask again later"),
+        (error("404 No", "no such model", code="model_not_found"), "--model-name"),
+        (error("400 No", "too long", code="context_length_exceeded"), "too long\n.*shorter prompt"),
+        (error("400 No", "\x1b[2J\nno"), r"\\x1b\[2J\\nno\n.*change the request"),
+        (http("302 Found", b"", "Location: http://elsewhere/"), "not an OpenAI .* status 302"),
+        (http("404 No", b"<html>"), "not an OpenAI interface: status 404: '<html>'"),
+        (http("200 OK", b"<html>", "Content-Type: text/event-stream"), "not an OpenAI|ended"),
+        (http("200 OK", b"[1]", "Content-Type: application/json"), "not an OpenAI|lost"),
+    ],
+)
+def test_a_refusal_is_one_clear_error(ask: Ask, reply: bytes, expected: str) -> None:
+    with answering(reply) as url, pytest.raises((UserError, StageError), match=expected) as told:
+        ask(url)
+    assert "\x1b" not in str(told.value)
+
+
+@WAYS
+def test_a_failing_server_is_no_mistake_of_the_user(ask: Ask) -> None:
+    for reply in (error("500 No", "it failed"), http("502 Bad Gateway", b"<html>")):
+        with answering(reply) as url, pytest.raises(StageError, match=r"it failed|status 502"):
+            ask(url)
+
+
+@STREAMED
+def test_pieces_are_put_together_wherever_they_are_cut(ask: Ask) -> None:
+    events = piece("a\u2028\x85é\r") + b": a comment\n\n" + piece("b", "stop") + b"data: [DONE]\n\n"
+    bytewise = [events[i : i + 1] for i in range(len(events))]
+    for parts in ([events], bytewise, [events.replace(b"\n", b"\r\n")]):
+        with answering(STREAM + chunked(*parts) + b"0\r\n\r\n") as url:
+            assert ask(url) == "a\u2028\x85é\rb"
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("event", "kind", "expected"),
+    [
+        ({"message": "it failed", "type": "server_error"}, StageError, "it failed"),
+        ({"message": "busy", "code": "overloaded"}, UserError, r"busy\n.*ask again later"),
+        ({"message": "no", "type": "invalid_request_error"}, UserError, "no\n"),
+    ],
+)
+def test_an_error_in_a_stream_is_raised(
+    ask: Ask, event: dict[str, str], kind: type[Exception], expected: str
+) -> None:
+    last = f"data: {json.dumps({'error': event})}\n\n".encode()
+    with (
+        answering(STREAM + chunked(piece("a"), last) + b"0\r\n\r\n") as url,
+        pytest.raises(kind, match=expected),
+    ):
+        ask(url)
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    "end", [b"", b"0\r\n\r\n", b"5\r\nda", chunked(b"data: [DONE"), chunked(b"data: {}}\n\n")]
+)
+def test_a_stream_that_is_cut_is_never_taken_for_whole(ask: Ask, end: bytes) -> None:
+    expected = "lost before the answer was whole|ended before|not an OpenAI interface"
+    with (
+        answering(STREAM + chunked(piece("a")) + end) as url,
+        pytest.raises((UserError, StageError), match=expected),
+    ):
+        ask(url)
+
+
+@WAYS
+@pytest.mark.parametrize("kind", ["hangs up", "garbage", "an endless line", "a page"])
+def test_what_is_no_openai_interface_is_told(ask: Ask, kind: str) -> None:
+    with server(ANSWERS[kind]) as port, pytest.raises(UserError, match=r"answers|not an OpenAI"):
+        ask(f"http://127.0.0.1:{port}/v1")
+
+
+def test_chunks_come_before_the_connection_is_lost() -> None:
+    reply = STREAM + chunked(piece("a"), piece("b"))
+    with answering(reply) as url, Client(url, "gpt") as client:
+        stream = client.stream("x")
+        assert [next(stream).text, next(stream).text] == ["a", "b"]
+        with pytest.raises(StageError, match="lost"):
+            next(stream)
+
+
+@WAYS
+def test_no_proxy_stands_before_this_machine(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"choices": [{"index": 0, "text": "a"}]}).encode()
+    stream = STREAM + chunked(piece("a"), b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    reply = http("200 OK", answer, "Content-Type: application/json") if ask is whole else stream
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert os.environ["http_proxy"]
+    with answering(reply) as url:
+        assert ask(url) == "a"
+    assert not is_loopback("http://example.org/v1") and is_loopback("http://[::1]/v1")
+
+
+def test_a_proxy_is_asked_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(says_always(error("429 No", "the proxy"))) as port:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        with pytest.raises(UserError, match="the proxy"):
+            whole("http://gateway.invalid/v1")
