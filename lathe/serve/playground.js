@@ -161,18 +161,13 @@ class Pane {
   }
 
   measure(count) {
-    const now = performance.now();
     if (!count) return;
-    if (!this.count) {
-      this.first = now;
-      this.counted = count;
-    }
+    const seconds = (performance.now() - this.started) / 1000;
+    if (!this.count) this.first = seconds;
     this.count += count;
-    const speed = (this.count - this.counted) / (now - this.first) * 1000;
-    const parts = [`first token after ${(this.first - this.started).toFixed(0)} ms`,
-      `${this.count} ${this.count === 1 ? "token" : "tokens"}`];
-    if (this.count > this.counted) parts.push(`${speed.toFixed(1)} tokens/s`);
-    this.figures.textContent = parts.join(" · ");
+    this.figures.textContent = [`first token after ${(1000 * this.first).toFixed(0)} ms`,
+      `${this.count} ${this.count === 1 ? "token" : "tokens"}`,
+      `${(this.count / seconds).toFixed(1)} tokens/s`].join(" · ");
   }
 
   pick(token) {
