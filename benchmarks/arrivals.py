@@ -1,34 +1,55 @@
 r"""First tokens under load: requests that arrive at random, and prompts that begin alike.
 
-    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/arrivals.py [--threads 1] \
-        [--requests 300] [--rates 0.5 0.7 0.9]
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/arrivals.py [--requests 400] \
+        [--rates 0.5 0.7 0.9]
 
-GPT-2 124M shape, INT8, random weights, the server's loop without Triton. Requests of 24 to 55
-prompt tokens and 16 to 80 new ones arrive as a Poisson process, at shares of what 16 clients get
-that ask again at once. "Alternating" reads one prompt's chunk of 128 tokens, then decodes, in
-turns, which is what Lathe did before mixed steps. The cases take turns within every rate.
+GPT-2 124M shape, INT8, random weights, one thread, the server's loop without Triton. Requests of 24
+to 55 prompt tokens and 16 to 80 new ones arrive as a Poisson process, at shares of what 16 clients
+get that ask again at once. "Alternating" reads one prompt's chunk of 128 tokens, then decodes, in
+turns, which is what Lathe did before mixed steps.
+
+The clock is the processor time of the loop's thread, which waits for nothing but arrivals: whatever
+else the machine does, even other guests of the same host, has no part in the latencies.
 """
 
 import argparse
 import string
-from contextlib import closing
+import time
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 from export import write
-from streams import STREAMS, InProcess, complete
+from streams import STREAMS, complete
 
 from lathe.runtime import text_generator
 from lathe.runtime.batcher import ENDED, PREFILL_CHUNK, Batcher
+from lathe.runtime.params import Params
+from lathe.runtime.protocol import Chunk
+from lathe.runtime.sequence_group import Receiver
 from lathe.runtime.text_generator import TextGenerator
-from lathe.serve.load import Load, Objective, Summary, run_load, summarize
+from lathe.serve.load import Objective, Request, Summary, summarize
 
 SHARED, OWN = 200, 24
 COLUMNS = ("tok/s", "first p50", "first p99", "between p50", "between p99")
 
 
-class Alternating(Batcher):
+class Mixed(Batcher):
+    """The server's loop, of which a caller takes every step."""
+
+    def _work(self) -> None:
+        """No thread."""
+
+    def step(self) -> bool:
+        """Whether there was anything to do."""
+        if is_busy := bool(self._waiting or self._reading or self._rows):
+            self._step()
+        return is_busy
+
+
+class Alternating(Mixed):
     """Reads, then decodes."""
 
     def _step(self) -> None:
@@ -40,84 +61,125 @@ class Alternating(Batcher):
         self._decode()
 
 
+@dataclass
+class Asked:
+    """A request, with when it arrives and when its tokens came."""
+
+    prompt: str
+    length: int
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+
+
+class Run:
+    """Requests that arrive at a loop, on a clock that only its steps move.
+
+    Attributes:
+        capacity: requests/s that were answered while there were more to come.
+    """
+
+    def __init__(
+        self, kind: type[Mixed], exported: Path, slots: int, prefix_bytes: int = 0
+    ) -> None:
+        text_generator.Batcher = kind  # type: ignore[misc]
+        self.generator = TextGenerator(exported, 200, 1, slots, 10**6, prefix_bytes)
+        self.clock, self._begun, self._inside, self.capacity = 0.0, 0.0, 0, 0.0
+
+    def play(self, requests: list[Asked], clients: int | None = None) -> Summary:
+        """Let requests arrive, or be sent by so many clients, each after its last answer."""
+        coming, batcher, self.clock = deque(requests), self.generator._batcher, 0.0
+        assert isinstance(batcher, Mixed)
+        while coming or self._inside:
+            while coming and (self._inside < clients if clients else self._is_there(coming[0])):
+                self._submit(coming.popleft(), clients is not None)
+                answered = len(requests) - len(coming) - self._inside
+                self.capacity = answered / self.clock if self.clock else 0.0
+            self._begun = time.thread_time()
+            if batcher.step():
+                self.clock = self._now()
+            else:
+                self.clock = coming[0].arrival
+        seen = [Request(asked.arrival, tuple(asked.tokens)) for asked in requests]
+        assert all(len(asked.tokens) == asked.length for asked in requests)
+        return summarize(seen, Objective(1.0, 0.1))
+
+    def _is_there(self, asked: Asked) -> bool:
+        return asked.arrival <= self.clock
+
+    def _now(self) -> float:
+        return self.clock + time.thread_time() - self._begun
+
+    def _submit(self, asked: Asked, is_now: bool) -> None:
+        def deliver(chunk: Chunk | Exception) -> None:
+            assert isinstance(chunk, Chunk), chunk
+            asked.tokens += [self._now()] * len(chunk.tokens)
+            self._inside -= bool(chunk.finish_reason)
+
+        asked.arrival = self.clock if is_now else asked.arrival
+        limits = Params(max_tokens=asked.length, min_tokens=asked.length, seed=asked.length)
+        assert self.generator.submit(asked.prompt, limits, Receiver(deliver, lambda: False))
+        self._inside += 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 0.7, 0.9])
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch:
         exported = write(Path(scratch))["int8"]
         complete(exported)
-        print(f"GPT-2 124M shape, INT8, {arguments.threads} thread(s)")
-        arrivals(exported, arguments)
-        prefixes(exported, arguments)
+        arrivals(exported, arguments.requests, arguments.rates)
+        prefixes(exported)
 
 
-def arrivals(exported: Path, arguments: argparse.Namespace) -> None:
+def arrivals(exported: Path, n: int, rates: list[float]) -> None:
     """Print the latencies of both loops at several rates."""
-    cases = {
-        f"alternating, {STREAMS} slots": (Alternating, STREAMS),
-        f"mixed, {STREAMS} slots": (Batcher, STREAMS),
-        f"alternating, {STREAMS * 3 // 2} slots": (Alternating, STREAMS * 3 // 2),
-        f"mixed, {STREAMS * 3 // 2} slots": (Batcher, STREAMS * 3 // 2),
+    runs = {
+        f"{name}, {slots} slots": Run(kind, exported, slots)
+        for slots in (STREAMS, STREAMS * 3 // 2)
+        for name, kind in (("alternating", Alternating), ("mixed", Mixed))
     }
-    engines = {
-        name: InProcess(engine(exported, kind, slots, 0, arguments))
-        for name, (kind, slots) in cases.items()
-    }
-    header("clients that ask again at once")
-    closed = {}
-    for name, here in engines.items():
-        ask(here, arguments.requests // 4, None)  # touches the memory of keys and values
-        closed[name] = show(name, ask(here, arguments.requests, None))
-    capacity = next(iter(closed.values())).requests_per_second
-    for share in arguments.rates:
+    header(f"{STREAMS} clients that ask again at once")
+    capacity = 0.0
+    for name, run in runs.items():
+        run.play(asked(n // 8, 1.0), STREAMS)  # touches the memory of keys and values
+        show(name, run.play(asked(n // 2, 1.0), STREAMS))
+        capacity = capacity or run.capacity
+    for share in rates:
         header(f"{share:.0%} of {capacity:.2f} requests/s")
-        for name, here in engines.items():
-            show(name, ask(here, arguments.requests, share * capacity))
-    for here in engines.values():
-        here.engine.close()
+        for name, run in runs.items():
+            show(name, run.play(asked(n, share * capacity)))
 
 
-def prefixes(exported: Path, arguments: argparse.Namespace) -> None:
+def prefixes(exported: Path) -> None:
     """Print the latencies of prompts that begin alike, with and without the cache of beginnings."""
     letters = list(string.ascii_uppercase)
     generator = np.random.default_rng(1)
-    shared, own = ("".join(generator.choice(letters, n)) for n in (SHARED, 64 * OWN))
-    prompts = [shared + own[i * OWN : (i + 1) * OWN] for i in range(64)]
+    shared, *own = ("".join(generator.choice(letters, n)) for n in (SHARED, *[OWN] * 64))
     header(f"prompts of {SHARED} shared tokens and {OWN} of their own, one client")
-    for name, n_bytes in (("each read whole", 0), ("beginning read once", 2**28)):
-        here = InProcess(engine(exported, Batcher, STREAMS, n_bytes, arguments))
-        with closing(here.engine):
-            for prompt in prompts[:2]:
-                here.generate(prompt, max_tokens=1)
-            load = Load(prompts[2:], [8], 62, clients=1)
-            show(name, summarize(run_load(here, load), Objective(1.0, 0.1)))
+    for name, n_bytes in (("each read whole", 0), ("their beginning read once", 2**28)):
+        run = Run(Mixed, exported, STREAMS, n_bytes)
+        run.play([Asked(shared + end, 1, 0.0) for end in own[:2]], 1)
+        show(name, run.play([Asked(shared + end, 8, 0.0) for end in own[2:]], 1))
 
 
-def engine(
-    exported: Path, kind: type[Batcher], slots: int, n_bytes: int, arguments: argparse.Namespace
-) -> TextGenerator:
-    text_generator.Batcher = kind  # type: ignore[misc]
-    return TextGenerator(exported, 200, arguments.threads, slots, 10**6, n_bytes)
-
-
-def ask(here: InProcess, requests: int, rate: float | None) -> Summary:
+def asked(n: int, rate: float) -> list[Asked]:
+    """The requests, which are the same at every rate but for their times."""
     generator = np.random.default_rng(0)
     letters = list(string.ascii_uppercase)
-    prompts = ["".join(generator.choice(letters, n)) for n in generator.integers(24, 56, requests)]
-    lengths = generator.integers(16, 81, requests).tolist()
-    load = Load(prompts, lengths, requests, STREAMS, rate)
-    return summarize(run_load(here, load), Objective(1.0, 0.1))
+    lengths = generator.integers([24, 16], [56, 81], (n, 2)).tolist()
+    prompts = ["".join(generator.choice(letters, length)) for length, _ in lengths]
+    times = np.cumsum(generator.exponential(1 / rate, n)).tolist()
+    return [Asked(*each) for each in zip(prompts, [new for _, new in lengths], times, strict=True)]
 
 
 def header(what: str) -> None:
-    print(f"{what:44}" + "".join(f"{column:>13}" for column in COLUMNS), flush=True)
+    print(f"{what:68}" + "".join(f"{column:>13}" for column in COLUMNS), flush=True)
 
 
 def show(name: str, summary: Summary) -> Summary:
-    row = f"  {name:42}{summary.tokens_per_second:13.1f}"
+    row = f"  {name:66}{summary.tokens_per_second:13.1f}"
     for part in (summary.first_token, summary.between_tokens):
         row += "".join(f"{1e3 * part[p]:10.1f} ms" for p in ("p50", "p99"))
     print(row, flush=True)
