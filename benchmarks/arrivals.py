@@ -1,12 +1,12 @@
 r"""First tokens under load: requests that arrive at random, and prompts that begin alike.
 
-    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/arrivals.py [--requests 400] \
-        [--rates 0.5 0.7 0.9]
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/arrivals.py [--rounds 4] \
+        [--requests 400] [--rates 0.5 0.7 0.9]
 
 GPT-2 124M shape, INT8, random weights, one thread, the server's loop without Triton. Requests of 24
 to 55 prompt tokens and 16 to 80 new ones arrive as a Poisson process, at shares of what 16 clients
 get that ask again at once. "Alternating" reads one prompt's chunk of 128 tokens, then decodes, in
-turns, which is what Lathe did before mixed steps.
+turns, which is what Lathe did before mixed steps. Both take turns; figures are medians of rounds.
 
 The clock is the processor time of the loop's thread, which waits for nothing but arrivals: whatever
 else the machine does, even other guests of the same host, has no part in the latencies.
@@ -17,6 +17,7 @@ import string
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -61,6 +62,9 @@ class Alternating(Mixed):
         self._decode()
 
 
+KINDS = {"alternating": Alternating, "mixed": Mixed}
+
+
 @dataclass
 class Asked:
     """A request, with when it arrives and when its tokens came."""
@@ -72,36 +76,29 @@ class Asked:
 
 
 class Run:
-    """Requests that arrive at a loop, on a clock that only its steps move.
-
-    Attributes:
-        capacity: requests/s that were answered while there were more to come.
-    """
+    """Requests that arrive at a loop, on a clock that only its steps move."""
 
     def __init__(
         self, kind: type[Mixed], exported: Path, slots: int, prefix_bytes: int = 0
     ) -> None:
         text_generator.Batcher = kind  # type: ignore[misc]
         self.generator = TextGenerator(exported, 200, 1, slots, 10**6, prefix_bytes)
-        self.clock, self._begun, self._inside, self.capacity = 0.0, 0.0, 0, 0.0
+        self.clock, self._begun, self._inside = 0.0, 0.0, 0
 
-    def play(self, requests: list[Asked], clients: int | None = None) -> Summary:
+    def play(self, requests: list[Asked], clients: int | None = None) -> list[Request]:
         """Let requests arrive, or be sent by so many clients, each after its last answer."""
         coming, batcher, self.clock = deque(requests), self.generator._batcher, 0.0
         assert isinstance(batcher, Mixed)
         while coming or self._inside:
             while coming and (self._inside < clients if clients else self._is_there(coming[0])):
                 self._submit(coming.popleft(), clients is not None)
-                answered = len(requests) - len(coming) - self._inside
-                self.capacity = answered / self.clock if self.clock else 0.0
             self._begun = time.thread_time()
             if batcher.step():
                 self.clock = self._now()
             else:
                 self.clock = coming[0].arrival
-        seen = [Request(asked.arrival, tuple(asked.tokens)) for asked in requests]
         assert all(len(asked.tokens) == asked.length for asked in requests)
-        return summarize(seen, Objective(1.0, 0.1))
+        return [Request(asked.arrival, tuple(asked.tokens)) for asked in requests]
 
     def _is_there(self, asked: Asked) -> bool:
         return asked.arrival <= self.clock
@@ -123,33 +120,39 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--rates", type=float, nargs="*", default=[0.5, 0.7, 0.9])
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch:
         exported = write(Path(scratch))["int8"]
         complete(exported)
-        arrivals(exported, arguments.requests, arguments.rates)
         prefixes(exported)
+        arrivals(exported, arguments)
 
 
-def arrivals(exported: Path, n: int, rates: list[float]) -> None:
+def arrivals(exported: Path, arguments: argparse.Namespace) -> None:
     """Print the latencies of both loops at several rates."""
-    runs = {
-        f"{name}, {slots} slots": Run(kind, exported, slots)
-        for slots in (STREAMS, STREAMS * 3 // 2)
-        for name, kind in (("alternating", Alternating), ("mixed", Mixed))
-    }
-    header(f"{STREAMS} clients that ask again at once")
-    capacity = 0.0
-    for name, run in runs.items():
-        run.play(asked(n // 8, 1.0), STREAMS)  # touches the memory of keys and values
-        show(name, run.play(asked(n // 2, 1.0), STREAMS))
-        capacity = capacity or run.capacity
-    for share in rates:
-        header(f"{share:.0%} of {capacity:.2f} requests/s")
+    runs = {name: Run(kind, exported, STREAMS) for name, kind in KINDS.items()}
+    n, rounds = arguments.requests, arguments.rounds
+    found: dict[tuple[float, str], list[Summary]] = {}
+    capacities = []
+    for turn in range(rounds + 1):
         for name, run in runs.items():
-            show(name, run.play(asked(n, share * capacity)))
+            full = run.play(asked(n // 4, 1.0, turn), STREAMS)
+            if turn:  # the first one touches the memory of keys and values
+                found.setdefault((1.0, name), []).append(figures(full))
+            if name == "alternating":
+                capacities.append(steady(full))
+        for share, (name, run) in product(arguments.rates, runs.items()):
+            if turn:
+                requests = asked(n, share * capacities[-1], turn)
+                found.setdefault((share, name), []).append(figures(run.play(requests)))
+    for share in (1.0, *arguments.rates):
+        rate = f"{share:.0%} of capacity, which is {np.median(capacities):.2f} requests/s"
+        header(rate if share < 1 else f"{STREAMS} clients that ask again at once")
+        for name in runs:
+            show(name, found[share, name])
 
 
 def prefixes(exported: Path) -> None:
@@ -161,12 +164,12 @@ def prefixes(exported: Path) -> None:
     for name, n_bytes in (("each read whole", 0), ("their beginning read once", 2**28)):
         run = Run(Mixed, exported, STREAMS, n_bytes)
         run.play([Asked(shared + end, 1, 0.0) for end in own[:2]], 1)
-        show(name, run.play([Asked(shared + end, 8, 0.0) for end in own[2:]], 1))
+        show(name, [figures(run.play([Asked(shared + end, 8, 0.0) for end in own[2:]], 1))])
 
 
-def asked(n: int, rate: float) -> list[Asked]:
+def asked(n: int, rate: float, seed: int) -> list[Asked]:
     """The requests, which are the same at every rate but for their times."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     letters = list(string.ascii_uppercase)
     lengths = generator.integers([24, 16], [56, 81], (n, 2)).tolist()
     prompts = ["".join(generator.choice(letters, length)) for length, _ in lengths]
@@ -178,12 +181,25 @@ def header(what: str) -> None:
     print(f"{what:68}" + "".join(f"{column:>13}" for column in COLUMNS), flush=True)
 
 
-def show(name: str, summary: Summary) -> Summary:
-    row = f"  {name:66}{summary.tokens_per_second:13.1f}"
-    for part in (summary.first_token, summary.between_tokens):
-        row += "".join(f"{1e3 * part[p]:10.1f} ms" for p in ("p50", "p99"))
+def figures(requests: list[Request]) -> Summary:
+    return summarize(requests, Objective(1.0, 0.1))
+
+
+def steady(requests: list[Request]) -> float:
+    """Requests/s of a closed loop between its first and its last quarter."""
+    ends = sorted(request.tokens[-1] for request in requests)
+    first, last = len(ends) // 4, 3 * len(ends) // 4
+    return (last - first) / (ends[last] - ends[first])
+
+
+def show(name: str, rounds: list[Summary]) -> None:
+    """Print the medians of some rounds."""
+    row = f"  {name:66}{np.median([summary.tokens_per_second for summary in rounds]):13.1f}"
+    for part in ("first_token", "between_tokens"):
+        for percentile in ("p50", "p99"):
+            values = [getattr(summary, part)[percentile] for summary in rounds]
+            row += f"{1e3 * float(np.median(values)):10.1f} ms"
     print(row, flush=True)
-    return summary
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ prompt nor a long generation blocks the others. Keys and values live in one buff
 (slot) per branch; running branches occupy the first rows, and the prompt that is being read has the
 row behind them.
 
-The size of chunks: a step that decodes reads at most MIXED_CHUNK tokens. That many keep a CPU's
-arithmetic busy, so larger chunks would read prompts no faster and only lengthen the time between
-the tokens of others. Short prompts share that number: those that fit are read one after another,
-the last one together with the decoding. A step that decodes nothing reads at most PREFILL_CHUNK.
+The size of chunks: with all slots taken, a step reads at most MIXED_CHUNK tokens. That many keep a
+CPU's arithmetic busy, so larger chunks would read prompts no faster and only lengthen the time
+between the tokens of others. For every free slot it reads TOKENS_PER_SLOT more, which takes about
+as long as decoding in that slot would, so that all steps have the same bound. Short prompts share
+that number: those that fit are read one after another, the last one together with the decoding. A
+step that decodes nothing reads at most PREFILL_CHUNK.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill in mixed batches,
 Sarathi-Serve (Agrawal et al., OSDI 2024).
@@ -32,7 +34,8 @@ from lathe.runtime.session import MixedCaches, OnnxModel
 log = logging.getLogger("lathe")
 
 PREFILL_CHUNK = 128  # most prompt tokens of a step that decodes nothing
-MIXED_CHUNK = 64  # most prompt tokens of a step that decodes
+MIXED_CHUNK = 64  # most prompt tokens of a step that decodes in all slots
+TOKENS_PER_SLOT = 2  # prompt tokens that take as long as decoding a branch
 LEAST_CHUNK = 16  # a shorter one takes as long as this one: both read all weights
 ENDED = Step([], [])
 
@@ -125,7 +128,8 @@ class Batcher:
         for group in list(self._rows):
             if not group.is_wanted():
                 self._go_on(group, ENDED)
-        most = MIXED_CHUNK if self._rows else PREFILL_CHUNK
+        free = self.max_running - len(self._owners)
+        most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
         chunk = self._next_chunk(most)
         while chunk is not None and self._fits_beside(chunk, most):
             most -= max(len(chunk), LEAST_CHUNK)
