@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import requests
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
@@ -171,19 +172,26 @@ def test_errors_over_http_carry_the_message(server: TritonServer) -> None:
     assert post(server, "generate", {"text_input": "x", "max_tokens": 2.5}).status_code == 500
 
 
-def test_bytes_that_are_not_utf8_are_refused(client: Client) -> None:
-    inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [1]}]
+def stream_infer(server: TritonServer, inputs: list[dict[str, Any]]) -> Any:
+    """Triton's answer to a message that no client of ours would send."""
+    request = service_pb2.ModelInferRequest(model_name=server.state.model_name, inputs=inputs)
+    with grpc.insecure_channel(server.state.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        (response,) = stub.ModelStreamInfer(iter([request]))
+    return response
+
+
+def test_bytes_that_are_not_utf8_are_refused(server: TritonServer) -> None:
+    inputs: list[dict[str, Any]] = [{"name": "text_input", "datatype": "BYTES", "shape": [1]}]
     inputs[0]["contents"] = {"bytes_contents": [b"ab\xff"]}
-    request = service_pb2.ModelInferRequest(model_name=client.model_name, inputs=inputs)
-    (response,) = client._stub.ModelStreamInfer(iter([request]))
+    response = stream_infer(server, inputs)
     assert "text_input is not UTF-8: byte 0xff at offset 2" in response.error_message
 
 
-def test_wrong_shapes_are_tritons_to_refuse(client: Client) -> None:
-    inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [2]}]
+def test_wrong_shapes_are_tritons_to_refuse(server: TritonServer) -> None:
+    inputs: list[dict[str, Any]] = [{"name": "text_input", "datatype": "BYTES", "shape": [2]}]
     inputs[0]["contents"] = {"bytes_contents": [b"a", b"b"]}
-    request = service_pb2.ModelInferRequest(model_name=client.model_name, inputs=inputs)
-    (response,) = client._stub.ModelStreamInfer(iter([request]))
+    response = stream_infer(server, inputs)
     assert "unexpected shape" in response.error_message
 
 
