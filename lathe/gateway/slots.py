@@ -90,11 +90,11 @@ class Slots:
         try:
             await turn[1]
         except CancelledError:
-            if turn in lane:
+            if not turn[1].cancelled():  # it had its slots already
+                self._give(width)
+            elif turn in lane:
                 lane.remove(turn)
                 self._admit()
-            else:
-                self._give(width)
             raise
 
     def _give(self, width: int) -> None:
@@ -104,6 +104,9 @@ class Slots:
     def _admit(self) -> None:
         while lane := self._next():
             width, future = lane[0]
+            if future.cancelled():  # and its task has not run since
+                lane.popleft()
+                continue
             if self._taken + width > self._size:
                 return
             lane.popleft()

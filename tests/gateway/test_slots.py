@@ -52,6 +52,26 @@ def test_first_come_first_served_and_a_wide_one_is_not_overtaken() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_who_leaves_while_slots_are_freed_keeps_none(is_admitted: bool) -> None:
+    """It is cancelled just before or just after it is admitted, and has not run since."""
+
+    async def check() -> None:
+        found = slots(1)
+        async with found.hold(2, True):
+            leaving = Holder(found)
+            await settle()
+            if not is_admitted:
+                leaving.task.cancel()
+        leaving.task.cancel()
+        await settle()
+        assert leaving.task.cancelled() and not leaving.has_begun and found.waiting() == 0
+        async with asyncio.timeout(5), found.hold(2, True):
+            pass
+
+    asyncio.run(check())
+
+
 def test_the_prompts_of_a_long_list_take_turns_with_others() -> None:
     async def check() -> None:
         found, order = slots(1), list[str]()
