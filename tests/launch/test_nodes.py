@@ -1,8 +1,7 @@
 """A node pool, asked of a Kubernetes API server on the loopback interface."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -13,6 +12,7 @@ from lathe.cluster.nodes import node_pool_shortage
 from lathe.errors import StageError
 from pipelines.preflight import Preflight
 from pipelines.resources import Pool
+from tests.support.loopback import LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
 
@@ -46,22 +46,18 @@ def cluster(tmp_path, monkeypatch):
 
     path = tmp_path / "config"
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with LoopbackServer(Handler) as server:
 
         def allow(token: str) -> None:
             config = {
                 "current-context": "x",
-                "clusters": [
-                    {"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
-                ],
+                "clusters": [{"name": "c", "cluster": {"server": server.url}}],
                 "users": [{"name": "u", "user": {"token": token}}],
                 "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
             }
             path.write_text(yaml.safe_dump(config))
 
         yield allow
-        server.shutdown()
 
 
 def test_a_pool_that_is_large_enough(cluster):

@@ -1,8 +1,7 @@
 """Images and where they are kept, asked as a container engine asks."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -12,6 +11,7 @@ from pipelines.compile import build
 from pipelines.preflight import Preflight
 from pipelines.registry import Reference, check_image, image_labels, parse
 from pipelines.resources import Pool
+from tests.support.loopback import LoopbackServer
 
 DIGEST = "sha256:" + "a" * 64
 CPU, CUDA, OLD = (f"sha256:{letter * 64}" for letter in "bcd")
@@ -90,10 +90,8 @@ def registry(request):
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with LoopbackServer(Handler) as server:
         yield f"127.0.0.1:{server.server_port}", request.param
-        server.shutdown()
 
 
 @pytest.mark.parametrize("name", ["team/lathe-train:1.0", f"team/lathe-train:1.0@{DIGEST}"])

@@ -1,15 +1,14 @@
 """Addresses that are none, and servers that take a connection and never say anything."""
 
 import asyncio
-import http.server
 import os
 import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from lathe.serve import grpc_transport, openai_errors, openai_transport, playgro
 from lathe.serve.async_client import AsyncClient
 from lathe.serve.bench import bench
 from lathe.serve.client import Client
+from tests.support.loopback import LoopbackServer
 
 
 @pytest.fixture
@@ -139,14 +139,11 @@ def test_a_port_where_nobody_listens_is_told(ask: Callable[[str], object], form:
 
 
 def test_a_server_of_something_else_is_told() -> None:
-    handler = http.server.SimpleHTTPRequestHandler
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+    with LoopbackServer(SimpleHTTPRequestHandler) as other:
         with pytest.raises(UserError, match="answer"):
             Client(f"127.0.0.1:{other.server_port}", "gpt").generate("x")
         with pytest.raises(UserError, match="not an OpenAI interface: status 404"):
-            Client(f"http://127.0.0.1:{other.server_port}/v1", "gpt").generate("x")
-        other.shutdown()
+            Client(f"{other.url}/v1", "gpt").generate("x")
 
 
 def test_the_playground_says_that_no_server_answers(silent: str) -> None:

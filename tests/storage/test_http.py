@@ -1,14 +1,14 @@
 """Fetching from a web server on loopback."""
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from lathe.errors import UserError
 from lathe.storage import fetch
+from tests.support.loopback import LoopbackServer
 from tests.support.s3 import free_port
 
 
@@ -42,13 +42,8 @@ class Flaky(BaseHTTPRequestHandler):
 @pytest.fixture
 def http() -> Iterator[str]:
     Flaky.requests = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Flaky)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with LoopbackServer(Flaky) as server:
+        yield server.url
 
 
 def test_http_is_tried_again_and_follows_redirects(http: str, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ request. A run goes through the frames of `script`, one each time that it is ask
 
 import json
 import re
-import ssl
 import threading
 import uuid
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email import message_from_bytes
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -23,6 +22,8 @@ from urllib.parse import parse_qsl, urlsplit
 import yaml
 from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
+
+from tests.support.loopback import LoopbackServer
 
 PAGE = 2
 BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
@@ -339,20 +340,9 @@ def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        kfp.url = f"http://127.0.0.1:{server.server_port}"
-        if certificate:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-            kfp.url = kfp.url.replace("http", "https")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield kfp
-        finally:
-            server.shutdown()
-            thread.join()
+    with LoopbackServer(Handler, certificate) as server:
+        kfp.url = server.url
+        yield kfp
 
 
 def _body(raw: bytes, kind: str) -> Any:

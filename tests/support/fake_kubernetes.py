@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 from tests.support.fake_store import Event, Key, Object, Refused, Store, selected, validate
+from tests.support.loopback import LoopbackServer
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"
@@ -70,16 +71,13 @@ class FakeKubernetes(Store):
 
     def __enter__(self) -> "FakeKubernetes":
         handler = type("Handler", (_Handler,), {"fake": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+        self._http = LoopbackServer(handler).__enter__()
+        self.url = self._http.url
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.__exit__()
 
     def kubeconfig(self, folder: Path, namespace: str = "lathe") -> Path:
         """Write a file for the environment variable KUBECONFIG."""

@@ -3,13 +3,14 @@ registered models, their versions and the versions' artifacts, under its REST AP
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.loopback import LoopbackServer
 
 API = "/api/model_registry/v1"
 
@@ -86,8 +87,6 @@ def serve() -> Iterator[ModelRegistry]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        registry.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    with LoopbackServer(Handler) as server:
+        registry.url = server.url
         yield registry
-        server.shutdown()

@@ -3,16 +3,16 @@ interface: it takes what the real one takes of the fields' names, types and limi
 
 import json
 import re
-import ssl
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from tests.support.loopback import LoopbackServer
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{}/trainjobs/{}/status"
 LARGEST = 2**31 - 1
@@ -89,11 +89,6 @@ def serve(certificate: Path) -> Iterator[StatusServer]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        state.url = f"https://127.0.0.1:{server.server_port}{PATH.format(*state.trainjob)}"
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    with LoopbackServer(Handler, certificate) as server:
+        state.url = server.url + PATH.format(*state.trainjob)
         yield state
-        server.shutdown()

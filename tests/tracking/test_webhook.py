@@ -2,10 +2,9 @@
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from lathe.storage import write_text
 from lathe.tracking import webhook
 from lathe.tracking.webhook import Notice, post
 from pipelines import run
+from tests.support.loopback import LoopbackServer
 from tests.support.silent import ANSWERS, server
 
 RUN = "9fed934b-5541-4a0c-b6c8-b33c5ac2d5ab"
@@ -55,12 +55,10 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        state.address = f"http://127.0.0.1:{server.server_port}/services/SECRET"
+    with LoopbackServer(Handler) as server:
+        state.address = f"{server.url}/services/SECRET"
         monkeypatch.setenv("LATHE_WEBHOOK", state.address)
         yield state
-        server.shutdown()
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""An HTTP server of a test, on a port of its own of the loopback interface."""
+
+import ssl
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class LoopbackServer(ThreadingHTTPServer):
+    """Serves with `handler` while the block runs, over TLS if there is a certificate.
+
+    A client that leaves in mid-answer is no error here: printed, it would be found in what some
+    other test captures.
+
+    Attributes:
+        url: without a slash at its end.
+    """
+
+    def __init__(
+        self, handler: type[BaseHTTPRequestHandler], certificate: Path | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self.socket = context.wrap_socket(self.socket, server_side=True)
+            self.url = self.url.replace("http", "https", 1)
+
+    def __enter__(self) -> "LoopbackServer":
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what went wrong, unless it is that the client has left."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
