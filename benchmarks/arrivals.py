@@ -6,7 +6,7 @@ r"""First tokens under load: requests that arrive at random, and prompts that be
 GPT-2 124M shape, INT8, random weights, one thread, the server's loop without Triton. Requests of 24
 to 55 prompt tokens and 16 to 80 new ones arrive as a Poisson process, at shares of what 16 clients
 get that ask again at once. "Alternating" reads one prompt's chunk of 128 tokens, then decodes, in
-turns, which is what Lathe did before mixed steps. Both take turns; figures are medians of rounds.
+turns, which is what Lathe did before mixed steps. All take turns; figures are medians of rounds.
 
 The clock is the processor time of the loop's thread, which waits for nothing but arrivals: whatever
 else the machine does, even other guests of the same host, has no part in the latencies.
@@ -34,6 +34,7 @@ from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.load import Objective, Request, Summary, summarize
 
 SHARED, OWN = 200, 24
+MORE = 24  # slots, for arrivals that would wait for one of STREAMS
 COLUMNS = ("tok/s", "first p50", "first p99", "between p50", "between p99")
 
 
@@ -62,7 +63,11 @@ class Alternating(Mixed):
         self._decode()
 
 
-KINDS = {"alternating": Alternating, "mixed": Mixed}
+KINDS = {
+    f"alternating, {STREAMS} slots": (Alternating, STREAMS),
+    f"mixed, {STREAMS} slots": (Mixed, STREAMS),
+    f"mixed, {MORE} slots": (Mixed, MORE),
+}
 
 
 @dataclass
@@ -132,8 +137,8 @@ def main() -> None:
 
 
 def arrivals(exported: Path, arguments: argparse.Namespace) -> None:
-    """Print the latencies of both loops at several rates."""
-    runs = {name: Run(kind, exported, STREAMS) for name, kind in KINDS.items()}
+    """Print the latencies of all loops at several rates."""
+    runs = {name: Run(kind, exported, slots) for name, (kind, slots) in KINDS.items()}
     n, rounds = arguments.requests, arguments.rounds
     found: dict[tuple[float, str], list[Summary]] = {}
     capacities = []
@@ -142,7 +147,7 @@ def arrivals(exported: Path, arguments: argparse.Namespace) -> None:
             full = run.play(asked(n // 4, 1.0, turn), STREAMS)
             if turn:  # the first one touches the memory of keys and values
                 found.setdefault((1.0, name), []).append(figures(full))
-            if name == "alternating":
+            if name == next(iter(runs)):
                 capacities.append(steady(full))
         for share, (name, run) in product(arguments.rates, runs.items()):
             if turn:
