@@ -199,7 +199,7 @@ class Proof(BaseModel):
 class ExportMetadata(Metadata):
     """`export.json`; earlier versions wrote no `files`."""
 
-    flavour: Literal["fp32", "fp16", "int8"]
+    flavour: Literal["fp32", "fp16", "int8", "int4"]
     n_head: Annotated[list[Positive], Field(min_length=1)]
     head_dim: Positive
     n_positions: Positive

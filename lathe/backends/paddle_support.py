@@ -74,6 +74,11 @@ def _require_training(recipe: Recipe) -> None:
             "and keeps them on the device",
             f"set sharding_stage to 2 and sharding_offload to False, {HINT}",
         )
+    if recipe.Compress.Quantization.weight_bits != 8:
+        raise UserError(
+            "Compress.Quantization.weight_bits is 4: PaddleSlim quantizes to 8 bits only",
+            f"-o Compress.Quantization.weight_bits=8, {HINT}",
+        )
     if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
         raise UserError(
             "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",

@@ -27,12 +27,17 @@ def make_plan(
 ) -> QuantizationPlan:
     """A plan for every quantizable linear but `skip`, its scales not known yet (0)."""
     names = [name for name in quantizable(config, settings) if name not in skip]
-    weight = WeightFormat(settings.weight_quantize_type, settings.weight_bits)
-    activation: ActivationFormat | None = (
-        None if settings.activation_quantize_type == "none" else "int8"
-    )
+    activation: ActivationFormat | None
+    if settings.weight_bits == 4:
+        weight = head = WeightFormat.int4(settings.group_size)
+        activation = "dynamic_int8"
+    else:
+        weight, head = WeightFormat(settings.weight_quantize_type), INT8
+        activation = "int8"
+    if settings.activation_quantize_type == "none":
+        activation = None
     return QuantizationPlan(
-        {name: LinearFormat(INT8 if name == HEAD else weight, activation) for name in names}
+        {name: LinearFormat(head if name == HEAD else weight, activation) for name in names}
     )
 
 

@@ -1,4 +1,4 @@
-"""The quantize stage: quantization-aware training to INT8."""
+"""The quantize stage: quantization-aware training to INT8 or INT4."""
 
 import logging
 from pathlib import Path
@@ -55,8 +55,13 @@ def quantize(
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         fake_quant.calibrate(trainable, map(torch.from_numpy, calibration_batches(recipe, tokens)))
-        n_inputs = len(plan.activation_scales)
-        log.info("%d linears are INT8, of %d of them the input too", len(plan.linears), n_inputs)
+        n_inputs = len(plan.integer_linears)
+        log.info(
+            "%d linears are INT%d, of %d of them the input is INT8",
+            len(plan.linears),
+            plan.weight_bits,
+            n_inputs,
+        )
 
         def after_step(part: GPT, group: ProcessGroup) -> None:
             fake_quant.fold_observers(part, settings.moving_rate, group)

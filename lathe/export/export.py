@@ -39,7 +39,7 @@ class ExportResult:
     """A proven export; `export.json` holds all figures of the proof.
 
     Attributes:
-        flavour: `fp32`, `fp16` or `int8`.
+        flavour: `fp32`, `fp16`, `int8` or `int4`.
         n_bytes: size of `model.onnx`.
         integer_kernels: matrix products that onnxruntime runs in integers.
         max_error, mean_error: of the logits, against torch.
@@ -63,7 +63,7 @@ def export(
     """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and prove them.
 
     Args:
-        model: checkpoint folder; one with a quantization plan gives the int8 flavour.
+        model: checkpoint folder; its quantization plan, if any, gives the flavour int8 or int4.
         data: output of prepare; its held-out text gives the prompts of the proof.
         output: appears only after the proof has succeeded.
         also: called with the unfinished folder after the proof, to write another format beside the
@@ -124,7 +124,7 @@ def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings
         )
     if config.quantization and settings.dtype == "float16":
         raise UserError(
-            f"{model}: is an INT8 checkpoint, but Export.dtype is float16",
+            f"{model}: is a quantized checkpoint, but Export.dtype is float16",
             "set Export.dtype=float32, or export the checkpoint from before quantization",
         )
 
@@ -149,7 +149,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {
-        "flavour": "int8" if config.quantization else FLAVOURS[settings.dtype],
+        "flavour": flavour(config, settings),
         "n_head": list(config.n_head),
         "head_dim": config.head_dim,
         "n_positions": config.n_positions,
@@ -163,6 +163,12 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     }
     _write_metadata(folder, metadata)
     return metadata
+
+
+def flavour(config: GPTConfig, settings: ExportSettings) -> str:
+    """`int8` or `int4`, by the narrowest weights, or the float type."""
+    plan = config.quantization
+    return f"int{plan.weight_bits}" if plan else FLAVOURS[settings.dtype]
 
 
 class _Weights(Mapping[str, Weight]):

@@ -1,4 +1,4 @@
-"""The GPT as an ONNX graph, built node by node, in float32, float16 or QDQ int8.
+"""The GPT as an ONNX graph, built node by node, in float32, float16, QDQ int8 or int4.
 
 Batch and length are dynamic. One graph serves prefill, decode, scoring, and steps that are both
 prefill and decode ("mixed").
@@ -33,8 +33,11 @@ changes neither the speed nor, in int8, a bit of the logits.
 A linear whose input the plan leaves in float is `MatMul(x, DequantizeLinear(int8 w))`, which
 onnxruntime fuses to `MatMulNBits` of 8 bits (the head's is not fused). `open_session` makes it
 compute in float32: by default it rounds x to int8.
+
+A linear with INT4 weights is one `MatMulNBits` with its bias; see `lathe.export.int4`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -45,6 +48,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from lathe.export import int4
 from lathe.export.attention import MICROSOFT, PARTS, attention_node, mixed_inputs
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
@@ -66,7 +70,7 @@ def build(
         config: shape; `n_head` and `n_inner` may differ from layer to layer.
         weights: by HF GPT-2 name without `transformer.`; linears are (in, out). All float32 or all
             float16, which is also the type of the computation (a CPU has no kernels for float16).
-        quantization: plan of the int8 flavour, which needs float32 weights; None: not quantized.
+        quantization: plan of a quantized flavour, which needs float32 weights; None: not quantized.
         opset: ONNX opset, at least 20 (the first with Gelu).
 
     Raises:
@@ -75,7 +79,7 @@ def build(
     The tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
     """
     if quantization and weights["wte.weight"].dtype != np.float32:
-        raise ValueError("int8 needs float32 weights")
+        raise ValueError("a quantization plan needs float32 weights")
     g = Graph(weights, quantization, config.layer_norm_epsilon)
     x = g.op(
         "Add", g.embedding("input_ids"), g.op("Gather", g.weight("wpe.weight"), "position_ids")
@@ -135,7 +139,7 @@ class Graph:
         self.nodes = list(mixed_inputs())
         self.made: dict[str, NDArray[Any]] = {}  # constants and quantized weights
         self.kept: set[str] = set()  # names of float weights
-        self.attentions: list[onnx.ValueInfoProto] = []
+        self.declared: list[onnx.ValueInfoProto] = []  # results of operators unknown to the checker
 
     def op(self, op_type: str, *inputs: str, name: str = "", **attributes: Any) -> str:
         """Add a node; returns the name of its output."""
@@ -176,14 +180,15 @@ class Graph:
         qkv = self.linear(f"h.{i}.attn.c_attn", x)
         output = f"h.{i}.attn"
         self.nodes.append(attention_node(i, qkv, n_head, output, self.dtype))
-        # The checker does not know the operator inside, so the type of its result is declared.
-        self.attentions.append(_value(output, self.dtype, "batch", "length", n_head * head_dim))
+        self.declared.append(_value(output, self.dtype, "batch", "length", n_head * head_dim))
         return output
 
     def embedding(self, tokens: str) -> str:
         """Token and position embeddings (B, T, C) of ids (B, T)."""
         if not (self.plan and self.plan.quantize_embedding):
             return self.op("Gather", self.weight("wte.weight"), tokens)
+        if self.plan.linears[HEAD].weight.group_size:
+            return self._grouped_embedding(tokens)
         table, scale = self._quantized_embedding()
         rows = self.op("Cast", self.op("Gather", table, tokens), to=TensorProto.FLOAT)
         last = self.constant("last_axis", np.array([-1], np.int64))
@@ -199,6 +204,9 @@ class Graph:
                 product = self.op("MatMul", x, transposed)
                 self.op("Cast", product, to=TensorProto.FLOAT, name="logits")
             return
+        if self.plan.linears[HEAD].weight.group_size:
+            self._grouped(HEAD, x, "wte.weight", "logits")
+            return
         table, scale = self._quantized_embedding()
         # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer
         # weight from onnxruntime's fusion.
@@ -212,7 +220,10 @@ class Graph:
         if not (self.plan and name in self.plan.linears):
             product = self.op("MatMul", x, self.weight(weight), name=f"{name}.matmul")
             return self.op("Add", product, bias, name=name)
-        q, scale = quantize_weight(self.weights[weight], 1, self.plan.linears[name].weight)
+        form = self.plan.linears[name].weight
+        if form.group_size:
+            return self._grouped(name, x, weight, name, bias)
+        q, scale = quantize_weight(self.weights[weight], 1, form)
         dequantized = self.op(
             "DequantizeLinear",
             self.constant(weight, q),
@@ -233,6 +244,43 @@ class Graph:
             self.constant("zero_point", np.array(ACTIVATION_ZERO_POINT, np.uint8)),
         )
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
+
+    def _grouped(self, linear: str, x: str, weight: str, output: str, bias: str = "") -> str:
+        """A linear of x with INT4 weights."""
+        assert self.plan is not None
+        packed, scale = self._packed(linear, weight)
+        shape = self.weights[weight].shape
+        n_out, n_in = shape if linear == HEAD else shape[::-1]
+        form = self.plan.linears[linear]
+        self.nodes.append(int4.linear_node((x, packed, scale), bias, output, (n_out, n_in), form))
+        if linear != HEAD:
+            self.declared.append(_value(output, self.dtype, None, None, n_out))
+        return output
+
+    def _packed(self, linear: str, weight: str) -> tuple[str, str]:
+        """Names of a weight's INT4 bytes and scales."""
+        assert self.plan is not None
+        scale = f"{weight}_scale"
+        if weight not in self.made:
+            matrix = self.weights[weight] if linear == HEAD else self.weights[weight].T
+            size = self.plan.linears[linear].weight.group_size
+            self.made[weight], self.made[scale] = int4.pack(np.ascontiguousarray(matrix), size)
+        return weight, scale
+
+    def _grouped_embedding(self, tokens: str) -> str:
+        """Token embeddings (B, T, C) from the bytes of the INT4 head."""
+        assert self.plan is not None
+        packed, scale = self._packed(HEAD, "wte.weight")
+        rows = self.op("Reshape", packed, self.constant("rows", np.array([0, -1], np.int64)))
+        form, padded = self.plan.linears[HEAD], 2 * math.prod(self.made[packed].shape[1:])
+        self.nodes.append(int4.embedding_node((rows, tokens, scale), "wte", form))
+        self.declared.append(_value("wte", self.dtype, None, None, padded))
+        width = self.weights["wte.weight"].shape[1]
+        if width == padded:
+            return "wte"
+        bounds = [np.array([bound], np.int64) for bound in (0, width, -1)]
+        names = ("first_feature", "n_features", "last_axis")
+        return self.op("Slice", "wte", *map(self.constant, names, bounds))
 
     def _quantized_embedding(self) -> tuple[str, str]:
         if "wte.weight" not in self.made:
@@ -293,7 +341,7 @@ class Graph:
             "gpt",
             inputs,
             outputs,
-            value_info=self.attentions,
+            value_info=self.declared,
         )
         opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
         return helper.make_model(
@@ -304,5 +352,5 @@ class Graph:
         )
 
 
-def _value(name: str, dtype: int, *shape: int | str) -> onnx.ValueInfoProto:
+def _value(name: str, dtype: int, *shape: int | str | None) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, dtype, shape)

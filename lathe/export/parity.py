@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lathe.export.int4 import GROUPED
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import by_projection
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
+from lathe.model.groups import RoundGroups, activation_scales, split
 from lathe.runtime.open_session import open_session
 from lathe.runtime.session import OnnxModel
 
@@ -73,22 +75,33 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
             expected = by_projection(expected.movedim(-1, 0), model.config.head_dim).movedim(0, -1)
     allowed = ROUNDING * expected.abs().max()
     if observer is not None:
-        assert isinstance(observer, Observer)
-        allowed = allowed + _on_the_edge(inputs, observer.scale, weight)
+        assert isinstance(observer, Observer | RoundGroups)
+        scales = _scales(inputs, observer)
+        allowed = allowed + _on_the_edge(inputs, scales, weight)
     return float(((torch.from_numpy(found) - expected).abs() / allowed).max())
 
 
-def _on_the_edge(x: Tensor, scale: float, weight: Tensor) -> Tensor:
+def _scales(x: Tensor, observer: Observer | RoundGroups) -> Tensor:
+    """The scale of every input x (..., in)."""
+    if isinstance(observer, Observer):
+        return torch.full_like(x, observer.scale)
+    scales = activation_scales(split(x, observer.size))
+    return scales.repeat_interleave(observer.size, -1).flatten(-2)[..., : x.shape[-1]]
+
+
+def _on_the_edge(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     """(..., 1): the most that outputs can change if every input on an edge rounds the other way."""
-    levels = x / scale
+    levels = x / scales
     edges = ((levels - levels.floor() - 0.5).abs() < EDGE).to(x.dtype)
-    return (edges @ weight.abs().amax(0))[..., None] * scale
+    return ((edges * scales) @ weight.abs().amax(0))[..., None]
 
 
 def _input_and_output(graph: onnx.ModelProto, linear: str, is_rounded: bool) -> tuple[str, str]:
     """Names of a linear's input before rounding, and of its output."""
     made_by = {output: node for node in graph.graph.node for output in node.output}
     result = "logits" if linear == HEAD else linear
+    if made_by[result].op_type == GROUPED:
+        return made_by[result].input[0], result
     product = made_by[result] if linear == HEAD else made_by[f"{linear}.matmul"]
     if not is_rounded:
         return product.input[0], result

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lathe.config.settings import GenerationSettings
 from lathe.errors import StageError
+from lathe.export.int4 import GROUPED, ROUNDED_INPUT
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
@@ -26,8 +27,8 @@ from lathe.runtime.session import MODEL, OnnxModel, pad
 
 log = logging.getLogger("lathe")
 
-INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm")
-FLOAT_KERNELS = ("MatMul", "FusedMatMul", "Gemm", "MatMulNBits")
+INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm", f"{GROUPED} of integers")
+FLOAT_KERNELS = ("MatMul", "FusedMatMul", "Gemm", GROUPED)
 # Limits of the mean error; see `prove`. NOISE_FACTOR: in float32, correct graphs measure 1 to 2 and
 # one with the wrong GELU 20; in float16, correct graphs measure 0.3 and one with positions that are
 # 1 % off 3. QUANTIZATION_SHARE: two independent roundings of one model measure 1.4.
@@ -152,9 +153,9 @@ def count_kernels(model: GPT, path: Path) -> int:
     with TemporaryDirectory() as scratch:
         optimized = Path(scratch) / MODEL
         open_session(path, optimized=optimized)
-        ops = Counter(node.op_type for node in onnx.load(optimized).graph.node)
+        ops = Counter(map(_kernel, onnx.load(optimized).graph.node))
     plan = model.config.quantization
-    wanted = len(plan.activation_scales) if plan else 0  # a float input: a float product
+    wanted = len(plan.integer_linears) if plan else 0  # a float input: a float product
     integer = sum(ops[op] for op in INTEGER_KERNELS)
     in_float = sum(ops[op] for op in FLOAT_KERNELS)
     total = len(model.config.linear_names()) + 1  # and the head
@@ -164,6 +165,13 @@ def count_kernels(model: GPT, path: Path) -> int:
             f"but the quantization plan has {wanted} and {total - wanted}"
         )
     return integer
+
+
+def _kernel(node: onnx.NodeProto) -> str:
+    """The node's type, which for `MatMulNBits` depends on the precision of its input."""
+    levels = {a.name: a.i for a in node.attribute if a.name == "accuracy_level"}
+    rounds = node.op_type == GROUPED and levels.get("accuracy_level") == ROUNDED_INPUT
+    return f"{GROUPED} of integers" if rounds else str(node.op_type)
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,7 @@ def _require_linears(
 def _rounds_inputs(model: GPT) -> bool:
     """Whether a linear has a quantized input; int8 weights alone leave the arithmetic in float."""
     plan = model.config.quantization
-    return plan is not None and bool(plan.activation_scales)
+    return plan is not None and bool(plan.integer_linears)
 
 
 def _without_quantization(model: GPT) -> GPT:

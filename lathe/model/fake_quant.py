@@ -1,8 +1,10 @@
-"""Simulated INT8 in float: the forward pass computes what the integer graph will, and the backward
-pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
+"""Simulated INT8 and INT4 in float: the forward pass computes what the integer graph will, and the
+backward pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
 
-Activations: one static scale per tensor, tracked as the moving average of the absolute maximum.
-Weights: symmetric, one scale per output channel (or per tensor), computed from the weight itself.
+INT8: activations have one static scale per tensor, tracked as the moving average of the absolute
+maximum; weights are symmetric, with one scale per output channel (or per tensor), computed from the
+weight itself. INT4: weights have a scale for every group of inputs (`lathe.model.groups`), and so
+have activations, computed from each token.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +18,14 @@ from torch import Tensor, nn
 
 from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT, Embedding
-from lathe.model.quantization import ACTIVATION_LEVELS, INT8, QuantizationPlan, WeightFormat
+from lathe.model.groups import RoundGroups, round_weight
+from lathe.model.quantization import (
+    ACTIVATION_LEVELS,
+    INT8,
+    LinearFormat,
+    QuantizationPlan,
+    WeightFormat,
+)
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -47,6 +56,8 @@ def weight_scale(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
 
 def fake_quantize_weight(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
     """Round a weight (out, in) to its format and back, with straight-through gradients."""
+    if form.group_size:
+        return round_weight(weight, form.group_size)
     return _fake_quantize(weight, weight_scale(weight, form), -form.levels, form.levels)
 
 
@@ -125,10 +136,13 @@ class FakeQuantLinear(nn.Linear):
     """`nn.Linear` with a fake-quantized weight, and a fake-quantized input if it has an
     observer."""
 
-    observer: Observer | None
+    observer: Observer | RoundGroups | None
 
     def __init__(
-        self, linear: nn.Linear, observer: Observer | None, quantized: QuantizedWeight
+        self,
+        linear: nn.Linear,
+        observer: Observer | RoundGroups | None,
+        quantized: QuantizedWeight,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -162,7 +176,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
     A scale of 0 means "not known yet": calibrate before use.
     """
     for name, form in plan.linears.items():
-        observer = Observer(form.activation_scale, pact) if form.activation else None
+        observer = _observer(form, pact)
         if name == HEAD:
             model.head_input = observer
             model.wte = FakeQuantEmbedding(model.wte, form.weight)
@@ -171,6 +185,12 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
             assert isinstance(linear, nn.Linear)
             quantized = QuantizedWeight(form.weight)
             replace_module(model, name, FakeQuantLinear(linear, observer, quantized))
+
+
+def _observer(form: LinearFormat, pact: bool) -> Observer | RoundGroups | None:
+    if form.activation == "dynamic_int8":
+        return RoundGroups(form.weight.group_size)
+    return Observer(form.activation_scale, pact) if form.activation else None
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lathe.model.architecture import HEAD
 
-WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max"]
+WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max", "group_wise"]
 Bits = Literal[4, 8]
-ActivationFormat = Literal["int8"]
+GroupSize = Literal[32, 64, 128]
+ActivationFormat = Literal["int8", "dynamic_int8"]
 
 ACTIVATION_LEVELS = 127
 """Largest integer of a quantized activation; the smallest is -128."""
@@ -19,20 +20,30 @@ ACTIVATION_LEVELS = 127
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Symmetric signed integers, one byte each.
+    """Signed integers with the zero point 0.
 
     Attributes:
-        quantize_type: one scale for the whole weight, or one for each output channel.
-        bits: 8. Checkpoints of an earlier version may have 4, which are as large in a file.
+        quantize_type: one scale for the whole weight, for each output channel, or for every
+            `group_size` consecutive inputs of an output channel.
+        bits: 8 for the first two, one byte each (checkpoints of an earlier version may have 4,
+            which are as large in a file); 4 for groups, two to a byte.
+        group_size: 0 without groups.
     """
 
     quantize_type: WeightQuantizeType = "channel_wise_abs_max"
     bits: Bits = 8
+    group_size: int = 0
 
     @property
     def levels(self) -> int:
         """The largest integer: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
+
+    @classmethod
+    def int4(cls, group_size: int) -> "WeightFormat":
+        """4 bits, from -8 to 7: the entry of a group that is largest in magnitude is -8 times the
+        group's scale, which is negative where that entry is positive."""
+        return cls("group_wise", 4, group_size)
 
 
 INT8 = WeightFormat()
@@ -44,9 +55,10 @@ class LinearFormat:
 
     Attributes:
         weight: format of the weight.
-        activation: format of the input, `clip(round(x / s), -128, 127) * s`; None leaves it in
-            float.
-        activation_scale: the scale s; 0 means not known yet.
+        activation: format of the input. `int8` is `clip(round(x / s), -128, 127) * s`;
+            `dynamic_int8`, of linears with groups, is the same with a scale for every group of
+            every token, its largest magnitude / 127; None leaves the input in float.
+        activation_scale: the scale s of `int8`; 0 means not known yet.
     """
 
     weight: WeightFormat = INT8
@@ -83,8 +95,19 @@ class QuantizationPlan:
 
     @property
     def activation_scales(self) -> dict[str, float]:
-        """Module path -> scale of the input, of the linears whose input is quantized."""
-        return {name: x.activation_scale for name, x in self.linears.items() if x.activation}
+        """Module path -> scale of the input, of the linears whose input has a fixed one."""
+        int8 = {name: x for name, x in self.linears.items() if x.activation == "int8"}
+        return {name: x.activation_scale for name, x in int8.items()}
+
+    @property
+    def integer_linears(self) -> list[str]:
+        """Module paths of the linears that multiply integers: their input is quantized."""
+        return [name for name, x in self.linears.items() if x.activation]
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of the narrowest weights."""
+        return min((x.weight.bits for x in self.linears.values()), default=8)
 
     def with_scales(self, scales: Mapping[str, float]) -> "QuantizationPlan":
         """This plan with new scales for all quantized inputs."""
@@ -102,7 +125,8 @@ class QuantizationPlan:
     def to_json(self) -> dict[str, Any]:
         """The keys of a W8A8 plan with one weight format for all block linears, and a key `linears`
         for the linears that these keys cannot describe."""
-        common = next((x.weight for name, x in self.linears.items() if name != HEAD), INT8)
+        blocks = (x.weight for name, x in self.linears.items() if name != HEAD)
+        common = next((weight for weight in blocks if not weight.group_size), INT8)
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
         others = {name: x for name, x in self.linears.items() if plain.get(name) != x}
         scales = {n: s for n, s in self.activation_scales.items() if n not in others}
@@ -127,6 +151,15 @@ _Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class _WeightJson(_Part):
     quantize_type: WeightQuantizeType
     bits: Bits
+    group_size: GroupSize | Literal[0] = 0
+
+    @model_validator(mode="after")
+    def _groups_have_a_size(self) -> "_WeightJson":
+        if (self.quantize_type == "group_wise") != (self.group_size > 0):
+            raise ValueError("group_wise and group_size go together")
+        if self.group_size and self.bits != 4:
+            raise ValueError("groups have 4 bits")
+        return self
 
 
 class _LinearJson(_Part):
@@ -136,15 +169,17 @@ class _LinearJson(_Part):
 
     @model_validator(mode="after")
     def _has_its_scale(self) -> "_LinearJson":
-        if (self.activation is None) != (self.activation_scale == 0):
-            raise ValueError("activation and activation_scale go together")
+        if (self.activation == "int8") != (self.activation_scale > 0):
+            raise ValueError("activation int8 and activation_scale go together")
+        if self.activation and (self.activation == "dynamic_int8") != (self.weight.group_size > 0):
+            raise ValueError("activation dynamic_int8 and group_size go together")
         return self
 
 
 class PlanJson(_Part):
     """The JSON that `QuantizationPlan.to_json` writes; all its scales are known."""
 
-    weight_quantize_type: WeightQuantizeType = "channel_wise_abs_max"
+    weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
     weight_bits: Bits = 8
     activation_bits: Literal[8] = 8
     quantize_embedding: bool = False
@@ -165,7 +200,7 @@ class PlanJson(_Part):
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
         others = {
             name: LinearFormat(
-                WeightFormat(x.weight.quantize_type, x.weight.bits),
+                WeightFormat(x.weight.quantize_type, x.weight.bits, x.weight.group_size),
                 x.activation,
                 x.activation_scale,
             )

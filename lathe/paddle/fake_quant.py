@@ -80,7 +80,7 @@ def _weight_format(plan: QuantizationPlan) -> WeightFormat:
     input together."""
     if in_float := plan.linears.keys() - plan.activation_scales.keys():
         raise UserError(
-            f"{min(in_float)} has INT8 weights and float inputs, which PaddleSlim does not support",
+            f"{min(in_float)} is not INT8 in weight and input, which PaddleSlim does not support",
             "use Compress.engine=torch",
         )
     formats = {form.weight for name, form in plan.linears.items() if name != HEAD}

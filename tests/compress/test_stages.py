@@ -37,20 +37,23 @@ def test_prune_then_finetune_with_recompute(
 
 
 @pytest.mark.parametrize("weight_only", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_checkpoint_computes_what_was_trained(
-    small_dense: Path, small_data: Path, tmp_path: Path, weight_only: bool
+    small_dense: Path, small_data: Path, tmp_path: Path, weight_only: bool, bits: int
 ) -> None:
     """The plan in config.json rebuilds the very model whose loss the run reported."""
     skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2,qkv]",)
     alone = (WEIGHTS_ALONE,) if weight_only else ()
-    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone))
+    width = f"Compress.Quantization.weight_bits={bits}"
+    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone, width))
     result = quantize(recipe, small_dense, small_data, tmp_path / "q")
     model = load_checkpoint(tmp_path / "q").model
     plan = model.config.quantization
     assert plan is not None and plan.quantize_embedding
     assert {"h.1.mlp.c_proj", "h.1.attn.c_attn"}.isdisjoint(plan.linears)
     assert len(plan.linears) == 8 - 2 + 1
-    assert set(plan.activation_scales) == (set() if weight_only else set(plan.linears))
+    assert set(plan.integer_linears) == (set() if weight_only else set(plan.linears))
+    assert plan.weight_bits == bits
     tokens = open_data(small_data, recipe, model.config.vocab_size, model.config.n_positions)
     batches = EvalBatches(recipe, tokens, 4, 2)
     assert len(batches) == 2
@@ -106,6 +109,7 @@ def test_an_analysis_of_another_model_is_refused(
     assert not (tmp_path / "q").exists()
 
 
+INT4 = "Compress.Quantization.weight_bits=4"
 LAYOUTS = {
     "mp2": ("Distributed.mp_degree=2",),
     "mp2 of weights alone": ("Distributed.mp_degree=2", "Distributed.pp_degree=1", WEIGHTS_ALONE),
@@ -114,6 +118,11 @@ LAYOUTS = {
         "Distributed.sharding.sharding_degree=2",
         "Distributed.sharding.sharding_stage=3",
         "Compress.Quantization.activation_preprocess_type=PACT",
+    ),
+    "sharding2 of INT4": (
+        "Distributed.sharding.sharding_degree=2",
+        "Distributed.sharding.sharding_stage=3",
+        INT4,
     ),
 }
 
@@ -140,13 +149,17 @@ def test_layouts_quantize_alike(
     assert found.activation_scales == pytest.approx(expected.activation_scales, rel=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [(LAYOUTS["sharding2"][2], b"PACT cannot be trained"), (INT4, b"INT4 weights cannot be")],
+)
 @pytest.mark.slow
-def test_pact_is_refused_with_tensor_parallelism(
-    small_dense: Path, small_data: Path, tmp_path: Path
+def test_pact_and_int4_are_refused_with_tensor_parallelism(
+    small_dense: Path, small_data: Path, tmp_path: Path, setting: str, said: bytes
 ) -> None:
-    overrides = (*QUANTIZE, *LAYOUTS["mp2"], *LAYOUTS["sharding2"][2:])
+    overrides = (*QUANTIZE, *LAYOUTS["mp2"], setting)
     process = start(
         "quantize", small_dense, small_data, tmp_path / "run", overrides=overrides, workers=2
     )
     _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0 and b"PACT cannot be trained" in errors
+    assert process.returncode != 0 and said in errors

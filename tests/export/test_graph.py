@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -87,6 +88,43 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
         np.testing.assert_allclose(seen[result], expected, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("length", [1, 33])
+def test_every_int4_linear_multiplies_the_integers_of_its_groups(
+    tmp_path: Path, byte_tokenizer: Tokenizer, length: int
+) -> None:
+    """Each linear, at the inputs it has inside the model, against the file's integers in numpy."""
+    model = make_model(PRUNED, int8=True, group_size=32)
+    exported = write_unproven(model, byte_tokenizer, tmp_path)
+    graph = onnx.load(tmp_path / "model.onnx")
+    stored = _initializers(graph)
+    linears = [node for node in graph.graph.node if node.op_type == "MatMulNBits"]
+    assert len(linears) == 4 * PRUNED.n_layer + 1
+    watched = {name for node in linears for name in (node.input[0], node.output[0])} - {"logits"}
+    graph.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in sorted(watched)
+    )
+    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    tokens = random_tokens(2, length).numpy()
+    feeds = exported.feeds(tokens, np.full(2, length), np.tile(np.arange(length), (2, 1)))
+    names = [*sorted(watched), "logits"]
+    seen = dict(zip(names, session.run(names, feeds), strict=True))
+    for node in linears:
+        packed, scale = (stored[name] for name in node.input[1:3])  # (N, groups, 16), (N, groups)
+        bytes_ = packed.astype(np.int64)
+        weight = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(*scale.shape, 32) - 8
+        x = seen[node.input[0]]
+        x = np.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % 32)]).reshape(2, length, -1, 32)
+        x_scale = np.abs(x).max(-1, keepdims=True) / np.float64(127)
+        rounded = np.rint(x / x_scale).astype(np.int64)
+        sums = np.einsum("btgi,ngi->btng", rounded, weight)
+        expected = (sums * scale * x_scale[..., 0][:, :, None]).sum(-1)
+        expected += stored[node.input[5]] if len(node.input) > 5 else 0.0
+        found = seen[node.output[0]]
+        step = np.abs(scale).max() * 8 * x_scale.max()  # an input on the edge of two integers
+        close = np.isclose(found, expected, rtol=2e-6, atol=1e-5)
+        assert close.mean() > 0.95 and np.abs(found - expected).max() < 2 * step, node.name
+
+
 def test_mixed_plan_leaves_skipped_linears_float(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     model = make_model(UNIFORM, int8=True, skip=("h.1.mlp.c_proj", "lm_head"))
     write_unproven(model, byte_tokenizer, tmp_path)
@@ -96,16 +134,20 @@ def test_mixed_plan_leaves_skipped_linears_float(tmp_path: Path, byte_tokenizer:
     assert stored["wte.weight"].dtype == np.float32
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("int8", "group_size", "dtype"),
+    [(False, 0, np.float32), (True, 0, np.int8), (True, 32, np.uint8)],
+)
 def test_the_embedding_is_stored_once(
-    tmp_path: Path, byte_tokenizer: Tokenizer, int8: bool
+    tmp_path: Path, byte_tokenizer: Tokenizer, int8: bool, group_size: int, dtype: type[Any]
 ) -> None:
-    model = make_model(UNIFORM, int8)
+    model = make_model(UNIFORM, int8, group_size=group_size)
     write_unproven(model, byte_tokenizer, tmp_path)
     stored = _initializers(onnx.load(tmp_path / "model.onnx"))
-    large = [name for name, value in stored.items() if value.size == model.wte.weight.numel()]
-    assert large == ["wte.weight"]
-    assert stored["wte.weight"].dtype == (np.int8 if int8 else np.float32)
+    tables = [
+        n for n, v in stored.items() if v.shape[:1] == (UNIFORM.vocab_size,) and v.dtype == dtype
+    ]
+    assert tables == ["wte.weight"]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

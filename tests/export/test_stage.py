@@ -40,18 +40,30 @@ def data(tmp_path: Path) -> Path:
 
 
 # Of the logits' standard deviation.
-MEAN_ERROR = {"fp32": 2e-6, "fp16": 2e-3, "int8": 1e-2, "int8 weights": 2e-6}
+MEAN_ERROR = {
+    "fp32": 2e-6,
+    "fp16": 2e-3,
+    "int8": 1e-2,
+    "int8 weights": 2e-6,
+    "int4": 1e-2,
+    "int4 weights": 2e-6,
+}
+
+
+def _quantized(config: GPTConfig, flavour: str) -> GPT:
+    size = 32 if "int4" in flavour else 0
+    return make_model(config, "int" in flavour, (), "weights" in flavour, size)
 
 
 @pytest.mark.parametrize("flavour", MEAN_ERROR)
 def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: str) -> None:
-    model = make_model(PRUNED, "int8" in flavour, weight_only=flavour == "int8 weights")
+    model = _quantized(PRUNED, flavour)
     folder = save(model, byte_tokenizer, tmp_path / "checkpoint")
     dtype = "float16" if flavour == "fp16" else "float32"
     settings = RECIPE.Export.model_copy(update={"dtype": dtype})
     result = export(Recipe(Export=settings), folder, data, tmp_path / "out")
     assert result.flavour == flavour.split()[0]
-    assert result.integer_kernels == (13 if flavour == "int8" else 0)
+    assert result.integer_kernels == (13 if flavour in ("int8", "int4") else 0)
     names = {"model.onnx", "config.json", "tokenizer.json", "export.json"}
     assert {path.name for path in result.folder.iterdir()} == names
     metadata = json.loads((result.folder / "export.json").read_text())
@@ -70,20 +82,23 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
         assert OnnxModel(result.folder).greedy(PROMPTS, 8) == generate(model, PROMPTS, greedy, 256)
 
 
-def test_int8_is_a_quarter_of_float_and_float16_half(
+def test_int4_is_a_seventh_of_float_int8_a_quarter_and_float16_half(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     config = GPTConfig(2048, 64, 128, 32, (4,) * 2, (512,) * 2)
-    kinds: dict[str, tuple[bool, Any]] = {
-        "whole": (False, "float32"),
-        "half": (False, "float16"),
-        "quarter": (True, "float32"),
+    kinds: dict[str, tuple[bool, int, Any]] = {
+        "whole": (False, 0, "float32"),
+        "half": (False, 0, "float16"),
+        "quarter": (True, 0, "float32"),
+        "seventh": (True, 64, "float32"),
     }
-    for name, (int8, dtype) in kinds.items():
-        write_unproven(make_model(config, int8), byte_tokenizer, tmp_path / name, dtype)
-    whole, half, quarter = ((tmp_path / k / "model.onnx").stat().st_size for k in kinds)
+    for name, (int8, group_size, dtype) in kinds.items():
+        model = make_model(config, int8, group_size=group_size)
+        write_unproven(model, byte_tokenizer, tmp_path / name, dtype)
+    whole, half, quarter, seventh = ((tmp_path / k / "model.onnx").stat().st_size for k in kinds)
     assert half < 0.55 * whole
     assert quarter < 0.3 * whole
+    assert seventh < 0.18 * whole
 
 
 def test_a_failed_proof_leaves_nothing(
@@ -130,6 +145,9 @@ DEFECTS = {
     "weight scale": ("int8", _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
     "int8 bias": ("int8", _scale("h.1.mlp.c_proj.bias", 1.001)),
     "weight scale alone": ("int8 weights", _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
+    "int4 scale": ("int4", _scale("h.1.mlp.c_fc.weight_scale", 1.0002)),
+    "int4 bias": ("int4", _scale("h.1.mlp.c_proj.bias", 1.001)),
+    "int4 embedding": ("int4", _scale("wte.weight_scale", 1.0002)),
 }
 
 
@@ -138,14 +156,14 @@ def test_a_changed_graph_fails_the_proof(
     tmp_path: Path, byte_tokenizer: Tokenizer, defect: str
 ) -> None:
     flavour, change = DEFECTS[defect]
-    int8 = "int8" in flavour
-    model = make_model(UNIFORM, int8, weight_only=flavour == "int8 weights")
-    dtype: Any = "float32" if int8 else flavour
+    quantized = "int" in flavour
+    model = _quantized(UNIFORM, flavour)
+    dtype: Any = "float32" if quantized else flavour
     write_unproven(model, byte_tokenizer, tmp_path, dtype)
     graph = onnx.load(tmp_path / "model.onnx")
     change(graph)
     onnx.save(graph, tmp_path / "model.onnx")
-    said = "differs from torch's on the same input" if int8 else "logits differ from torch's"
+    said = "differs from torch's on the same input" if quantized else "logits differ from torch's"
     said = "in a step that reads and decodes" if defect == "mixed step" else said
     with pytest.raises(ProofError, match=said):
         prove(model, tmp_path, PROMPTS, 4, 1e-3)
@@ -200,7 +218,7 @@ def test_mistakes(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer) -> None
         export(RECIPE, folder, data, tmp_path / "out")
     folder = save(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path / "int8")
     half = Recipe(Export=ExportSettings(dtype="float16"))
-    with pytest.raises(UserError, match=r"an INT8 checkpoint, but Export\.dtype is float16"):
+    with pytest.raises(UserError, match=r"a quantized checkpoint, but Export\.dtype is float16"):
         export(half, folder, data, tmp_path / "out")
     folder = save(make_model(UNIFORM), byte_tokenizer, tmp_path / "checkpoint")
     (data / "heldout.txt").write_text("A few words.")

@@ -8,7 +8,13 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
-from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
+from lathe.model.quantization import (
+    INT8,
+    ActivationFormat,
+    LinearFormat,
+    QuantizationPlan,
+    WeightFormat,
+)
 from tests.conftest import small_config
 
 SCALES = {"h.0.attn.c_attn": 0.1, "h.1.mlp.c_proj": 0.2, "lm_head": 0.3}
@@ -20,6 +26,8 @@ W8A8 = {
     "activation_scales": SCALES,
 }
 WEIGHT_ALONE = asdict(LinearFormat(activation=None))
+INT4 = asdict(LinearFormat(WeightFormat.int4(64), "dynamic_int8"))
+GROUPS = INT4["weight"]
 
 
 def read(plan: dict[str, Any]) -> QuantizationPlan:
@@ -62,6 +70,18 @@ def test_a_format_of_its_own_for_every_linear() -> None:
     assert mixed.part(["h.0.mlp.c_fc"]).linears == {"h.0.mlp.c_fc": alone}
 
 
+@pytest.mark.parametrize("activation", ["dynamic_int8", None])
+def test_int4(activation: ActivationFormat | None) -> None:
+    int4 = LinearFormat(WeightFormat.int4(64), activation)
+    plan = QuantizationPlan({"h.0.attn.c_attn": int4, "lm_head": int4})
+    assert plan.activation_scales == {} and plan.quantize_embedding and plan.weight_bits == 4
+    assert plan.integer_linears == (list(plan.linears) if activation else [])
+    assert read(plan.to_json()) == plan
+    mixed = QuantizationPlan(plan.linears | QuantizationPlan.w8a8(SCALES).linears)
+    mixed.linears["h.1.attn.c_proj"] = int4
+    assert read(mixed.to_json()) == mixed
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -71,6 +91,11 @@ def test_a_format_of_its_own_for_every_linear() -> None:
         ({"linears": {"h.7.mlp.c_fc": WEIGHT_ALONE}}, "h.7.mlp.c_fc, which is not a linear"),
         ({"linears": {"lm_head": WEIGHT_ALONE}}, "lm_head is in activation_scales and in linears"),
         ({"linears": {"h.0.mlp.c_fc": asdict(LinearFormat())}}, "go together"),
+        ({"linears": {"h.0.mlp.c_fc": INT4 | {"activation": "int8"}}}, "go together"),
+        ({"linears": {"h.0.mlp.c_fc": WEIGHT_ALONE | {"activation": "dynamic_int8"}}}, "together"),
+        ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 48}}}}, "size"),
+        ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 0}}}}, "together"),
+        ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"bits": 8}}}}, "4 bits"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Small random models, float and INT8, as checkpoint folders and as exports."""
+"""Small random models, float, INT8 and INT4, as checkpoint folders and as exports."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,13 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.model.quantization import LinearFormat, QuantizationPlan
+from lathe.model.quantization import (
+    INT8,
+    ActivationFormat,
+    LinearFormat,
+    QuantizationPlan,
+    WeightFormat,
+)
 from lathe.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
@@ -26,9 +32,14 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_model(
-    config: GPTConfig, int8: bool = False, skip: tuple[str, ...] = (), weight_only: bool = False
+    config: GPTConfig,
+    int8: bool = False,
+    skip: tuple[str, ...] = (),
+    weight_only: bool = False,
+    group_size: int = 0,
 ) -> GPT:
-    """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens."""
+    """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens; a
+    group size makes their weights INT4."""
     model = GPT(config)
     model.initialize(0.2, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -39,7 +50,9 @@ def make_model(
     if int8:
         linears = (*model.config.linear_names(), HEAD)
         names = [n for n in linears if n not in skip]
-        form = LinearFormat(activation=None if weight_only else "int8")
+        weight = WeightFormat.int4(group_size) if group_size else INT8
+        rounded: ActivationFormat = "dynamic_int8" if group_size else "int8"
+        form = LinearFormat(weight, None if weight_only else rounded)
         plan = QuantizationPlan(dict.fromkeys(names, form))
         fake_quant.insert(model, plan)
         scales = fake_quant.calibrate(model, [random_tokens(4, 48, seed=3)])

@@ -10,6 +10,7 @@ from lathe.compress.sensitivity.result import Distribution
 from lathe.model.architecture import HEAD
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
+from lathe.model.groups import round_activation
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, QuantizationPlan
 
 
@@ -17,6 +18,8 @@ def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
     """The input of a linear as the linear reads it."""
     if form.activation is None:
         return x
+    if form.activation == "dynamic_int8":
+        return round_activation(x, form.weight.group_size)
     low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
     return torch.fake_quantize_per_tensor_affine(x, form.activation_scale, 0, low, high)
 

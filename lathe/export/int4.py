@@ -1,0 +1,67 @@
+"""INT4 weights as onnxruntime's operators read them: `MatMulNBits`, a linear, and
+`GatherBlockQuantized`, an embedding, which share the bytes of a tied head."""
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import helper
+
+from lathe.export.attention import MICROSOFT
+from lathe.model.groups import LOWEST, weight_groups
+from lathe.model.quantization import LinearFormat
+
+GROUPED = "MatMulNBits"
+ROUNDED_INPUT = 4  # `accuracy_level` of products with inputs in 8 bits
+FLOAT_INPUT = 1
+
+
+def pack(weight: NDArray[np.float32], size: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Bytes (out, groups, size / 2) and scales (out, groups) of a weight (out, in); two integers
+    plus 8 to a byte, the first one in its lower half."""
+    integers, scale = weight_groups(torch.from_numpy(weight), size)
+    unsigned = (integers - LOWEST).to(torch.uint8)
+    packed = unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+    return packed.numpy(), scale[..., 0].numpy()
+
+
+def linear_node(
+    inputs: tuple[str, str, str], bias: str, output: str, shape: tuple[int, int], form: LinearFormat
+) -> onnx.NodeProto:
+    """A linear with a weight of `shape` (out, in).
+
+    Args:
+        inputs: names of x, of the bytes and of the scales.
+        bias: its name, or nothing.
+    """
+    return helper.make_node(
+        GROUPED,
+        [*inputs, "", "", bias] if bias else inputs,
+        [output],
+        name=output,
+        domain=MICROSOFT,
+        N=shape[0],
+        K=shape[1],
+        bits=form.weight.bits,
+        block_size=form.weight.group_size,
+        accuracy_level=ROUNDED_INPUT if form.activation else FLOAT_INPUT,
+    )
+
+
+def embedding_node(inputs: tuple[str, str, str], output: str, form: LinearFormat) -> onnx.NodeProto:
+    """Embeddings of ids.
+
+    Args:
+        inputs: names of the bytes (V, C / 2), of the ids and of the scales.
+    """
+    return helper.make_node(
+        "GatherBlockQuantized",
+        inputs,
+        [output],
+        name=output,
+        domain=MICROSOFT,
+        bits=form.weight.bits,
+        block_size=form.weight.group_size,
+        gather_axis=0,
+        quantize_axis=1,
+    )

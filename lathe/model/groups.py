@@ -1,0 +1,86 @@
+"""Simulated INT4 linears: weights and activations that are rounded in groups of inputs, as
+onnxruntime's `MatMulNBits` (accuracy level 4) computes them.
+
+A group of `size` consecutive inputs of an output channel is 4-bit integers from -8 to 7 times one
+scale. The scale is the entry of largest magnitude / -8, so that this entry is exact and all 16
+integers are of use (llama.cpp's Q4_0). The activations of a token are rounded to 8 bits in the
+same groups, each with its largest magnitude / 127 as the scale. Where the number of inputs is no
+multiple of the size, the last group is filled up with zeros.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lathe.model.quantization import ACTIVATION_LEVELS
+
+LOWEST, HIGHEST = -8, 7
+
+
+def split(x: Tensor, size: int) -> Tensor:
+    """(..., n) -> (..., groups, size), filled up with zeros."""
+    return F.pad(x, (0, -x.shape[-1] % size)).reshape(*x.shape[:-1], -1, size)
+
+
+def weight_groups(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Integers (out, groups, size) and scales (out, groups, 1) of a weight (out, in)."""
+    groups = split(weight, size)
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = torch.where(extreme == 0, torch.ones_like(extreme), extreme / LOWEST)
+    return torch.round(groups / scale).clamp_(LOWEST, HIGHEST), scale
+
+
+class _RoundWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, size: int) -> Tensor:
+        integers, scale = weight_groups(weight, size)
+        return (integers * scale).flatten(-2)[:, : weight.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+class _RoundActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        groups = split(x, size)
+        scale = activation_scales(groups)
+        rounded = torch.round(groups / scale).mul_(scale)
+        return rounded.flatten(-2)[..., : x.shape[-1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+def activation_scales(groups: Tensor) -> Tensor:
+    """Scales (..., groups, 1) of activations (..., groups, size)."""
+    absmax = groups.abs().amax(-1, keepdim=True)
+    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / ACTIVATION_LEVELS
+
+
+def round_weight(weight: Tensor, size: int) -> Tensor:
+    """Round a weight (out, in) to INT4 and back, with straight-through gradients."""
+    y: Tensor = _RoundWeight.apply(weight, size)  # type: ignore[no-untyped-call]
+    return y
+
+
+def round_activation(x: Tensor, size: int) -> Tensor:
+    """Round activations (..., in) to INT8 in groups and back, with straight-through gradients."""
+    y: Tensor = _RoundActivation.apply(x, size)  # type: ignore[no-untyped-call]
+    return y
+
+
+class RoundGroups(nn.Module):
+    """`round_activation` as a module."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., in)."""
+        return round_activation(x, self.size)
