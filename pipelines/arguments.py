@@ -11,6 +11,7 @@ from lathe.errors import UserError
 from pipelines.compile import ENGINE, FUNCTIONS, built, defaults
 
 SHARDS = "Launch.shards"
+WEIGHT_BITS = "Compress.Quantization.weight_bits"
 OPTIONS = {
     "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
     "tokenizer": "Tokenizer file or folder.",
@@ -25,6 +26,10 @@ OPTIONS = {
 }
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
+Quant = Annotated[
+    str,
+    typer.Option(help=f"int8 or int4: short for -o {WEIGHT_BITS}=..., in pipelines that quantize."),
+]
 Shards = Annotated[
     int | None, typer.Option(help=f"Steps that tokenize a shard each: short for -o {SHARDS}=...")
 ]
@@ -42,12 +47,19 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(
-        pipeline: str, engine: str, shards: int | None, overrides: list[str], **options: Any
+        pipeline: str,
+        engine: str,
+        quant: str,
+        shards: int | None,
+        overrides: list[str],
+        **options: Any,
     ) -> None:
         values = {key: options.pop(key) for key in OPTIONS}
         given = {key: value for key, value in values.items() if value}
         if engine:
             overrides = [*overrides, f"{ENGINE}={engine}"]
+        if quant:
+            overrides = [*overrides, f"{WEIGHT_BITS}={quant.removeprefix('int')}"]
         if shards is not None:
             overrides = [*overrides, f"{SHARDS}={shards}"]
         arguments = defaults(pipeline, overrides) | given | {"overrides": overrides}
@@ -62,6 +74,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         parameter("pipeline", Pipeline, "full"),
         *(parameter(k, Annotated[str, typer.Option(help=h)], "") for k, h in OPTIONS.items()),
         parameter("engine", Engine, ""),
+        parameter("quant", Quant, ""),
         parameter("shards", Shards, None),
         parameter("overrides", Overrides, []),
         *(parameter(p.name, p.annotation, p.default) for p in own),

@@ -9,7 +9,11 @@ from rich.console import Console
 from lathe.report.results import rows
 from lathe.report.summary import summary_table
 
-CHECKPOINTS = {"model": "pretrain/model", "pruned": "prune/pruned", "INT8": "quantize/quantized"}
+CHECKPOINTS = {
+    "model": "pretrain/model",
+    "pruned": "prune/pruned",
+    "quantized": "quantize/quantized",
+}
 
 
 def show(folder: Path, pipeline: str, deployed: Path) -> None:
@@ -21,29 +25,28 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     """
     if figures := newest(folder, "report*/metrics"):
         wide_console().print(summary_table(rows(json.loads(figures.read_text(encoding="utf-8")))))
-    checkpoints = CHECKPOINTS if pipeline != "compress" else {"INT8": "choose/chosen"}
+    checkpoints = CHECKPOINTS if pipeline != "compress" else {"quantized": "choose/chosen"}
     for name, output in checkpoints.items():
         if path := newest(folder, output):
-            print(f"{name:8}{path}")
+            print(f"{name:11}{path}")
     if page := newest(folder, "choose/page"):
         shutil.copyfile(page, folder / "compress.html")
-        print(f"trials  {folder / 'compress.html'}")
+        print(f"trials     {folder / 'compress.html'}")
     if page := newest(folder, "report*/page"):
         shutil.copyfile(page, folder / "report.html")
-        print(f"report  {folder / 'report.html'}")
+        print(f"report     {folder / 'report.html'}")
     if pipeline not in ("qat", "compress", "full"):
         return
     repository, verdict = newest(folder, "rehearse/deployed"), newest(folder, "gate/verdict")
     passed = verdict is None or json.loads(verdict.read_text(encoding="utf-8"))["passed"]
     if repository is None or not passed:
-        print("not deployed: the INT8 model did not pass the gate")
+        print("not deployed: the quantized model did not pass the gate")
         return
     if deployed.is_symlink():
         deployed.unlink()
     deployed.symlink_to(repository, target_is_directory=True)
-    print(
-        f'server  {repository}\n\ntalk to it: make serve && make client PROMPT="In the beginning"'
-    )
+    print(f"server     {repository}")
+    print('\ntalk to it: make serve && make client PROMPT="In the beginning"')
 
 
 def wide_console(columns: int = 100) -> Console:

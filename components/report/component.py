@@ -47,13 +47,13 @@ def report(
     from components.artifacts import local, record
     from components.stage import stage
     from lathe.report.report import report_run
-    from lathe.report.summary import Candidate
+    from lathe.report.summary import Candidate, format_name
 
     with stage(recipe, overrides) as settings:
         table = (
             ("dense", dense_model, dense_evaluation, dense_export),
             ("pruned", pruned_model, pruned_evaluation, pruned_export),
-            ("INT8", int8_model, int8_evaluation, int8_export),
+            (format_name(*local(int8_export)), int8_model, int8_evaluation, int8_export),
         )
         candidates = [Candidate(name, *local(*parts)) for name, *parts in table if parts[0]]
         rows = report_run(settings, candidates, Path(page.path), *local(sensitivity, deployed))

@@ -82,7 +82,7 @@ def quantize(
     override: Overrides = None,
     output: Output = RUN / "int8",
 ) -> None:
-    """Finetune a model with simulated INT8 arithmetic (quantization-aware training)."""
+    """Finetune a model with simulated INT8 or INT4 arithmetic (quantization-aware training)."""
     settings = load(recipe, override)
     from lathe import backends
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lathe.artifacts.kinds import open_export
 from lathe.errors import UserError
 from lathe.evaluate.measures import Measure
 from lathe.evaluate.results import measured, read_metrics
@@ -32,6 +33,11 @@ class Candidate:
     model: Path
     evaluation: Path | None = None
     exported: Path | None = None
+
+
+def format_name(exported: Path | None) -> str:
+    """`INT8` or `INT4`, by the export of a quantized model, if there is one."""
+    return open_export(exported).flavour.upper() if exported else "INT8"
 
 
 @dataclass(frozen=True)

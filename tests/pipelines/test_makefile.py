@@ -45,6 +45,12 @@ def test_shards_wherever_data_is_prepared(target):
     assert words[words.index("full") :][:3] == ["full", "--shards", "8"]
 
 
+@pytest.mark.parametrize("target", ["run", "submit", "schedule", "doctor"])
+def test_the_format_of_the_weights_wherever_a_model_is_quantized(target):
+    words = dry_run("QUANT=int4", target=target)
+    assert words[words.index("full") :][:3] == ["full", "--quant", "int4"]
+
+
 def test_submit_and_schedule():
     words = dry_run(
         *("PIPELINE=qat", "MODEL=s3://m/gpt/", "NODES=2", "GPUS=8", "NODE_POOL=a100", "FOLLOW=1"),
