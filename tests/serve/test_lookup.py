@@ -368,8 +368,8 @@ def test_lookup_pauses_for_longer_the_longer_it_fails() -> None:
         if lookup.draft(9):
             tried.append(4 * i)
     waits = np.diff(tried).tolist()
-    assert waits == sorted(waits) and waits[-1] == MOST_PAUSE
-    assert {LEAST_PAUSE, 2 * LEAST_PAUSE, 4 * LEAST_PAUSE} < set(waits)
+    assert waits == sorted(waits) and waits[-1] == MOST_PAUSE + 4
+    assert {LEAST_PAUSE + 4, 2 * LEAST_PAUSE + 4, 4 * LEAST_PAUSE + 4} < set(waits)
     while not (draft := lookup.draft(9)):
         lookup.add(5)
     assert len(draft) == 1
