@@ -38,7 +38,7 @@ from lathe.runtime.session import OnnxModel
 from lathe.runtime.text_generator import TextGenerator
 from lathe.runtime.watcher import Watcher
 
-REQUESTS = 12
+REQUESTS = 8
 PROMPT, NEW = 100, 120
 CHANGED = 10  # every so many tokens of the prompt, one is another in its copy
 GREEDY = Params(decode_strategy="greedy_search", max_tokens=NEW, min_tokens=NEW)
