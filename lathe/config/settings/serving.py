@@ -15,7 +15,6 @@ from lathe.config.settings.types import (
     Port,
     Positive,
     Seconds,
-    Speculation,
 )
 
 
@@ -88,7 +87,7 @@ class ServingSettings(Settings):
     prefix_cache_mib: Annotated[int, Field(ge=0, le=2**20)] = 256
     """Memory for keys and values of beginnings that prompts share, in MiB; 0 reads every prompt
     whole."""
-    speculation: Speculation = "off"
+    speculation: Literal["off", "prompt_lookup"] = "off"
     """How several tokens of a single stream are decoded in one step: `prompt_lookup` tries what
     came after the last tokens when they came before; `off` decodes one after another."""
     max_wait_seconds: Seconds | None = None

@@ -1,9 +1,9 @@
 """The kinds of values that settings take, and their bounds."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 LARGEST = 2**31 - 1  # of a whole number, unless a field has a nearer bound
 
@@ -17,10 +17,6 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]  # of logits, which float32 ha
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
-Speculation = Annotated[
-    Literal["off", "prompt_lookup"],
-    BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads `off`
-]
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
 
 
