@@ -86,6 +86,17 @@ def test_overrides_are_yaml_and_the_last_wins() -> None:
     assert recipe.Compress.Distill.teacher == "a=b"
 
 
+def test_off_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
+    """YAML reads a plain `off` as false."""
+    path = write(tmp_path, "_base_: tiny\nServing:\n  speculation: off\n")
+    for overrides in ([], ["Serving.speculation=off"], ['Serving.speculation="off"']):
+        assert load_recipe(path, overrides).Serving.speculation == "off"
+    assert load_recipe(recipe_text(path)).Serving.speculation == "off"
+    recipe = load_recipe(path, ["Serving.speculation=prompt_lookup"])
+    assert recipe.Serving.speculation == "prompt_lookup"
+    assert "Serving.speculation" in mistake(path, "Serving.speculation=on")
+
+
 def test_a_base_merges_deeply_and_inherited_false_replaces(tmp_path: Path) -> None:
     write(tmp_path, "Optimizer: {beta1: 0.5, lr: {max_lr: 1.0, min_lr: 0.5}}", "base.yaml")
     merged = load_recipe(

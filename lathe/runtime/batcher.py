@@ -30,6 +30,7 @@ from lathe.runtime.kv_cache import KVCache
 from lathe.runtime.prefix_cache import PrefixCache
 from lathe.runtime.sequence_group import SequenceGroup, Step
 from lathe.runtime.session import MixedCaches, OnnxModel
+from lathe.runtime.watcher import Watcher
 
 log = logging.getLogger("lathe")
 
@@ -40,29 +41,14 @@ LEAST_CHUNK = 16  # a shorter one takes as long as this one: both read all weigh
 ENDED = Step([], [])
 
 
-class Watcher:
-    """Receives a batcher's events, on its thread; this base class ignores them. Seconds count from
-    a request's arrival."""
-
-    def admitted(self, waited: float) -> None:
-        """A request got its slots."""
-
-    def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
-        """A prompt was prefilled, but for what the prefix cache had, and its first token chosen."""
-
-    def stepped(self, tokens: int) -> None:
-        """A decoding step gave this many branches a token each."""
-
-    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
-        """The load between two steps: running branches, waiting requests, cached tokens."""
-
-
 class Batcher:
     """Runs at most `max_running` branches at a time; up to `max_queue` requests wait for a slot,
     first come, first served.
 
     The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory is taken from
     the system when it is first touched, and `prefix_bytes` for beginnings that prompts share.
+
+    If it `speculates`, a branch that has the model to itself decodes drafts of several tokens.
     """
 
     def __init__(
@@ -71,10 +57,11 @@ class Batcher:
         max_running: int,
         max_queue: int,
         prefix_bytes: int = 0,
+        speculates: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
         self.model, self.max_running, self._max_queue = model, max_running, max_queue
-        self._watcher = watcher or Watcher()
+        self._speculates, self._watcher = speculates, watcher or Watcher()
         self._cache = model.start(max_running)
         self._prefixes = PrefixCache(prefix_bytes)
         self._parts: dict[tuple[int, int], KVCache] = {}
@@ -125,9 +112,7 @@ class Batcher:
 
     def _step(self) -> None:
         """Decode one token for every running branch, and read what fits beside it."""
-        for group in list(self._rows):
-            if not group.is_wanted():
-                self._go_on(group, ENDED)
+        self._end_unwanted()
         free = self.max_running - len(self._owners)
         most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
         chunk = self._next_chunk(most)
@@ -144,6 +129,11 @@ class Batcher:
         else:
             self._read(chunk)
             self._decode()
+
+    def _end_unwanted(self) -> None:
+        for group in list(self._rows):
+            if not group.is_wanted():
+                self._go_on(group, ENDED)
 
     def _next_chunk(self, most: int) -> NDArray[np.int64] | None:
         """The next tokens to read, at most so many; of the next request if none is being read."""
@@ -253,15 +243,44 @@ class Batcher:
         """Decode one token for every running branch."""
         if not self._rows:
             return
+        if draft := self._draft():
+            self._verify(draft)
+            return
         tokens = np.array(self._tokens)[:, None]
         try:
             logits = self.model.step(self._part(0, len(tokens)), tokens)
         except Exception as error:
-            for group in list(self._rows):
-                group.deliver(error)
-                self._go_on(group, ENDED)
+            self._fail_rows(error)
             return
         self._choose(dict(self._rows), logits)
+
+    def _draft(self) -> list[int]:
+        """Tokens that may come next in the only branch, if nobody waits for its step to end."""
+        is_alone = len(self._owners) == 1 and self._reading is None and not self._waiting
+        return self._owners[0].draft() if self._speculates and is_alone else []
+
+    def _verify(self, draft: list[int]) -> None:
+        """Decode the only branch with a draft in one step, and choose its tokens one by one from
+        the logits, as without a draft, for as long as the choice is what was drafted."""
+        group, part, accepted = self._owners[0], self._part(0, 1), 0
+        length = int(part.lengths[0])
+        try:
+            logits = self.model.read(part, np.array([*self._tokens, *draft]))
+        except Exception as error:
+            self._fail_rows(error)
+            return
+        for accepted, drafted in enumerate((*draft, None)):
+            part.lengths[0] = length + accepted + 1  # what comes after is forgotten
+            self._choose({group: [0]}, logits[accepted : accepted + 1])
+            self._end_unwanted()
+            if group not in self._rows or self._tokens[0] != drafted:
+                break
+        self._tell(self._watcher.drafted, len(draft), accepted)
+
+    def _fail_rows(self, error: Exception) -> None:
+        for group in list(self._rows):
+            group.deliver(error)
+            self._go_on(group, ENDED)
 
     def _choose(
         self, running: Mapping[SequenceGroup, list[int]], logits: NDArray[np.float32]

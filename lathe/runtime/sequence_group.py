@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.errors import UserError
+from lathe.runtime.lookup import Lookup
 from lathe.runtime.params import Params
 from lathe.runtime.protocol import Chunk, FinishReason
 from lathe.runtime.sampling import likeliest, log_softmax, next_token
@@ -102,6 +103,10 @@ class SequenceGroup(ABC):
         """Choose from logits (branches, V) after the last tokens; at first (1, V), of the
         prompt."""
 
+    def draft(self) -> list[int]:
+        """Tokens that may come next, if one branch is left and trying them is worth it."""
+        return []
+
     @abstractmethod
     def expire(self) -> None:
         """Deliver what has been generated, as final; each sequence has at least one token."""
@@ -180,6 +185,9 @@ class Samples(SequenceGroup):
         self._branches = alive
         return step
 
+    def draft(self) -> list[int]:
+        return self._branches[0].draft() if len(self._branches) == 1 else []
+
     def expire(self) -> None:
         for branch in self._branches:
             self.deliver(branch.expired())
@@ -208,6 +216,10 @@ class _Branch:
         self._counts = np.zeros(vocabulary.size, np.int32)
         self._count, self._prompt_tokens = 0, len(request.prompt)
         self._token_bytes = vocabulary.token_bytes
+        self._lookup = Lookup(request.prompt)
+
+    def draft(self) -> list[int]:
+        return self._lookup.draft(self._max_tokens - self._count - 1)
 
     def expired(self) -> Chunk:
         return self._ended(self._text.rest(), "timeout")
@@ -223,6 +235,7 @@ class _Branch:
             return self._ended(self._text.rest(), "stop")
         self._count, self._seen[token] = self._count + 1, True
         self._counts[token] += 1
+        self._lookup.add(token)
         text = self._text.add(token)
         reason: FinishReason = ""
         if self._text.stopped:

@@ -9,12 +9,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.batcher import Batcher, Watcher
+from lathe.runtime.batcher import Batcher
 from lathe.runtime.beams import Beams
 from lathe.runtime.params import Params
 from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe.runtime.session import OnnxModel
 from lathe.runtime.text import TokenBytes
+from lathe.runtime.watcher import Watcher
 
 
 class TextGenerator:
@@ -23,7 +24,7 @@ class TextGenerator:
     Args:
         folder: an export.
         threads: onnxruntime's threads within a step; 0 means one per core.
-        max_running, max_queue, prefix_bytes, watcher: see `Batcher`.
+        max_running, max_queue, prefix_bytes, speculates, watcher: see `Batcher`.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class TextGenerator:
         max_running: int = 8,
         max_queue: int = 64,
         prefix_bytes: int = 0,
+        speculates: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
         self.default_max_tokens = default_max_tokens
@@ -42,7 +44,9 @@ class TextGenerator:
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
-        self._batcher = Batcher(self.model, max_running, max_queue, prefix_bytes, watcher)
+        self._batcher = Batcher(
+            self.model, max_running, max_queue, prefix_bytes, speculates, watcher
+        )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         """Queue a request; chunks reach the receiver on another thread.

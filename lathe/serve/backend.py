@@ -33,9 +33,10 @@ class TritonPythonModel:
         self.max_queue: int = settings["max_queue"]
         prefix_bytes = 2**20 * settings.get("prefix_cache_mib", 0)
         limits = settings["threads"], settings["max_running"], self.max_queue, prefix_bytes
+        speculates = settings.get("speculation", "off") == "prompt_lookup"
         metrics = Metrics(args["model_name"])
         self.responses = ResponseSender()
-        self.generator = TextGenerator(folder, settings["max_tokens"], *limits, metrics)
+        self.generator = TextGenerator(folder, settings["max_tokens"], *limits, speculates, metrics)
 
     def execute(self, requests: list[Any]) -> None:
         """Parse and queue each request; responses are sent from the batch's thread."""

@@ -128,6 +128,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         "max_running": serving.max_running,
         "max_queue": serving.max_queue,
         "prefix_cache_mib": serving.prefix_cache_mib,
+        "speculation": serving.speculation,
         "max_wait_seconds": serving.max_wait_seconds,
         "threads": serving.threads,
         "generation": {

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 from lathe.config.settings import ServingSettings
 from lathe.errors import StageError, UserError
@@ -26,7 +27,7 @@ CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
 TRITON_PORTS = ("http_port", "grpc_port", "metrics_port")
 GATEWAY_PORT = "gateway_port"
-ANY_PORTS = dict.fromkeys((*TRITON_PORTS, GATEWAY_PORT), 0)
+ANY_PORTS: dict[str, Any] = dict.fromkeys((*TRITON_PORTS, GATEWAY_PORT), 0)
 DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 
 

@@ -20,7 +20,7 @@ from lathe.production.agreement import greedy_tokens
 from lathe.production.rehearsal import ask, ask_http, ask_together
 from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
-from lathe.serve.server import TritonServer, start
+from lathe.serve.server import ANY_PORTS, TritonServer, start
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9]
@@ -105,30 +105,50 @@ def test_several_sequences_beams_and_log_probabilities(
     assert is_greedy.all()
 
 
-def test_metrics_are_tritons_prometheus_endpoints(server: TritonServer, client: Client) -> None:
-    def read() -> dict[str, float]:
-        page = requests.get(f"http://127.0.0.1:{server.state.metrics_port}/metrics", timeout=30)
-        lines = [line for line in page.text.splitlines() if line.startswith("lathe_")]
-        values = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
-        assert all('model="gpt"' in line for line in lines)
-        return values
+def figures(server: TritonServer) -> dict[str, float]:
+    page = requests.get(f"http://127.0.0.1:{server.state.metrics_port}/metrics", timeout=30)
+    lines = [line for line in page.text.splitlines() if line.startswith("lathe_")]
+    assert all('model="gpt"' in line for line in lines)
+    return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
 
+
+def test_metrics_are_tritons_prometheus_endpoints(server: TritonServer, client: Client) -> None:
     client.generate("x", max_tokens=1)
-    before = read()
+    before = figures(server)
     client.generate("hello", max_tokens=7, min_tokens=7)
     client.generate("hi", max_tokens=3, min_tokens=3, num_return_sequences=2)
     for _ in range(3):  # stored when it comes the second time
         client.generate("a beginning that comes again", max_tokens=1)
     deadline, total = time.monotonic() + 120, "lathe_generated_tokens_total"
-    while (after := read())[total] < before[total] + 16 and time.monotonic() < deadline:
+    while (after := figures(server))[total] < before[total] + 16 and time.monotonic() < deadline:
         time.sleep(0.05)  # an answer may be there before its tokens are counted
     change = {name: after[name] - before[name] for name in after}
     assert change["lathe_generated_tokens_total"] == 7 + 6 + 3
     assert change["lathe_prompt_tokens_total"] == len("hello") + len("hi") + 3 * 28
     assert change["lathe_reused_prompt_tokens_total"] == 16
+    assert after["lathe_drafted_tokens_total"] == after["lathe_accepted_tokens_total"] == 0
     assert change["lathe_first_token_seconds_count"] == change["lathe_queue_seconds_count"] == 5
     assert change["lathe_first_token_seconds_sum"] >= change["lathe_queue_seconds_sum"] >= 0
     assert (after["lathe_running"], after["lathe_waiting"], after["lathe_kv_tokens"]) == (0, 0, 0)
+
+
+def test_drafts_are_counted_and_change_nothing(
+    tmp_path: Path, triton: None, exported: Path, checkpoint: Checkpoint
+) -> None:
+    serving = ServingSettings(**ANY_PORTS, max_running=2, threads=1, speculation="prompt_lookup")
+    repository = write_repository(exported, tmp_path / "models", serving, GenerationSettings())
+    prompt, total = "on and on and on and on", "lathe_generated_tokens_total"
+    with (
+        start(repository, serving, tmp_path / "state") as server,
+        Client(server.state.grpc, "gpt") as client,
+    ):
+        tokens = client.generate(prompt, max_tokens=200, **GREEDY).tokens
+        deadline = time.monotonic() + 120
+        while (after := figures(server))[total] < len(tokens) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert tokens == greedy_tokens(checkpoint, prompt, 200)
+    drafted, accepted = (after[f"lathe_{name}_tokens_total"] for name in ("drafted", "accepted"))
+    assert 0 < accepted <= drafted
 
 
 def test_parameters_as_input_tensors(server: TritonServer, client: Client) -> None:

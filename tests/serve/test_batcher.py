@@ -25,12 +25,12 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.runtime import batcher as batcher_module
 from lathe.runtime import sequence_group as group_module
-from lathe.runtime.batcher import Watcher
 from lathe.runtime.params import Params
 from lathe.runtime.prefix_cache import BLOCK
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
 from lathe.runtime.text_generator import TextGenerator
+from lathe.runtime.watcher import Watcher
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")

@@ -41,6 +41,8 @@ class Settings(BaseModel):
         is_boolean = bool in (annotation, *get_args(annotation))
         if is_boolean and not isinstance(value, bool | None):
             raise ValueError("neither True nor False")
+        if value is False and "off" in get_args(annotation):
+            return "off"  # which YAML reads as false
         if isinstance(value, bool) and not is_boolean:
             raise ValueError("True and False have no meaning here")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):

@@ -87,6 +87,9 @@ class ServingSettings(Settings):
     prefix_cache_mib: Annotated[int, Field(ge=0, le=2**20)] = 256
     """Memory for keys and values of beginnings that prompts share, in MiB; 0 reads every prompt
     whole."""
+    speculation: Literal["off", "prompt_lookup"] = "off"
+    """How several tokens of a single stream are decoded in one step: `prompt_lookup` tries what
+    came after the last tokens when they came before; `off` decodes one after another."""
     max_wait_seconds: Seconds | None = None
     """Longest time, in seconds, that a request to OpenAI's interface may be expected to wait for a
     slot; those that would wait for longer are refused at once. null is half the time that a prompt

@@ -1,0 +1,21 @@
+"""What happens in the running batch, for those who count it."""
+
+
+class Watcher:
+    """Receives a batcher's events, on its thread; this base class ignores them. Seconds count from
+    a request's arrival."""
+
+    def admitted(self, waited: float) -> None:
+        """A request got its slots."""
+
+    def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
+        """A prompt was prefilled, but for what the prefix cache had, and its first token chosen."""
+
+    def stepped(self, tokens: int) -> None:
+        """A decoding step gave this many branches a token each."""
+
+    def drafted(self, tokens: int, accepted: int) -> None:
+        """A draft of this many tokens was verified, of which the first ones were chosen."""
+
+    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
+        """The load between two steps: running branches, waiting requests, cached tokens."""
