@@ -99,7 +99,7 @@ def test_a_pretrained_model_alone_has_a_page(make_candidate: Make, tmp_path: Pat
     assert page.tags.count("img") == 1
     assert "dense: pretraining" in page.text
     assert "Samples" not in page.text
-    assert "Sensitivity to INT8" not in page.text
+    assert "Sensitivity to quantization" not in page.text
 
 
 def test_a_cut_last_line_of_the_trace_is_passed_over(make_candidate: Make, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_ranking_marks_the_skips(theme: Theme) -> None:
     ]
     svg = ranking_chart(linears, ["h.0.mlp.c_proj"], "nats per token", theme)
     found = words(svg)
-    assert {"left in float", "INT8", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
+    assert {"left in float", "quantized", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
     assert "h.24.mlp.c_proj" not in found
     assert "<pattern" in svg  # hatched: told apart without colour
 
@@ -64,7 +64,7 @@ def test_the_page_of_an_analysis(tmp_path: Path) -> None:
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
     for expected in (
         "Mode qat, metric kl",
-        "INT8 kl 3.7",
+        "quantized kl 3.7",
         "h.1.mlp.c_fc",
         "0.75",
         "channel spread",

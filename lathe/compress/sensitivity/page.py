@@ -59,7 +59,7 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
     """The pictures and figures of an analysis, for the templates."""
     linears, unit = analysis["linears"], UNITS[analysis["metric"]]
     worst = ", ".join(f"{linear['name']} {linear['score']:.2g}" for linear in linears[:3])
-    title = "Cost of INT8 in one linear"
+    title = "Cost of quantizing one linear"
     boxes = {
         part: picture(
             f"{part.capitalize()}: quartiles and range",
@@ -71,7 +71,7 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
     return Section(
         analysis=analysis,
         unit=unit,
-        baseline=("INT8 " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
+        baseline=("quantized " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
         ranking=picture(
             title, f"{title}, worst first: {worst}",
             partial(ranking_chart, linears, analysis["skip"], unit),
@@ -84,7 +84,9 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
 def sensitivity_page(analysis: Mapping[str, Any]) -> str:
     """The HTML page of a `sensitivity.json`."""
     return render(
-        "compress/sensitivity/page.html.j2", "Sensitivity to INT8", sensitivity=section(analysis)
+        "compress/sensitivity/page.html.j2",
+        "Sensitivity to quantization",
+        sensitivity=section(analysis),
     )
 
 
@@ -108,7 +110,7 @@ def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme
     def paint(axes: Axes, theme: Theme) -> None:
         for mask, color, hatch, label in (
             (chosen, theme.accent, "////", "left in float"),
-            (~chosen, theme.series[0], "", "INT8"),
+            (~chosen, theme.series[0], "", "quantized"),
         ):
             if mask.any():
                 axes.barh(

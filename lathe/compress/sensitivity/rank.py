@@ -147,7 +147,7 @@ def rank(
     chosen, predicted = choose_skips(linears, settings)
     if predicted > settings.budget:
         log.warning(
-            "INT8 is predicted to cost %.2g, above Sensitivity.budget %.2g, with "
+            "quantization is predicted to cost %.2g, above Sensitivity.budget %.2g, with "
             "Sensitivity.max_skips %d linears in float",
             predicted,
             settings.budget,
