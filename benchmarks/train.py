@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
+from lathe.artifacts.kinds import DATA
 from lathe.data.megatron import MegatronWriter
 from lathe.data.tokenizer import EOS
-from lathe.data.tokens import METADATA
 
 WARM_UP = 3  # steps that do not count
 
@@ -148,18 +148,14 @@ def write_tokens(folder: Path, shape: Shape) -> np.ndarray:
         "vocab_size": shape.vocabulary,
         "eos_id": 0,
     }
-    (folder / METADATA).write_text(json.dumps(metadata))
+    (folder / DATA.metadata_file).write_text(json.dumps(metadata))
     Tokenizer(models.WordLevel({EOS: 0}, EOS)).save(str(folder / "tokenizer.json"))
     return ids.flatten()
 
 
-def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
-    """The stage as `lathe pretrain` runs it; seconds are those of its own trace."""
-    from lathe.config.recipe import load_recipe
-    from lathe.train.pretrain import pretrain
-    from lathe.train.trace import TRACE
-
-    overrides = {
+def overrides(shape: Shape, device: str) -> dict[str, object]:
+    """Settings that make the recipe `tiny` train this shape, without evaluation or saving."""
+    return {
         "Global.device": "gpu" if device == "cuda" else "cpu",
         "Global.local_batch_size": shape.batch,
         "Global.micro_batch_size": shape.batch,
@@ -177,12 +173,26 @@ def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
         "Optimizer.lr.max_lr": 1e-4,
         "Optimizer.lr.min_lr": 1e-5,
     }
-    recipe = load_recipe("tiny", [f"{key}={value}" for key, value in overrides.items()])
-    pretrain(recipe, folder / "tokens", folder / "lathe")
-    records = map(json.loads, (folder / "lathe" / TRACE).read_text().splitlines())
-    seconds = [record["step_seconds"] for record in records if "step_seconds" in record]
+
+
+def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
+    """The stage as `lathe pretrain` runs it; seconds are those of its own trace."""
+    from lathe.config.recipe import load_recipe
+    from lathe.train.pretrain import pretrain
+
+    settings = [f"{key}={value}" for key, value in overrides(shape, device).items()]
+    pretrain(load_recipe("tiny", settings), folder / "tokens", folder / "lathe")
+    seconds = [record["step_seconds"] for record in steps_of(folder / "lathe")]
     assert len(seconds) == shape.max_steps
     return shape.tokens_per_second(sum(seconds[WARM_UP:]))
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    """The steps that a run's trace has."""
+    from lathe.train.trace import TRACE
+
+    records = map(json.loads, (run / TRACE).read_text().splitlines())
+    return [record for record in records if "step_seconds" in record]
 
 
 def transformers(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:

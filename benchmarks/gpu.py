@@ -1,0 +1,222 @@
+r"""Training on one GPU in one command: speed, memory, float16, exact resume, compression.
+
+    pip wheel --no-deps --wheel-dir build/wheels omegaconf pyyaml pydantic pydantic-core \
+        annotated-types typing-inspection rich markdown-it-py mdurl pygments tenacity \
+        tensorboardx protobuf packaging --python-version 3.12 --only-binary=:all:
+
+    pip install --no-index --no-deps --target build/site build/wheels/*.whl    # on the machine
+    PYTHONPATH=build/site:. python benchmarks/gpu.py [--minutes 9] [--output gpu.json]
+
+The machine needs torch, numpy, safetensors and tokenizers, and neither a network nor Lathe's
+environment: the other packages are the wheels. Every part is a process of its own. One that fails
+is a row of the table, and makes the exit status 1; those for which no time is left are skipped, the
+most important ones are first. `--device cpu` runs all of it with toy shapes.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from train import WARM_UP, Shape, machine, overrides, steps_of, write_tokens
+
+from lathe.artifacts.kinds import STATE
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.prepare import prepare
+from lathe.evaluate.evaluate import evaluate
+from lathe.storage import sha256
+from lathe.train.layout import own_layout
+from lathe.train.memory import estimate
+from lathe.train.pretrain import model_config, pretrain
+from lathe.train.saved import saved_steps
+
+Figures = dict[str, Any]
+SHAPES = {
+    "cuda": {
+        "345M": Shape("345M", 1024, 24, 16, 32, 1024, 12),
+        "1.3B": Shape("1.3B", 2048, 24, 16, 16, 1024, 8),
+        "toy": Shape("toy", 512, 8, 8, 8, 512, 60),
+    },
+    "cpu": dict.fromkeys(("345M", "1.3B", "toy"), Shape("toy", 64, 2, 2, 2, 64, 9, vocabulary=512)),
+}
+RECOMPUTE = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
+COMPILE = {"Engine.compile": True}
+
+
+def speed(device: str, folder: Path, name: str, **settings: object) -> Figures:
+    """Tokens a second, MFU and memory of `lathe pretrain`, without its first steps."""
+    shape = SHAPES[device][name]
+    write_tokens(folder / "tokens", shape)
+    recipe = make_recipe(overrides(shape, device) | settings)
+    pretrain(recipe, folder / "tokens", folder / "run")
+    steps = steps_of(folder / "run")
+    seconds = sum(step["step_seconds"] for step in steps[WARM_UP:])
+    figures: Figures = {
+        "tokens_per_second": shape.tokens_per_second(seconds),
+        "mfu": steps[-1]["mfu"] and sum(s["mfu"] for s in steps[WARM_UP:]) / shape.steps,
+        "first_loss": steps[0]["loss"],
+        "last_loss": steps[-1]["loss"],
+        "skipped_steps": steps[-1]["skipped_steps"],
+    }
+    if device == "cuda":
+        config = model_config(recipe, shape.vocabulary)
+        expected = estimate(config, recipe, own_layout(config, recipe, 1)).total
+        peak = torch.cuda.max_memory_allocated()
+        figures |= {"peak_gb": peak / 1e9, "peak_of_estimate": peak / expected}
+    require(math.isfinite(figures["last_loss"]), "the loss is not finite")
+    return figures
+
+
+def float16(device: str, folder: Path) -> Figures:
+    """float16 with loss scaling learns."""
+    recipe = make_recipe(on(device) | {"Engine.mix_precision.dtype": "float16"})
+    prepare(recipe, folder / "data")
+    pretrain(recipe, folder / "data", folder / "run")
+    steps = steps_of(folder / "run")
+    first, last = steps[0]["loss"], steps[-1]["loss"]
+    require(last < 0.95 * first, f"the loss goes from {first} to {last}")
+    skipped, scale = steps[-1]["skipped_steps"], steps[-1]["loss_scale"]
+    return {"first_loss": first, "last_loss": last, "skipped_steps": skipped, "loss_scale": scale}
+
+
+def resume(device: str, folder: Path) -> Figures:
+    """A run that is killed after a save goes on to the same bits."""
+    shape = SHAPES[device]["toy"]
+    write_tokens(folder / "tokens", shape)
+    recipe = make_recipe(overrides(shape, device) | {"Engine.save_load.save_steps": 4})
+    pretrain(recipe, folder / "tokens", folder / "whole")
+    arguments = recipe, folder / "tokens", folder / "killed"
+    process = multiprocessing.get_context("spawn").Process(target=pretrain, args=arguments)
+    process.start()
+    while process.is_alive() and not saved_steps(folder / "killed" / STATE):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    (saved,) = saved_steps(folder / "killed" / STATE)[-1:]
+    pretrain(*arguments)
+    runs = [folder / "whole", folder / "killed"]
+    losses = [[step["loss"] for step in steps_of(run)] for run in runs]
+    same = [sha256(run / "model.safetensors") for run in runs]
+    require(losses[0] == losses[1] and same[0] == same[1], f"another end after {saved.name}")
+    return {"killed_after": saved.name, "same_losses": len(losses[0]), "same_weights": True}
+
+
+def compression(device: str, folder: Path) -> Figures:
+    """Pruning, QAT and evaluation run on the device, where models are as good as on a CPU."""
+    recipe, data, text = make_recipe(on(device)), folder / "data", folder / "text.txt"
+    prepare(recipe, data)
+    text.write_text((data / "heldout.txt").read_text()[:20_000])
+    dense, cut = folder / "dense", folder / "cut"
+    pretrain(recipe, data, dense)
+    prune(make_recipe(on(device) | {"Compress.Prune.ratio": 0.25}), dense, data, cut)
+    for bits in (8, 4):
+        settings = on(device) | {"Compress.Quantization.weight_bits": bits}
+        quantize(make_recipe(settings), cut, data, folder / f"int{bits}")
+    figures: Figures = {}
+    for name in ("dense", "cut", "int8", "int4"):
+        figures[name], on_cpu = (
+            perplexity(folder / name, folder / f"{name} on {place}", text, place)
+            for place in (device, "cpu")
+        )
+        close = math.isclose(figures[name], on_cpu, rel_tol=5e-3)
+        require(close, f"{name}: perplexity {figures[name]}, on a CPU {on_cpu}")
+    return figures
+
+
+def perplexity(model: Path, output: Path, text: Path, device: str) -> float:
+    found = evaluate(make_recipe(on(device)), model, output, text=text).perplexity
+    assert found is not None
+    return found
+
+
+def on(device: str) -> dict[str, object]:
+    steps, gpu = (20, "cpu") if device == "cpu" else (100, "gpu")
+    return {"Global.device": gpu, "Engine.max_steps": steps}
+
+
+def make_recipe(settings: dict[str, object]) -> Recipe:
+    return load_recipe("tiny", [f"{key}={value}" for key, value in settings.items()])
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def of(name: str, **settings: object) -> Callable[[str, Path], Figures]:
+    return lambda device, folder: speed(device, folder, name, **settings)
+
+
+PARTS: dict[str, Callable[[str, Path], Figures]] = {
+    "345M": of("345M"),
+    "exact resume": resume,
+    "float16": float16,
+    "prune, QAT, evaluate": compression,
+    "1.3B, compiled": of("1.3B", **COMPILE),
+    "345M, compiled": of("345M", **COMPILE),
+    "1.3B": of("1.3B"),
+    "1.3B, recompute": of("1.3B", **RECOMPUTE),
+    "345M, recompute": of("345M", **RECOMPUTE),
+    "1.3B, compiled, recompute": of("1.3B", **COMPILE, **RECOMPUTE),
+    "345M, compiled, recompute": of("345M", **COMPILE, **RECOMPUTE),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=list(SHAPES), default="cuda")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--only", action="append", choices=list(PARTS), help="may be repeated")
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.part:
+        with TemporaryDirectory() as scratch:
+            print(json.dumps(PARTS[given.part](given.device, Path(scratch))))
+        return
+    where = machine(given.device)
+    print(f"{where}, torch {torch.__version__}")
+    ends, results = time.monotonic() + 60 * given.minutes, {}
+    for name in given.only or PARTS:
+        results[name] = run(name, given.device, ends - time.monotonic())
+        print(f"{name:28}{row(results[name])}", flush=True)
+    facts = {"device": where, "torch": torch.__version__, "parts": results}
+    given.output.write_text(json.dumps(facts, indent=2) + "\n")
+    sys.exit(any("failed" in result for result in results.values()))
+
+
+def run(name: str, device: str, seconds: float) -> Figures:
+    """A part's figures, or why there are none."""
+    if seconds < 20:
+        return {"skipped": "no time left"}
+    if name == "float16" and device == "cpu":
+        return {"skipped": "minutes on a CPU"}
+    command = [sys.executable, __file__, "--part", name, "--device", device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {seconds:.0f} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["no word"])[-1]}
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def row(figures: Figures) -> str:
+    shown = (f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+    return ", ".join(shown)
+
+
+if __name__ == "__main__":
+    main()
