@@ -1,16 +1,18 @@
 r"""Training on one GPU in one command: speed, memory, float16, exact resume, compression.
 
-    pip wheel --no-deps --wheel-dir build/wheels omegaconf pyyaml pydantic pydantic-core \
-        annotated-types typing-inspection rich markdown-it-py mdurl pygments tenacity \
-        tensorboardx protobuf packaging --python-version 3.12 --only-binary=:all:
+    pip download --no-deps --dest build/wheels --python-version 3.12 --only-binary=:all: \
+        omegaconf pyyaml pydantic==2.14.3 pydantic-core==2.50.4 annotated-types \
+        typing-inspection rich markdown-it-py mdurl pygments tenacity tensorboardX protobuf \
+        packaging urllib3                            # 6 MB; pydantic's pair as in the lock file
 
     pip install --no-index --no-deps --target build/site build/wheels/*.whl    # on the machine
     PYTHONPATH=build/site:. python benchmarks/gpu.py [--minutes 9] [--output gpu.json]
 
 The machine needs torch, numpy, safetensors and tokenizers, and neither a network nor Lathe's
-environment: the other packages are the wheels. Every part is a process of its own. One that fails
-is a row of the table, and makes the exit status 1; those for which no time is left are skipped, the
-most important ones are first. `--device cpu` runs all of it with toy shapes.
+environment: the other packages are the wheels, and scipy and onnxruntime beside them for the part
+that compresses and evaluates. Every part is a process of its own. One that fails is a row of the
+table, and makes the exit status 1; those for which no time is left are skipped, the most important
+ones are first. `--device cpu` runs all of it with toy shapes.
 """
 
 import argparse
@@ -34,12 +36,12 @@ from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
-from lathe.evaluate.evaluate import evaluate
 from lathe.storage import sha256
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
-from lathe.train.pretrain import model_config, pretrain
+from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
+from lathe.train.shape import model_config
 
 Figures = dict[str, Any]
 SHAPES = {
@@ -135,6 +137,8 @@ def compression(device: str, folder: Path) -> Figures:
 
 
 def perplexity(model: Path, output: Path, text: Path, device: str) -> float:
+    from lathe.evaluate.evaluate import evaluate  # wants scipy and onnxruntime
+
     found = evaluate(make_recipe(on(device)), model, output, text=text).perplexity
     assert found is not None
     return found

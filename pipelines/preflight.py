@@ -15,7 +15,7 @@ from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.train.batch import resolve_batch
-from lathe.train.workers import mesh_shape
+from lathe.train.layout import mesh_shape
 from pipelines.arguments import argument, recipe_names, wrong_names
 from pipelines.compile import images_of
 from pipelines.inputs import Inputs

@@ -16,7 +16,7 @@ from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
 from lathe.storage import fetch
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 from pipelines.arguments import recipe_names
 from pipelines.inputs import STORE_SECONDS, within
 from pipelines.resources import Pool, Variant

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +18,12 @@ from tests.support.small_release import deployed, no_cluster, other_deployed  # 
 
 # A process that a test starts need not compile Lathe's modules again: that is a sixth of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile(
+    "lathe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("lathe")
 
 # What the golden files name, whatever was pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}

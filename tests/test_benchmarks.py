@@ -5,7 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from tests.support.small_export import UNIFORM, make_model, random_tokens, save
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def league(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes what `benchmarks/league.py` consists of importable."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def test_all_can_be_imported() -> None:
@@ -28,3 +42,45 @@ def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     found = json.loads(output.read_text())["parts"]
     assert found["345M"]["tokens_per_second"] > 0
     assert found["exact resume"]["same_weights"] and "exact resume" in done.stdout
+
+
+def test_what_an_engine_says_of_a_model_is_what_torch_says(
+    tmp_path: Path, byte_tokenizer: Tokenizer, league: None
+) -> None:
+    from peers.entries import ENTRIES, FLOAT
+    from peers.process import Worker, convert
+
+    model = make_model(UNIFORM)
+    checkpoint = save(model, byte_tokenizer, tmp_path / "model")
+    tokens = random_tokens(2, 40)
+    np.save(tmp_path / "tokens.npy", tokens.numpy())
+    (entry,) = (entry for entry in ENTRIES if entry.title == FLOAT)
+    convert(entry, tmp_path, checkpoint, tmp_path / "tokens.npy", tmp_path / "converted")
+    with Worker(entry, tmp_path, tmp_path / "converted", UNIFORM.vocab_size) as worker:
+        found = worker.ask("score", str(tmp_path / "tokens.npy"))
+        assert worker.ask("prefill", 16)[0] > 0
+    with torch.no_grad():
+        expected = [F.cross_entropy(model(row[None])[0, :-1], row[1:]) for row in tokens]
+    assert np.allclose(found, expected, atol=1e-5)
+
+
+def test_an_engine_that_does_not_install_says_why(tmp_path: Path, league: None) -> None:
+    from peers.entries import Entry
+    from peers.process import Failed, make_environment
+
+    with pytest.raises(Failed, match="/no/such/wheel"):
+        make_environment(Entry("none", "none", "none", ("/no/such/wheel",)), tmp_path)
+
+
+def test_speeds_are_compared_within_their_round(league: None) -> None:
+    from peers.page import table
+
+    found = {
+        "Lathe float32": {"losses": [1.0, 2.0, 3.0]},
+        "Lathe INT8": {"decode 8": [0.1, 0.2, 0.4]},
+        "peer": {"decode 8": [0.2, 0.4, 0.8], "losses": [1.01, 2.01, 3.01], "bytes": 7e6},
+        "other": {"failed": "no compiler"},
+    }
+    lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
+    assert "20.0 tok/s, 0.50x (0.50 to 0.50)" in lines["peer"] and "| 7 |" in lines["peer"]
+    assert "+1.01% ± 0.00%" in lines["peer"] and "no compiler" in lines["other"]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from lathe.config.recipe import SHIPPED, load_recipe, recipe_text, shipped_recipes
@@ -13,7 +13,7 @@ from lathe.config.settings import Recipe
 from lathe.config.text import Mistake, parse
 from lathe.config.text import write as write_values
 from lathe.errors import UserError
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 
 # hidden / layers / heads / positions, parameters; mp, pp, sharding: the published tables'.
 SHAPES = {
@@ -261,7 +261,7 @@ def test_a_mistake_in_a_base_names_the_base(tmp_path: Path) -> None:
     [
         ("Engine.max_step=3", "-o Engine.max_step=3: unknown key .*did you mean Engine.max_steps"),
         ("Engin.max_steps=3", "-o Engin.max_steps=3: unknown key Engin\n.*did you mean Engine"),
-        ("Engine.max_steps=0", "-o Engine.max_steps=0: Engine.max_steps: "),
+        ("Engine.max_steps=-1", "-o Engine.max_steps=-1: Engine.max_steps: "),
         ("Optimizer.lr.min_lr=1", "-o Optimizer.lr.min_lr=1: .*swapped"),
         ("Engine.max_steps", "not of the form Group.key=value"),
         ("=3", "not of the form"),
@@ -303,6 +303,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
+@example("a\x85b\u2028c")
 def test_what_is_written_is_read_again(values: object) -> None:
     try:
         written = write_values(values)

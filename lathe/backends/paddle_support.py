@@ -79,6 +79,11 @@ def _require_training(recipe: Recipe) -> None:
             "Compress.Quantization.weight_bits is 4: PaddleSlim quantizes to 8 bits only",
             f"-o Compress.Quantization.weight_bits=8, {HINT}",
         )
+    if recipe.Compress.Quantization.rounding != "nearest":
+        raise UserError(
+            "Compress.Quantization.rounding is gptq: the Paddle engine rounds to nearest only",
+            f"-o Compress.Quantization.rounding=nearest, {HINT}",
+        )
     if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
         raise UserError(
             "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",

@@ -82,7 +82,10 @@ def quantize(
     override: Overrides = None,
     output: Output = RUN / "int8",
 ) -> None:
-    """Finetune a model with simulated INT8 or INT4 arithmetic (quantization-aware training)."""
+    """Finetune a model with simulated INT8 or INT4 arithmetic (quantization-aware training).
+
+    `-o Engine.max_steps=0` quantizes it without training.
+    """
     settings = load(recipe, override)
     from lathe import backends
 

@@ -21,6 +21,9 @@ def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
     result = stage()
     if os.environ.get("RANK", "0") != "0":
         return
+    if not result.step:
+        show(model=result.folder, parameters=result.n_params, perplexity=result.eval_perplexity)
+        return
     show(
         model=result.folder,
         steps=result.step,

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
+REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations of our TrainJobs
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "lathe"
@@ -216,6 +217,11 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
             "run within a pod with a service account, or set KUBECONFIG to a file",
         ) from None
     return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)
+
+
+def pods_of(job: str) -> str:
+    """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
+    return f"jobset.sigs.k8s.io/jobset-name={job}"
 
 
 def is_transient(error: BaseException | None) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe.cluster import reasons
-from lathe.cluster.api import DEADLINE, Cluster, TrainJob, is_transient
+from lathe.cluster.api import CONTAINER, DEADLINE, Cluster, TrainJob, is_transient, pods_of
 from lathe.cluster.logs import LogFollower
-from lathe.cluster.manifest import CONTAINER, pods_of
 from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError
 

@@ -19,13 +19,22 @@ from typing import Any
 
 from kubeflow_trainer_api import models as m  # type: ignore[import-untyped]
 
-from lathe.cluster.api import DEADLINE, FAILURES, GROUP, LABELS, VERSION, Cluster, TrainJob
+from lathe.cluster.api import (
+    CONTAINER,
+    DEADLINE,
+    FAILURES,
+    GROUP,
+    LABELS,
+    REPLICATED_JOB,
+    VERSION,
+    Cluster,
+    TrainJob,
+)
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from lathe.launch.shape import Shape
 
 RUNTIME = "lathe-torch"
-REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 USER = 10001
 GRACE_SECONDS = 300
 """Seconds for workers to save their state and upload it after SIGTERM."""
@@ -81,11 +90,6 @@ def job_name(
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
     digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
     return f"{command[0]}-{digest[:10]}"
-
-
-def pods_of(name: str) -> str:
-    """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
-    return f"jobset.sigs.k8s.io/jobset-name={name}"
 
 
 def build(

@@ -6,7 +6,7 @@ When one worker fails, the others lose their peer or are terminated; the first f
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lathe.cluster.manifest import CONTAINER
+from lathe.cluster.api import CONTAINER
 from lathe.config.settings import LaunchSettings
 from lathe.errors import Preempted, StageError, UserError
 from lathe.launch.shape import WorkerFailed

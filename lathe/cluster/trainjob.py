@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from lathe.cluster.api import DEADLINE, FAILURES, Cluster, TrainJob, connect
+from lathe.cluster.api import DEADLINE, FAILURES, Cluster, TrainJob, connect, pods_of
 from lathe.cluster.follow import Follower, Patience
-from lathe.cluster.manifest import Launcher, build, find_launcher, pods_of
+from lathe.cluster.manifest import Launcher, build, find_launcher
 from lathe.config.settings import LaunchSettings
 from lathe.errors import Preempted, StageError, UserError
 from lathe.launch.shape import Shape, WorkerFailed

@@ -1,5 +1,7 @@
-"""Choose the linears to quantize: all except those that the recipe or an analysis excludes."""
+"""Choose the linears to quantize, all except those that the recipe or an analysis excludes, and
+their formats."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from lathe.compress.sensitivity.result import read_analysis
@@ -23,22 +25,30 @@ def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
 
 
 def make_plan(
-    config: GPTConfig, settings: QuantizationSettings, skip: frozenset[str] = frozenset()
+    config: GPTConfig,
+    settings: QuantizationSettings,
+    skip: Collection[str] = (),
+    int8: Collection[str] = (),
 ) -> QuantizationPlan:
-    """A plan for every quantizable linear but `skip`, its scales not known yet (0)."""
+    """A plan for every quantizable linear but `skip`, its scales not known yet (0).
+
+    Args:
+        int8: linears that have 8 bits even if `weight_bits` is 4.
+    """
+
+    def linear(name: str) -> LinearFormat:
+        activation: ActivationFormat | None
+        if settings.weight_bits == 4 and name not in int8:
+            weight, activation = WeightFormat.int4(settings.group_size), "dynamic_int8"
+        else:
+            weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
+            activation = "int8"
+        return LinearFormat(
+            weight, None if settings.activation_quantize_type == "none" else activation
+        )
+
     names = [name for name in quantizable(config, settings) if name not in skip]
-    activation: ActivationFormat | None
-    if settings.weight_bits == 4:
-        weight = head = WeightFormat.int4(settings.group_size)
-        activation = "dynamic_int8"
-    else:
-        weight, head = WeightFormat(settings.weight_quantize_type), INT8
-        activation = "int8"
-    if settings.activation_quantize_type == "none":
-        activation = None
-    return QuantizationPlan(
-        {name: LinearFormat(head if name == HEAD else weight, activation) for name in names}
-    )
+    return QuantizationPlan({name: linear(name) for name in names})
 
 
 def skip_names(

@@ -144,7 +144,7 @@ def _block_parameters(config: GPTConfig) -> float:
 def _share(recipe: Recipe, index: int) -> Recipe:
     """The recipe of one round: its part of the steps, and of the learning rate's decay."""
     rounds, steps = recipe.Compress.Prune.rounds, recipe.Engine.max_steps
-    if rounds == 1:
+    if rounds == 1 or not steps:
         return recipe
     own = steps * index // rounds - steps * (index - 1) // rounds
     decay = max(1, recipe.Optimizer.lr.decay_steps * own // steps)

@@ -1,14 +1,20 @@
-"""The quantize stage: quantization-aware training to INT8 or INT4."""
+"""The quantize stage: quantization-aware training to INT8 or INT4, or without training GPTQ."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
 
 from lathe.compress.enabled import require_enabled
+from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, skip_names
-from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
+from lathe.compress.sensitivity.result import (
+    analysis_digest,
+    read_analysis,
+    require_analysis_of,
+)
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model import fake_quant
@@ -31,7 +37,8 @@ def quantize(
     """Insert fake quantization, calibrate it, train with it, write a checkpoint with its plan.
 
     Args:
-        sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s.
+        sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s, and
+            whose choice of INT8 among INT4 is followed.
 
     Raises:
         UserError: `model` is already quantized, the analysis is of another one, a skip names no
@@ -51,16 +58,23 @@ def quantize(
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         trainable = with_dropout(start.model, recipe.Model)
-        plan = make_plan(config, settings, skip_names(config, settings, sensitivity))
+        int8 = read_analysis(sensitivity).int8 if sensitivity else []
+        plan = replace(
+            make_plan(config, settings, skip_names(config, settings, sensitivity), int8),
+            position_embedding=settings.quantize_embedding,
+        )
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-        fake_quant.calibrate(trainable, map(torch.from_numpy, calibration_batches(recipe, tokens)))
-        n_inputs = len(plan.integer_linears)
+        batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
+        fake_quant.calibrate(trainable, batches)
+        if settings.rounding == "gptq":
+            gptq(trainable, batches)
+        n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(
-            "%d linears are INT%d, of %d of them the input is INT8",
-            len(plan.linears),
-            plan.weight_bits,
-            n_inputs,
+            "%d linears are INT8, %d INT4; the input of %d is INT8",
+            n_int8,
+            len(plan.linears) - n_int8,
+            len(plan.integer_linears),
         )
 
         def after_step(part: GPT, group: ProcessGroup) -> None:

@@ -5,6 +5,7 @@ that was made to hurt (deep nesting, aliases that explode) ends in a `Mistake`. 
 mappings and nothing else, since the text may be a file that was never meant to be a recipe.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ def parse(content: bytes) -> tuple[Any, dict[str, int]]:
     """
     if len(content) > MOST_BYTES:
         raise Mistake(f"longer than {MOST_BYTES} bytes")
+    values, lines = _parse(content)
+    return _copy(values), dict(lines)
+
+
+@functools.lru_cache(64)  # the same recipes, and the bases of all, are read again and again
+def _parse(content: bytes) -> tuple[Any, dict[str, int]]:
     try:
         loader = _Loader(content.decode("utf-8-sig"))
         node = loader.get_single_node()
@@ -79,7 +86,7 @@ def parse(content: bytes) -> tuple[Any, dict[str, int]]:
             if count == MOST_VALUES:
                 raise Mistake(f"more than {MOST_VALUES} values")
             lines.setdefault(key, line)
-        return _copy(loader.construct_document(node)), lines
+        return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = mark.line + 1 if mark else None
@@ -100,7 +107,8 @@ def write(values: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """It quotes what only this module's reading of YAML takes for something else than text."""
+    """It quotes what only this module's reading of YAML takes for something else than text, and
+    the line breaks of Unicode, which would be read as spaces."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -108,6 +116,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent(dumper: _Dumper, text: str) -> yaml.Node:
     is_plain = not any(re.fullmatch(pattern, text) for pattern in _PLAIN.values())
+    is_plain &= not re.search("[\x85\u2028\u2029]", text)
     return dumper.represent_scalar(_TEXT, text, style=None if is_plain else '"')
 
 

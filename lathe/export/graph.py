@@ -81,9 +81,7 @@ def build(
     if quantization and weights["wte.weight"].dtype != np.float32:
         raise ValueError("a quantization plan needs float32 weights")
     g = Graph(weights, quantization, config.layer_norm_epsilon)
-    x = g.op(
-        "Add", g.embedding("input_ids"), g.op("Gather", g.weight("wpe.weight"), "position_ids")
-    )
+    x = g.op("Add", g.embedding("input_ids"), g.positions("position_ids"))
     for i, n_head in enumerate(config.n_head):
         layer = f"h.{i}"
         attention = g.attention(i, g.layer_norm(f"{layer}.ln_1", x), n_head, config.head_dim)
@@ -184,15 +182,18 @@ class Graph:
         return output
 
     def embedding(self, tokens: str) -> str:
-        """Token and position embeddings (B, T, C) of ids (B, T)."""
+        """Token embeddings (B, T, C) of ids (B, T)."""
         if not (self.plan and self.plan.quantize_embedding):
             return self.op("Gather", self.weight("wte.weight"), tokens)
         if self.plan.linears[HEAD].weight.group_size:
             return self._grouped_embedding(tokens)
-        table, scale = self._quantized_embedding()
-        rows = self.op("Cast", self.op("Gather", table, tokens), to=TensorProto.FLOAT)
-        last = self.constant("last_axis", np.array([-1], np.int64))
-        return self.op("Mul", rows, self.op("Unsqueeze", self.op("Gather", scale, tokens), last))
+        return self._int8_rows("wte.weight", tokens, self.plan.linears[HEAD].weight)
+
+    def positions(self, ids: str) -> str:
+        """Position embeddings (B, T, C) of positions (B, T)."""
+        if self.plan and self.plan.position_embedding:
+            return self._int8_rows("wpe.weight", ids, INT8)
+        return self.op("Gather", self.weight("wpe.weight"), ids)
 
     def head(self, x: str) -> None:
         """The output projection: logits (B, k, V) at the requested positions."""
@@ -207,7 +208,7 @@ class Graph:
         if self.plan.linears[HEAD].weight.group_size:
             self._grouped(HEAD, x, "wte.weight", "logits")
             return
-        table, scale = self._quantized_embedding()
+        table, scale = self._int8_table("wte.weight", self.plan.linears[HEAD].weight)
         # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer
         # weight from onnxruntime's fusion.
         transposed = self.op("Transpose", table, perm=[1, 0])
@@ -282,14 +283,19 @@ class Graph:
         names = ("first_feature", "n_features", "last_axis")
         return self.op("Slice", "wte", *map(self.constant, names, bounds))
 
-    def _quantized_embedding(self) -> tuple[str, str]:
-        if "wte.weight" not in self.made:
-            assert self.plan is not None
-            form = self.plan.linears[HEAD].weight
-            q, scale = quantize_weight(self.weights["wte.weight"], 0, form)
-            self.constant("wte.weight", q)
-            self.constant("wte.weight_scale", scale)
-        return "wte.weight", "wte.weight_scale"
+    def _int8_rows(self, table: str, ids: str, form: WeightFormat) -> str:
+        """Embeddings (B, T, C) of ids (B, T) from a table with a scale for every row."""
+        table, scale = self._int8_table(table, form)
+        rows = self.op("Cast", self.op("Gather", table, ids), to=TensorProto.FLOAT)
+        last = self.constant("last_axis", np.array([-1], np.int64))
+        return self.op("Mul", rows, self.op("Unsqueeze", self.op("Gather", scale, ids), last))
+
+    def _int8_table(self, table: str, form: WeightFormat) -> tuple[str, str]:
+        """Names of a table's INT8 values and of its scales."""
+        scale = f"{table}_scale"
+        if table not in self.made:
+            self.made[table], self.made[scale] = quantize_weight(self.weights[table], 0, form)
+        return table, scale
 
     @property
     def n_bytes(self) -> int:

@@ -18,6 +18,7 @@ from lathe.model.groups import RoundGroups, activation_scales, split
 from lathe.runtime.open_session import open_session
 from lathe.runtime.session import OnnxModel
 
+FIRST_NORM, EMBEDDINGS = "h.0.ln_1", "embeddings"
 # Relative to the largest output: error of a float32 sum. Observed: 6e-7.
 ROUNDING = 1e-5
 # In units of the scale: this close to the midpoint of two levels, the quotient's last bit decides
@@ -28,7 +29,8 @@ EDGE = 1e-4
 def linear_errors(
     model: GPT, onnx_model: OnnxModel, path: Path, prompts: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """Error of each quantized linear against torch's, by name; 1 is what rounding can explain.
+    """Error of each quantized linear, and of the sum of the embeddings, against torch's, by name; 1
+    is what rounding can explain.
 
     Rounding explains the error of a float32 sum, and, where inputs are rounded, one level for every
     input that lies on the edge between two levels.
@@ -37,18 +39,22 @@ def linear_errors(
         model: fake-quantized, in evaluation mode.
         onnx_model: its export.
         path: the graph of the export; a copy gets the linears' inputs and outputs as outputs.
+
+    Returns:
+        Nothing for a model that is not quantized.
     """
     plan = model.config.quantization
-    names = list(plan.linears) if plan else []
-    rounded = plan.activation_scales if plan else {}
-    graph = onnx.load(path)
-    places = {name: _input_and_output(graph, name, name in rounded) for name in names}
-    watched = sorted({tensor for pair in places.values() for tensor in pair} - {"logits"})
+    if plan is None:
+        return {}
+    rounded, graph = plan.activation_scales, onnx.load(path)
+    places = {name: _input_and_output(graph, name, name in rounded) for name in plan.linears}
+    embedded = next(node.input[0] for node in graph.graph.node if node.name == FIRST_NORM)
+    watched = sorted({embedded, *(x for pair in places.values() for x in pair)} - {"logits"})
     graph.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched
     )
     session = open_session(graph.SerializeToString(), torch.get_num_threads())
-    errors = dict.fromkeys(names, 0.0)
+    errors = dict.fromkeys([*plan.linears, EMBEDDINGS], 0.0)
     for prompt in prompts:
         tokens, length = np.array([list(prompt)]), len(prompt)
         feeds = onnx_model.feeds(tokens, np.array([length]), np.arange(length)[None])
@@ -57,6 +63,10 @@ def linear_errors(
         for name, (source, result) in places.items():
             error = _error(model, name, seen[source], seen[result])
             errors[name] = max(errors[name], error)
+        expected = model.embed(torch.from_numpy(tokens))
+        difference = (torch.from_numpy(seen[embedded]) - expected).abs().max()
+        error = float(difference / (ROUNDING * expected.abs().max()))
+        errors[EMBEDDINGS] = max(errors[EMBEDDINGS], error)
     return errors
 
 

@@ -160,7 +160,7 @@ class FakeQuantLinear(nn.Linear):
 class FakeQuantEmbedding(Embedding):
     """`Embedding` with a fake-quantized table."""
 
-    def __init__(self, embedding: Embedding, form: WeightFormat) -> None:
+    def __init__(self, embedding: nn.Embedding, form: WeightFormat) -> None:
         V, C = embedding.weight.shape
         super().__init__(V, C, device="meta")
         self.weight, self.quantized = embedding.weight, QuantizedWeight(form)
@@ -171,7 +171,7 @@ class FakeQuantEmbedding(Embedding):
 
 
 def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
-    """Replace the linears of the plan, in place, with fake-quantized ones.
+    """Replace the linears and embeddings of the plan, in place, with fake-quantized ones.
 
     A scale of 0 means "not known yet": calibrate before use.
     """
@@ -185,6 +185,8 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
             assert isinstance(linear, nn.Linear)
             quantized = QuantizedWeight(form.weight)
             replace_module(model, name, FakeQuantLinear(linear, observer, quantized))
+    if plan.position_embedding:
+        model.wpe = FakeQuantEmbedding(model.wpe, INT8)
 
 
 def _observer(form: LinearFormat, pact: bool) -> Observer | RoundGroups | None:
@@ -197,14 +199,14 @@ def _observer(form: LinearFormat, pact: bool) -> Observer | RoundGroups | None:
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
     """`insert` for the duration of a `with` block; afterwards the model is as before."""
     linears = {n: model.get_submodule(n) for n in plan.linears if n != HEAD}
-    before = model.head_input, model.wte
+    before = model.head_input, model.wte, model.wpe
     insert(model, plan)
     try:
         yield
     finally:
         for name, linear in linears.items():
             replace_module(model, name, linear)
-        model.head_input, model.wte = before
+        model.head_input, model.wte, model.wpe = before
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -27,9 +27,14 @@ def split(x: Tensor, size: int) -> Tensor:
 def weight_groups(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Integers (out, groups, size) and scales (out, groups, 1) of a weight (out, in)."""
     groups = split(weight, size)
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale = torch.where(extreme == 0, torch.ones_like(extreme), extreme / LOWEST)
+    scale = weight_scales(groups)
     return torch.round(groups / scale).clamp_(LOWEST, HIGHEST), scale
+
+
+def weight_scales(groups: Tensor) -> Tensor:
+    """Scales (out, groups, 1) of a weight's groups (out, groups, size)."""
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    return torch.where(extreme == 0, torch.ones_like(extreme), extreme / LOWEST)
 
 
 class _RoundWeight(torch.autograd.Function):

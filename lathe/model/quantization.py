@@ -73,9 +73,12 @@ class QuantizationPlan:
     Attributes:
         linears: module path (`h.0.attn.c_attn`, `lm_head`) -> its format; the others are float.
             `lm_head` stands for the tied embedding too: one scale per vocabulary row.
+        position_embedding: whether the position embedding is `INT8`, with a scale for every
+            position.
     """
 
     linears: dict[str, LinearFormat] = field(default_factory=dict)
+    position_embedding: bool = False
 
     @classmethod
     def w8a8(cls, scales: Mapping[str, float], weight: WeightFormat = INT8) -> "QuantizationPlan":
@@ -112,13 +115,11 @@ class QuantizationPlan:
     def with_scales(self, scales: Mapping[str, float]) -> "QuantizationPlan":
         """This plan with new scales for all quantized inputs."""
         known = {name: scales[name] for name in self.activation_scales}
-        return QuantizationPlan(
-            self.linears
-            | {name: replace(self.linears[name], activation_scale=s) for name, s in known.items()}
-        )
+        changed = {n: replace(self.linears[n], activation_scale=s) for n, s in known.items()}
+        return replace(self, linears=self.linears | changed)
 
     def part(self, names: Iterable[str]) -> "QuantizationPlan":
-        """This plan restricted to `names`."""
+        """The formats of the linears `names`, and no others."""
         wanted = frozenset(names)
         return QuantizationPlan({name: x for name, x in self.linears.items() if name in wanted})
 
@@ -130,15 +131,18 @@ class QuantizationPlan:
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
         others = {name: x for name, x in self.linears.items() if plain.get(name) != x}
         scales = {n: s for n, s in self.activation_scales.items() if n not in others}
-        values = {
+        values: dict[str, Any] = {
             "weight_quantize_type": common.quantize_type,
             "weight_bits": common.bits,
             "activation_bits": 8,
             "quantize_embedding": self.quantize_embedding,
             "activation_scales": scales,
         }
-        listed = {name: asdict(x) for name, x in others.items()}
-        return values | ({"linears": listed} if listed else {})
+        if others:
+            values["linears"] = {name: asdict(x) for name, x in others.items()}
+        if self.position_embedding:
+            values["position_embedding"] = True
+        return values
 
 
 class _Part(BaseModel):
@@ -185,6 +189,7 @@ class PlanJson(_Part):
     quantize_embedding: bool = False
     activation_scales: dict[str, _Scale] = {}
     linears: dict[str, _LinearJson] = {}
+    position_embedding: bool = False
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PlanJson":
@@ -206,4 +211,4 @@ class PlanJson(_Part):
             )
             for name, x in self.linears.items()
         }
-        return QuantizationPlan({**plain, **others})
+        return QuantizationPlan({**plain, **others}, self.position_embedding)

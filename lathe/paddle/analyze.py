@@ -4,7 +4,7 @@ The loop is that of `lathe.compress.sensitivity.rank`, because PaddleSlim 2.6.0 
 its own `AnalysisQAT` in the wrong order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class PaddleModel:
     """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
 
     engine = "paddle"
+    bits: Sequence[int] = (8,)
 
     def __init__(
         self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
@@ -62,12 +63,12 @@ class PaddleModel:
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
-    def measure(self, quantized: frozenset[str]) -> list[float]:
-        """The metric of every validation batch, with only `quantized` in INT8."""
-        with fake_quant.inserted(self.model, self.plan.part(quantized)):
+    def measure(self, formats: Mapping[str, int]) -> list[float]:
+        """The metric of every validation batch, with only these linears in INT8."""
+        with fake_quant.inserted(self.model, self.plan.part(formats)):
             return self._measure(self.model)
 
-    def estimates(self) -> dict[str, float]:
+    def estimates(self, bits: int) -> dict[str, float]:
         """The estimate of `lathe.compress.sensitivity.fisher`."""
         costs = dict.fromkeys(self.names, 0.0)
         n_tokens = 0
@@ -167,25 +168,6 @@ class _watching:
 def weight_of(model: GPT, name: str) -> Tensor:
     """The weight (in, out) of a linear; for the tied head, the embedding (V, C)."""
     return model.wte.weight if name == HEAD else fake_quant.layer_at(model, name).weight
-
-
-@paddle.no_grad()
-def fake_quantize_weight(weight: Tensor, plan: QuantizationPlan, name: str) -> Tensor:
-    """The weight of the linear `name`, fake-quantized as by PaddleSlim."""
-    channel, form = 0 if name == HEAD else 1, plan.linears[name].weight
-    per_channel = form.quantize_type == "channel_wise_abs_max"
-    absmax = weight.abs().max(axis=1 - channel if per_channel else [0, 1], keepdim=True)
-    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / form.levels
-    return _quantize(weight, scale, form.levels)
-
-
-def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
-    """An activation, fake-quantized with a static scale."""
-    return _quantize(x, paddle.to_tensor(scale, dtype=x.dtype), ACTIVATION_LEVELS)
-
-
-def _quantize(x: Tensor, scale: Tensor, high: int) -> Tensor:
-    return paddle.clip(paddle.round(x / scale), -high, high) * scale
 
 
 def _half_square(gradient: Tensor, error: Tensor) -> float:

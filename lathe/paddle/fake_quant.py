@@ -68,6 +68,10 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
             "table", channel_num=V, quant_axis=0, quant_on_weight=True
         )
         model.head_input = FakeQuantMovingAverageAbsMax("head", moving_rate)
+    if plan.position_embedding:
+        table = model.wpe.weight
+        scale = paddle.maximum(table.abs().max(1, keepdim=True), paddle.to_tensor(1e-30)) / 127
+        table.set_value((table / scale).round() * scale)
     for name, quantizer in activation_quantizers(model):
         scale = plan.linears[name].activation_scale
         if scale:

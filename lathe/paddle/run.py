@@ -97,7 +97,7 @@ def run_training(
                     "loss": at.loss,
                     "first_eval_loss": at.first_eval_loss,
                     "eval_loss": at.eval_loss,
-                    "tokens_per_second": at.tokens / at.seconds,
+                    "tokens_per_second": at.speed,
                     "n_params": config.n_params(),
                 }
                 parts = work.model, work.tokenizer, work.stage, recipe, work.parent, figures

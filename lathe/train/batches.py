@@ -33,7 +33,7 @@ class TrainBatches:
             Share(weight, part, range(split_boundaries(settings.split, len(part.sizes))[1]))
             for weight, part in data.parts
         ]
-        count = recipe.Engine.max_steps * batch.total
+        count = max(1, recipe.Engine.max_steps) * batch.total
         self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed)
         self.samples_per_epoch = self.samples.per_epoch
         self._thread = ThreadPoolExecutor(1, "batches")

@@ -15,7 +15,8 @@ from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.train.loss import CHUNK_ELEMENTS, compute_dtypes, keep_gradients, kept_gradients
+from lathe.train.loss import compute_dtypes, keep_gradients, kept_gradients
+from lathe.train.memory import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)

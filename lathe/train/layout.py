@@ -4,14 +4,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lathe.config.settings import Recipe
+from lathe.config.settings import DistributedSettings, Recipe
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
-from lathe.model.gpt import Recompute
 from lathe.train.batch import resolve_batch
-from lathe.train.workers import mesh_shape
+
+if TYPE_CHECKING:
+    from lathe.model.gpt import Recompute
+
+DIMS = ("pp", "dp", "sharding", "mp")
+"""Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
 
 ShardingStage = Literal[1, 2, 3]
 
@@ -28,7 +32,7 @@ class Layout:
     micro_batch: int
     accumulate_steps: int
     virtual_pp: int
-    recompute: Recompute | None
+    recompute: "Recompute | None"
     sequence_parallel: bool
 
     def __str__(self) -> str:
@@ -56,6 +60,24 @@ class Layout:
         count = self.pp * self.virtual_pp
         stages = range(rank, count, self.pp)
         return sum((i + 1) * n_layer // count - i * n_layer // count for i in stages)
+
+
+def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int, int]:
+    """Degrees in the order of `DIMS` that multiply to `size`; `dp_degree: auto` is what is left.
+
+    Raises:
+        UserError: there are none.
+    """
+    pp, mp, sharding = settings.pp_degree, settings.mp_degree, settings.sharding.sharding_degree
+    inner = pp * mp * sharding
+    dp = max(1, size // inner) if settings.dp_degree == "auto" else settings.dp_degree
+    if dp * inner != size:
+        raise UserError(
+            f"Distributed asks for {dp} (dp) * {mp} (mp) * {pp} (pp) * {sharding} (sharding) = "
+            f"{dp * inner} processes, and there are {size}",
+            f"start {dp * inner} processes, or let the degrees multiply to {size}",
+        )
+    return pp, dp, sharding, mp
 
 
 def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:

@@ -41,6 +41,11 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
 
+    @property
+    def speed(self) -> float:
+        """Tokens a second; NaN before the first step."""
+        return self.tokens / self.seconds if self.seconds else math.nan
+
 
 class Asked(NamedTuple):
     """What a process asks all of them for; together, what any of them asked for."""
@@ -150,6 +155,8 @@ class Loop(ABC):
                 self.go_on_saving(wait=False)
                 if asked.end and not ended:
                     break
+            if not steps:
+                self.save()
             self.go_on_saving(wait=True)
         if self.at.step < steps:
             raise Preempted(

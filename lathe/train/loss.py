@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lathe.model.gpt import GPT
-
-# Elements of a chunk's logits: 256 MiB in float32. At V = 50304 that is 1,334 tokens: long enough
-# for matmuls at full speed and for few additions to the weight's gradient.
-CHUNK_ELEMENTS = 2**26
+from lathe.train.memory import CHUNK_ELEMENTS
 
 
 def linear_cross_entropy(

@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout
-from lathe.train.loss import CHUNK_ELEMENTS
 
 FLOAT = 4  # bytes
+
+CHUNK_ELEMENTS = 2**26
+"""Of the logits that `linear_cross_entropy` holds at a time: 256 MiB in float32. At V = 50304 that
+is 1,334 tokens: long enough for matmuls at full speed and for few additions to the weight's
+gradient."""
 
 
 @dataclass(frozen=True)

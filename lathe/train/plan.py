@@ -11,7 +11,7 @@ from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 from lathe.train.speed import StepTime, bubble_share, step_time
 
 USABLE = 0.9  # of a GPU's memory: the rest is for CUDA, NCCL's buffers and fragmentation

@@ -15,8 +15,7 @@ from lathe.model.gpt import GPT, initial_weight
 from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
-
-VOCAB_MULTIPLE = 128
+from lathe.train.shape import model_config
 
 
 def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None) -> TrainResult:
@@ -53,21 +52,6 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
         require_capacity(model_config(recipe, TokenDataset.open(data).vocab_size), recipe)
     inputs = {"init": checkpoint_digest(init)} if init else {}
     return run_training(recipe, data, output, inputs, make, sources=[init] if init else [])
-
-
-def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
-    """The recipe's shape; `Model.vocab_size` defaults to the data's, padded to a multiple of
-    128."""
-    m = recipe.Model
-    padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return GPTConfig(
-        vocab_size=m.vocab_size or padded,
-        n_positions=m.max_position_embeddings,
-        n_embd=m.hidden_size,
-        head_dim=m.hidden_size // m.num_attention_heads,
-        n_head=(m.num_attention_heads,) * m.num_layers,
-        n_inner=(m.ffn_size,) * m.num_layers,
-    )
 
 
 def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:

@@ -148,7 +148,7 @@ def _write_checkpoint(
         "loss": at.loss,
         "first_eval_loss": at.first_eval_loss,
         "eval_loss": at.eval_loss,
-        "tokens_per_second": at.tokens / at.seconds,
+        "tokens_per_second": at.speed,
         "n_params": model.config.n_params(),
     }
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, work.parent, figures)

@@ -23,13 +23,14 @@ from lathe.train.gradients import (
     settle_partial,
     squared_norm,
 )
+from lathe.train.layout import DIMS
 from lathe.train.loop import Asked, Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.saved import read_metadata, restored, saved_steps
-from lathe.train.workers import DIMS, Workers
+from lathe.train.workers import Workers
 
 log = logging.getLogger("lathe")
 

@@ -15,12 +15,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from lathe.config.settings import DistributedSettings, Recipe
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
+from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.missing_gpu import missing_gpu
-
-DIMS = ("pp", "dp", "sharding", "mp")
-"""Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
 
 _GROUPS = itertools.count()
 
@@ -119,24 +117,6 @@ def _store() -> Store:
 def _shared_store() -> Store:
     store: Store = next(rendezvous("env://"))[0]
     return store
-
-
-def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int, int]:
-    """Degrees in the order of `DIMS` that multiply to `size`; `dp_degree: auto` is what is left.
-
-    Raises:
-        UserError: there are none.
-    """
-    pp, mp, sharding = settings.pp_degree, settings.mp_degree, settings.sharding.sharding_degree
-    inner = pp * mp * sharding
-    dp = max(1, size // inner) if settings.dp_degree == "auto" else settings.dp_degree
-    if dp * inner != size:
-        raise UserError(
-            f"Distributed asks for {dp} (dp) * {mp} (mp) * {pp} (pp) * {sharding} (sharding) = "
-            f"{dp * inner} processes, and there are {size}",
-            f"start {dp * inner} processes, or let the degrees multiply to {size}",
-        )
-    return pp, dp, sharding, mp
 
 
 def choose_device(recipe: Recipe) -> torch.device:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,6 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
@@ -27,9 +24,8 @@ from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.journal import Journal
-from lathe.compress.sensitivity.result import Distribution, LinearScore, choose_skips
 from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe, SensitivitySettings
+from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
@@ -244,6 +240,37 @@ def test_quantize_leaves_in_float_what_was_chosen(
     assert len(plan.activation_scales) == 9 - len(result.skip) < 9
 
 
+@pytest.mark.parametrize("mode", ["ptq", "fisher"])
+def test_int4_int8_and_float_beside_each_other(
+    mode: str, loud: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """Each cost is that of an analysis to these bits alone, and quantize follows."""
+    changes = (*QUANTIZE, f"Sensitivity.mode={mode}", "Engine.max_steps=0")
+    alone = {
+        bits: analyze(
+            load_recipe("tiny", (*changes, f"Compress.Quantization.weight_bits={bits}")),
+            loud,
+            small_data,
+            tmp_path / f"s{bits}",
+        )
+        for bits in (8, 4)
+    }
+    int4, int8 = (sorted(alone[bits].linears, key=lambda x: x.name) for bits in (4, 8))
+    assert [x.int8_score for x in int4] == [x.score for x in int8]
+    assert all(x.int8_score is None for x in int8)
+    assert sum(x.score for x in int4) > 10 * sum(x.score for x in int8)
+
+    budget = sum(x.score for x in int4) / 2
+    settings = ("Compress.Quantization.weight_bits=4", f"Sensitivity.budget={budget}")
+    recipe = load_recipe("tiny", (*changes, *settings, "Sensitivity.max_skips=1"))
+    chosen = analyze(recipe, loud, small_data, tmp_path / "s")
+    assert chosen.int8 and chosen.predicted <= budget
+    quantize(recipe, loud, small_data, tmp_path / "q", tmp_path / "s")
+    plan = load_checkpoint(tmp_path / "q").model.config.quantization
+    assert plan is not None and set(plan.linears).isdisjoint(chosen.skip)
+    assert {name for name, x in plan.linears.items() if x.weight.bits == 8} == set(chosen.int8)
+
+
 def test_the_estimate_ranks_as_the_divergence_does(
     loud: Path, small_data: Path, tmp_path: Path
 ) -> None:
@@ -336,54 +363,3 @@ def test_a_mode_that_is_not_for_the_checkpoint_is_refused(
     with pytest.raises(UserError, match="set metric to kl"):
         load_recipe("tiny", ("Sensitivity.mode=fisher", "Sensitivity.metric=accuracy"))
     assert not list(tmp_path.iterdir())
-
-
-FLAT = Distribution(-1, -0.5, 0, 0.5, 1, 1, None, None)
-
-
-@given(
-    st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=1, max_size=8),
-    st.floats(0, 3),
-    st.integers(0, 8),
-)
-def test_no_smaller_choice_meets_the_budget(
-    scores: list[float], budget: float, max_skips: int
-) -> None:
-    ranked = [
-        LinearScore(str(i), s, 1, s, FLAT, FLAT) for i, s in enumerate(sorted(scores, reverse=True))
-    ]
-    settings = SensitivitySettings(budget=budget, max_skips=max_skips)
-    skip, predicted = choose_skips(ranked, settings)
-
-    def cost(left_in_float: tuple[int, ...]) -> float:
-        kept = [max(x.score, 0) for i, x in enumerate(ranked) if i not in left_in_float]
-        return sum(sorted(kept))
-
-    assert predicted == pytest.approx(cost(tuple(map(int, skip))), abs=1e-9)
-    sizes = range(len(ranked) + 1)
-    within = [
-        size
-        for size in sizes
-        if any(cost(s) <= budget + 1e-9 for s in combinations(range(len(ranked)), size))
-    ]
-    best = [min(cost(s) for s in combinations(range(len(ranked)), size)) for size in sizes]
-    assert len(skip) <= max_skips
-    assert predicted == pytest.approx(best[len(skip)], abs=1e-9)
-    if within[0] < max_skips:
-        # A sum within rounding of the budget may fall on either side.
-        close = any(abs(b - budget) < 1e-9 for b in best)
-        assert len(skip) == within[0] or close
-    elif predicted > budget:
-        assert len(skip) == min(max_skips, len(ranked))
-
-
-def test_skips_follow_the_stated_rule() -> None:
-    ranked = [
-        LinearScore(n, s, 1, s, FLAT, FLAT)
-        for n, s in (("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", -0.3))
-    ]
-    assert choose_skips(ranked, SensitivitySettings(budget=1.0)) == ([], pytest.approx(0.8))
-    assert choose_skips(ranked, SensitivitySettings(budget=0.35)) == (["a"], pytest.approx(0.3))
-    assert choose_skips(ranked, SensitivitySettings(budget=0.0)) == (["a", "b", "c"], 0.0)
-    both = choose_skips(ranked, SensitivitySettings(budget=0.0, max_skips=2))
-    assert both == (["a", "b"], pytest.approx(0.1))

@@ -1,9 +1,18 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from lathe.data.sources import documents
+from tests.support.once import once
 
 
 @pytest.fixture(scope="session")
-def prose() -> list[str]:
-    """The embedded corpus; reading the standard library takes seconds, so once."""
-    return list(documents("python"))
+def prose(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The embedded corpus; reading the standard library takes seconds."""
+
+    def write(path: Path) -> None:
+        path.write_text(json.dumps(list(documents("python"))))
+
+    texts: list[str] = json.loads(once(tmp_path_factory, "prose.json", write).read_text())
+    return texts

@@ -23,9 +23,6 @@ from lathe.data.sources import opened
 from lathe.data.tokenize import tokenize
 from lathe.errors import UserError
 from lathe.storage import sha256, upload
-from tests.support.s3 import s3, s3_server
-
-__all__ = ["s3", "s3_server"]
 
 
 def recipe(**changes: object) -> Recipe:

@@ -12,9 +12,9 @@ __all__ = ["checkpoint", "exported", "repository", "serving", "triton"]
 def objects(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[Object]:
-    return variant(request.param, tmp_path_factory.mktemp("variant"))
+    return variant(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def production(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    return variant("production", tmp_path_factory.mktemp("variant"))
+    return variant("production", tmp_path_factory)

@@ -2,7 +2,8 @@
 
 import json
 import re
-from pathlib import Path
+
+import pytest
 
 from lathe.serve import wait_closed
 from tests.support.rendered import Object, named, of_kind, variant
@@ -24,8 +25,10 @@ def test_time_to_drain(objects: list[Object]) -> None:
         assert spec["terminationGracePeriodSeconds"] > seconds
 
 
-def test_kserve_runs_the_same_pods(tmp_path: Path, production: list[Object]) -> None:
-    kserve = variant("production+kserve", tmp_path)
+def test_kserve_runs_the_same_pods(
+    tmp_path_factory: pytest.TempPathFactory, production: list[Object]
+) -> None:
+    kserve = variant("production+kserve", tmp_path_factory)
     assert of_kind(kserve, "Deployment") == []
     predictor = of_kind(kserve, "InferenceService")[0]["spec"]["predictor"]
     expected = named(production, "Deployment", "lathe-serve")["spec"]["template"]["spec"]

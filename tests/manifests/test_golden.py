@@ -59,8 +59,8 @@ def test_placeholders_only() -> None:
         assert "data" not in secret and set(secret["stringData"].values()) == {"REPLACE"}
 
 
-def test_kind_runs_the_images_that_are_built_here(tmp_path: Path) -> None:
-    images = {c["image"] for p in pods(variant("kind", tmp_path)) for c in p.containers}
+def test_kind_runs_the_images_that_are_built_here(tmp_path_factory: pytest.TempPathFactory) -> None:
+    images = {c["image"] for p in pods(variant("kind", tmp_path_factory)) for c in p.containers}
     assert images == {TRAIN.replace("train", name) for name in ("train", "paddle", "serve")}
 
 

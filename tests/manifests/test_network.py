@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,7 +119,7 @@ def _is_peer(peer: dict[str, Any], mine: Peer, other: Peer) -> bool:
 
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    return variant("kind", tmp_path_factory.mktemp("variant"))
+    return variant("kind", tmp_path_factory)
 
 
 @pytest.mark.parametrize("source, target, port, expected", FLOWS)
@@ -130,7 +129,7 @@ def test_flows(kind: list[Object], source: Peer, target: Peer, port: int, expect
 
 @pytest.fixture(scope="module")
 def standalone(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    return variant("standalone", tmp_path_factory.mktemp("variant"))
+    return variant("standalone", tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +155,9 @@ def test_pods_of_others_beside_pipelines_are_left_alone(standalone: list[Object]
 
 @pytest.mark.parametrize("overlay", ["standalone", ALL[-1]])
 def test_no_object_beside_pipelines_selects_or_replaces_what_is_not_its_own(
-    tmp_path: Path, overlay: str
+    tmp_path_factory: pytest.TempPathFactory, overlay: str
 ) -> None:
-    objects = variant(overlay, tmp_path)
+    objects = variant(overlay, tmp_path_factory)
     assert of_kind(objects, "Namespace", "ResourceQuota", "LimitRange", "Secret") == []
     names = {thing["metadata"]["name"] for thing in objects}
     assert {name for name in names if not name.startswith("lathe")} == set()
@@ -179,14 +178,14 @@ def test_production_reaches_its_store_and_nothing_else(production: list[Object])
 
 
 def test_public_egress_is_for_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
-    opened = variant("kind+public-egress", tmp_path_factory.mktemp("variant"))
+    opened = variant("kind+public-egress", tmp_path_factory)
     assert permits(opened, STEP, INTERNET, 443) and permits(opened, STEP, INTERNET, 80)
     assert not permits(opened, TRAIN, INTERNET, 443)
     assert not permits(opened, STEP, Peer("", address="169.254.169.254"), 80)
 
 
-def test_tracking_is_for_steps(tmp_path: Path) -> None:
-    opened = variant("kind+tracking", tmp_path)
+def test_tracking_is_for_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    opened = variant("kind+tracking", tmp_path_factory)
     mlflow = Peer("mlflow")
     registry = Peer("kubeflow", {"component": "model-registry-server"})
     assert permits(opened, STEP, mlflow, 5000) and permits(opened, STEP, registry, 8080)

@@ -1,8 +1,8 @@
 """The training runtimes: no retries of their own, the store's keys, GPUs by one patch."""
 
 import json
-from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.rendered import Object, named, of_kind, variant
@@ -70,18 +70,24 @@ def test_runs_keep_their_artifacts_in_the_same_store(production: list[Object]) -
     assert provider["credentials"]["secretRef"]["secretName"] == "lathe-s3"
 
 
-def test_gpu_pool_is_one_patch(production: list[Object], tmp_path: Path) -> None:
+def test_gpu_pool_is_one_patch(
+    production: list[Object], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     pool = {"lathe/node-pool": "gpu"}
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     for runtime in of_kind(production, "ClusterTrainingRuntime"):
         pod = job(runtime)["spec"]["template"]["spec"]
         assert (pod["nodeSelector"], pod["tolerations"]) == (pool, [taint])
-    for runtime in of_kind(variant("kind", tmp_path), "ClusterTrainingRuntime"):
+    for runtime in of_kind(variant("kind", tmp_path_factory), "ClusterTrainingRuntime"):
         assert not {"nodeSelector", "tolerations"} & set(job(runtime)["spec"]["template"]["spec"])
 
 
-def test_gang_scheduling_is_an_option(production: list[Object], tmp_path: Path) -> None:
-    together = of_kind(variant("production+gang-scheduling", tmp_path), "ClusterTrainingRuntime")
+def test_gang_scheduling_is_an_option(
+    production: list[Object], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    together = of_kind(
+        variant("production+gang-scheduling", tmp_path_factory), "ClusterTrainingRuntime"
+    )
     for runtime in together:
         assert "coscheduling" in runtime["spec"]["podGroupPolicy"]
         scheduler = job(runtime)["spec"]["template"]["spec"]["schedulerName"]

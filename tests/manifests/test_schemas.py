@@ -13,6 +13,7 @@ from google.protobuf import json_format
 
 from pipelines import objects as pipeline_objects
 from pipelines.compile import FUNCTIONS, built
+from tests.support import quick_kfp  # noqa: F401
 from tests.support.crds import CRDS, validator
 from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, variant
 
@@ -103,8 +104,10 @@ def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
 @pytest.mark.parametrize(
     "kind, name", [("ClusterTrainingRuntime", "lathe-torch"), ("Service", "lathe-serve")]
 )
-def test_unknown_fields_are_refused(kind: str, name: str, tmp_path: Path) -> None:
-    thing = copy.deepcopy(named(variant("kind", tmp_path), kind, name))
+def test_unknown_fields_are_refused(
+    kind: str, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    thing = copy.deepcopy(named(variant("kind", tmp_path_factory), kind, name))
     assert problems(thing) == []
     thing["spec"]["tempalte"] = {}
     assert any("tempalte" in problem for problem in problems(thing))

@@ -40,31 +40,33 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(len(name))
 
 
-@pytest.mark.parametrize("changes", [{}, PRUNED], ids=["full", "pruned"])
 def test_logits_and_files_are_the_same(
-    changes: dict[str, object], in_paddle: Callable, tmp_path: Path, byte_tokenizer: Tokenizer
+    in_paddle: Callable, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    model = random_gpt(**changes)
-    save(model, tmp_path / "model", byte_tokenizer)
+    models = {"full": random_gpt(), "pruned": random_gpt(**PRUNED)}
+    for shape, model in models.items():
+        save(model, tmp_path / shape, byte_tokenizer)
     out = in_paddle(
         """
         from lathe.paddle.checkpoint import load_checkpoint, save_checkpoint
         from lathe.config.recipe import load_recipe
-        checkpoint = load_checkpoint(folder / "model")
-        out["logits"] = checkpoint.model(paddle.to_tensor(given["tokens"])).numpy()
-        parts = checkpoint.model, checkpoint.tokenizer, "prune", load_recipe("tiny")
-        save_checkpoint(folder / "again", *parts)
+        for shape in ("full", "pruned"):
+            checkpoint = load_checkpoint(folder / shape)
+            out[shape] = checkpoint.model(paddle.to_tensor(given["tokens"])).numpy()
+            parts = checkpoint.model, checkpoint.tokenizer, "prune", load_recipe("tiny")
+            save_checkpoint(folder / f"{shape}-again", *parts)
         """,
         tokens=TOKENS,
     )
-    with torch.no_grad():
-        expected = model(torch.from_numpy(TOKENS)).numpy()
-    assert expected.std() > 0.5
-    assert np.abs(out["logits"] - expected).max() < 1e-5
-    again = load_checkpoint(tmp_path / "again")
-    assert again.meta["engine"] == "paddle"
-    for name, tensor in again.model.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[name]), name
+    for shape, model in models.items():
+        with torch.no_grad():
+            expected = model(torch.from_numpy(TOKENS)).numpy()
+        assert expected.std() > 0.5
+        assert np.abs(out[shape] - expected).max() < 1e-5
+        again = load_checkpoint(tmp_path / f"{shape}-again")
+        assert again.meta["engine"] == "paddle"
+        for name, tensor in again.model.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), (shape, name)
 
 
 @pytest.mark.parametrize("criterion", ["l1_norm", "l2_norm"])
@@ -100,8 +102,7 @@ def test_paddleslim_prunes_the_same_heads_and_channels(
     assert np.abs(out["logits"] - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["abs_max", "channel_wise_abs_max"])
-def test_fake_quantization_is_the_same_at_the_same_scales(kind: str, in_paddle: Callable) -> None:
+def test_fake_quantization_is_the_same_at_the_same_scales(in_paddle: Callable) -> None:
     x = np.random.default_rng(1).normal(size=(64, 48)).astype(np.float32)
     scale = float(np.abs(x).max() / 127)
     out = in_paddle(
@@ -114,10 +115,9 @@ def test_fake_quantization_is_the_same_at_the_same_scales(kind: str, in_paddle: 
         fake_quant.set_range(activation, 127 * {scale})
         activation.eval()
         out["activation"] = activation(x).numpy()
-        kinds = {{"abs_max": lambda: FakeQuantAbsMax(quant_on_weight=True),
-                  "channel_wise_abs_max": lambda: FakeQuantChannelWiseAbsMax(
-                      channel_num=48, quant_axis=1, quant_on_weight=True)}}
-        out["weight"] = kinds["{kind}"]()(x).numpy()
+        out["abs_max"] = FakeQuantAbsMax(quant_on_weight=True)(x).numpy()
+        out["channel_wise_abs_max"] = FakeQuantChannelWiseAbsMax(
+            channel_num=48, quant_axis=1, quant_on_weight=True)(x).numpy()
         activation.train()
         activation(2 * x)
         out["moved"] = activation._scale.numpy()
@@ -128,9 +128,10 @@ def test_fake_quantization_is_the_same_at_the_same_scales(kind: str, in_paddle: 
     assert out["activation"] == pytest.approx(
         observer.eval()(torch.from_numpy(x)).numpy(), abs=1e-6
     )
-    form = WeightFormat(kind)  # type: ignore[arg-type]
-    ours = fake_quant.fake_quantize_weight(torch.from_numpy(x.T.copy()), form)
-    assert out["weight"] == pytest.approx(ours.numpy().T, abs=1e-6)
+    for kind in ("abs_max", "channel_wise_abs_max"):
+        form = WeightFormat(kind)  # type: ignore[arg-type]
+        ours = fake_quant.fake_quantize_weight(torch.from_numpy(x.T.copy()), form)
+        assert out[kind] == pytest.approx(ours.numpy().T, abs=1e-6)
     assert out["moved"][0] == pytest.approx((0.9 + 0.1 * 2) * 127 * scale, rel=1e-6)
 
 

@@ -162,6 +162,7 @@ def _kill_after_a_save(command: list[str], output: Path) -> None:
     assert not (output / "lathe.json").exists()
 
 
+@pytest.mark.slow
 def test_quantization_is_what_the_torch_engine_reads(
     int8: Path, small_data: Path, pruned: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_quantization_is_what_the_torch_engine_reads(
     assert losses(int8) == pytest.approx(losses(output), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_pact(pruned: Path, small_data: Path) -> None:
     output = pruned.with_name("pact")
     pact = "Compress.Quantization.activation_preprocess_type=PACT"
@@ -189,6 +191,7 @@ def test_pact(pruned: Path, small_data: Path) -> None:
     assert all(0 < scale <= 100 / 127 for scale in plan.activation_scales.values())
 
 
+@pytest.mark.slow
 def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     words = (small_data / "heldout.txt").read_text()[:1500].split()

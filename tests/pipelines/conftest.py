@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import upload
-from tests.support import fake_kfp
-from tests.support.s3 import s3, s3_server
-
-__all__ = ["s3", "s3_server"]
+from tests.support import fake_kfp, quick_kfp  # noqa: F401
 
 RECIPE = """
 Global: {seed: 7, local_batch_size: 4, micro_batch_size: 4}

@@ -9,7 +9,7 @@ from kfp import compiler
 
 from lathe.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 from pipelines.compile import build
 from pipelines.resources import Pool, Variant
 from pipelines.sizes import estimate_sizes

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,14 @@ def test_what_agrees_in_all_is_ended(tmp_path: Path) -> None:
     with subprocess.Popen(
         [command[0], "-c", code, *command[1:]], executable=sys.executable, start_new_session=True
     ) as server:
+        while not Path(f"/proc/{server.pid}/cmdline").read_bytes():
+            time.sleep(0.01)  # the program is being loaded
         process = Process.of(server.pid).model_dump()
         write(tmp_path, values(server.pid, server=process, guard=process))
-        assert serve_state.stop(tmp_path) is not None
+        stopped = serve_state.stop(tmp_path)
+        if stopped is None:
+            server.kill()
+        assert stopped is not None
         assert server.wait(60) == -signal.SIGTERM
 
 

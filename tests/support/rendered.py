@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from tests.support.once import once
+
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
 OVERLAYS = ("kind", "production", "standalone")
@@ -47,8 +49,18 @@ def text(folder: Path) -> str:
     return made.stdout
 
 
-def variant(name: str, folder: Path) -> list[Object]:
-    """An overlay, or a copy of it in the empty `folder` with components, `overlay+component`."""
+def variant(name: str, factory: pytest.TempPathFactory) -> list[Object]:
+    """An overlay, alone or with components, `overlay+component`."""
+
+    def write(path: Path) -> None:
+        path.write_text(_rendered(name, factory.mktemp("variant")))
+
+    path = once(factory, f"{name}.yaml", write)
+    return list(yaml.load_all(path.read_text(), Loader=yaml.CSafeLoader))
+
+
+def _rendered(name: str, folder: Path) -> str:
+    """With components of a copy in the empty `folder`."""
     overlay, *components = name.split("+")
     source = MANIFESTS / "overlays" / overlay
     if components:
@@ -64,7 +76,7 @@ def variant(name: str, folder: Path) -> list[Object]:
             "components": [_below(above, path) for path in names],
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return list(yaml.load_all(text(source), Loader=yaml.CSafeLoader))
+    return text(source)
 
 
 def _below(above: Path, path: str) -> str:

@@ -1,5 +1,6 @@
 """Small random models, float, INT8 and INT4, as checkpoint folders and as exports."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,13 +14,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.model.quantization import (
-    INT8,
-    ActivationFormat,
-    LinearFormat,
-    QuantizationPlan,
-    WeightFormat,
-)
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
@@ -37,9 +32,10 @@ def make_model(
     skip: tuple[str, ...] = (),
     weight_only: bool = False,
     group_size: int = 0,
+    wide: tuple[str, ...] = (),
 ) -> GPT:
     """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens; a
-    group size makes their weights INT4."""
+    group size makes their weights INT4, but for `wide`, which stay INT8."""
     model = GPT(config)
     model.initialize(0.2, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -50,10 +46,13 @@ def make_model(
     if int8:
         linears = (*model.config.linear_names(), HEAD)
         names = [n for n in linears if n not in skip]
-        weight = WeightFormat.int4(group_size) if group_size else INT8
-        rounded: ActivationFormat = "dynamic_int8" if group_size else "int8"
-        form = LinearFormat(weight, None if weight_only else rounded)
-        plan = QuantizationPlan(dict.fromkeys(names, form))
+        forms = {name: LinearFormat() for name in names}
+        if group_size:
+            int4 = LinearFormat(WeightFormat.int4(group_size), "dynamic_int8")
+            forms |= {name: int4 for name in names if name not in wide}
+        if weight_only:
+            forms = {name: replace(form, activation=None) for name, form in forms.items()}
+        plan = QuantizationPlan(forms, position_embedding=HEAD in forms)
         fake_quant.insert(model, plan)
         scales = fake_quant.calibrate(model, [random_tokens(4, 48, seed=3)])
         model.config = config.with_quantization(plan.with_scales(scales))

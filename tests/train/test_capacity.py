@@ -8,7 +8,8 @@ import torch
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.capacity import cgroup_limits, memory_of, require_capacity, require_processes
-from lathe.train.pretrain import model_config, pretrain
+from lathe.train.pretrain import pretrain
+from lathe.train.shape import model_config
 
 
 @pytest.mark.parametrize(

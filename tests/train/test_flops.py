@@ -10,7 +10,7 @@ from lathe.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 from tests.conftest import small_config
 
 

@@ -11,7 +11,7 @@ import pytest
 from lathe.config.recipe import load_recipe
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 
 VOCABULARY = 4096
 BASE = (
@@ -127,7 +127,7 @@ def peaks(data: Path, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[s
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,7 +9,7 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.layout import options, own_layout
 from lathe.train.plan import Plan, make_plan, parse_memory, plan_table
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 from lathe.train.workers import mesh_shape
 
 

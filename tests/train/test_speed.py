@@ -5,7 +5,7 @@ import pytest
 from lathe.config.recipe import load_recipe
 from lathe.model.gpt import Recompute
 from lathe.train.layout import Layout
-from lathe.train.pretrain import model_config
+from lathe.train.shape import model_config
 from lathe.train.speed import step_time
 
 # Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5, A100: seconds with full recompute,

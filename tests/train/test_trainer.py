@@ -14,8 +14,9 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
 from lathe.train.optimizer import make_optimizer
-from lathe.train.pretrain import model_config, new_model, pretrain
+from lathe.train.pretrain import new_model, pretrain
 from lathe.train.schedule import learning_rate
+from lathe.train.shape import model_config
 from tests.support.small_run import SMALL, records, run
 
 

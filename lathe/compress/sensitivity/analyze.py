@@ -1,9 +1,10 @@
-"""The analyze stage: rank linears by what INT8 costs, and choose those to leave in float.
+"""The analyze stage: rank linears by what INT8 or INT4 costs, and choose those to leave in float
+or, with INT4, in INT8.
 
 The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from lathe.compress.sensitivity.rank import (
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
-from lathe.config.settings import Recipe
+from lathe.config.settings import QuantizationSettings, Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
@@ -61,22 +62,30 @@ class TorchModel:
         batches = calibration_batches(recipe, data)
         self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
         self.model = without_quantization(checkpoint.model).to(device).eval()
-        self.plan = checkpoint.model.config.quantization or _calibrated(
-            recipe, self.model, self.calibration, journal
-        )
+        plan = checkpoint.model.config.quantization
+        settings = recipe.Compress.Quantization
+        wanted = [4, 8] if settings.weight_bits == 4 else [8]
+        self.bits: Sequence[int] = [plan.weight_bits] if plan else wanted
+        self.plans = {
+            bits: plan or _calibrated(settings, bits, self.model, self.calibration, journal)
+            for bits in self.bits
+        }
+        self.plan = self.plans[self.bits[0]]
         self.names: Sequence[str] = list(self.plan.linears)
-        possible = quantizable(self.model.config, recipe.Compress.Quantization)
+        possible = quantizable(self.model.config, settings)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
-    def measure(self, quantized: frozenset[str]) -> list[float]:
-        """The metric of every validation batch, with only `quantized` in INT8."""
-        with fake_quant.inserted(self.model, self.plan.part(quantized)):
+    def measure(self, formats: Mapping[str, int]) -> list[float]:
+        """The metric of every validation batch, with only these linears quantized."""
+        linears = {name: self.plans[bits].linears[name] for name, bits in formats.items()}
+        plan = QuantizationPlan(linears, self.plan.position_embedding)
+        with fake_quant.inserted(self.model, plan):
             return self._measure(self.model)
 
-    def estimates(self) -> dict[str, float]:
+    def estimates(self, bits: int) -> dict[str, float]:
         """KL estimated from gradients, nats per token, by name."""
-        return estimate_costs(self.model, self.plan, self.names, self.calibration)
+        return estimate_costs(self.model, self.plans[bits], self.names, self.calibration)
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
@@ -103,13 +112,17 @@ def without_quantization(model: GPT) -> GPT:
 
 
 def _calibrated(
-    recipe: Recipe, model: GPT, batches: Iterable[Tensor], journal: Journal
+    settings: QuantizationSettings,
+    bits: int,
+    model: GPT,
+    batches: Iterable[Tensor],
+    journal: Journal,
 ) -> QuantizationPlan:
     """A plan for all linears of a float model."""
-    plan = make_plan(model.config, recipe.Compress.Quantization)
+    plan = make_plan(model.config, settings.model_copy(update={"weight_bits": bits}))
 
     def find() -> dict[str, float]:
         with fake_quant.inserted(model, plan):
             return fake_quant.calibrate(model, batches)
 
-    return plan.with_scales(journal.recall("scales", find, dict))
+    return plan.with_scales(journal.recall(f"scales {bits} bits", find, dict))

@@ -22,7 +22,8 @@ from torch import Tensor
 from lathe.errors import UserError
 from lathe.model.gpt import GPT
 from lathe.train.batches import EvalBatches
-from lathe.train.loss import CHUNK_ELEMENTS, next_token_loss
+from lathe.train.loss import next_token_loss
+from lathe.train.memory import CHUNK_ELEMENTS
 
 Metric = Literal["loss", "accuracy", "kl"]
 

@@ -49,6 +49,7 @@ class Section:
     analysis: Mapping[str, Any]
     unit: str
     baseline: str
+    int8: Sequence[str]
     ranking: Picture
     weights: Picture
     inputs: Picture
@@ -58,6 +59,7 @@ class Section:
 def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Section:
     """The pictures and figures of an analysis, for the templates."""
     linears, unit = analysis["linears"], UNITS[analysis["metric"]]
+    int8 = analysis.get("int8", ())  # earlier versions knew no choice between two formats
     worst = ", ".join(f"{linear['name']} {linear['score']:.2g}" for linear in linears[:3])
     title = "Cost of quantizing one linear"
     boxes = {
@@ -72,9 +74,10 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
         analysis=analysis,
         unit=unit,
         baseline=("quantized " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
+        int8=int8,
         ranking=picture(
             title, f"{title}, worst first: {worst}",
-            partial(ranking_chart, linears, analysis["skip"], unit),
+            partial(ranking_chart, linears, analysis["skip"], int8, unit),
         ),
         **boxes,
         achieved=achieved,
@@ -90,16 +93,19 @@ def sensitivity_page(analysis: Mapping[str, Any]) -> str:
     )
 
 
-def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme) -> str:
-    """Bar chart of the cost of INT8 in each linear; those left in float are highlighted.
+def ranking_chart(
+    linears: Linears, skip: Sequence[str], int8: Sequence[str], unit: str, theme: Theme
+) -> str:
+    """Bar chart of the cost of quantizing each linear; those left in float are highlighted.
 
     Args:
         linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their
             95 % intervals.
         skip: names of those left in float.
+        int8: names of those that are INT8 where the others are INT4.
     """
     shown = linears[:MAX_LINEARS]
-    chosen = np.array([linear["name"] in skip for linear in shown])
+    in_float, in_int8 = (np.array([x["name"] in names for x in shown]) for names in (skip, int8))
     scores = np.array([linear["score"] for linear in shown], dtype=float)
     factor, fraction = next(
         (f for f in FRACTIONS if f[0] * np.abs(scores).max() >= 1), FRACTIONS[-1]
@@ -109,8 +115,9 @@ def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme
 
     def paint(axes: Axes, theme: Theme) -> None:
         for mask, color, hatch, label in (
-            (chosen, theme.accent, "////", "left in float"),
-            (~chosen, theme.series[0], "", "quantized"),
+            (in_float, theme.accent, "////", "left in float"),
+            (in_int8, theme.series[1], "..", "INT8"),
+            (~in_float & ~in_int8, theme.series[0], "", "INT4" if in_int8.any() else "quantized"),
         ):
             if mask.any():
                 axes.barh(
@@ -127,7 +134,7 @@ def ranking_chart(linears: Linears, skip: Sequence[str], unit: str, theme: Theme
         axes.set_xlabel(f"cost ({fraction}{unit})")
         axes.ticklabel_format(axis="x", style="plain")
         axes.locator_params(axis="x", nbins=6)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
 
     return draw(0.9 + 0.24 * len(shown), theme, paint)
 

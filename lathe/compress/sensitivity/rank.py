@@ -1,9 +1,10 @@
-"""Rank the linears of a model in any framework by what INT8 costs, and choose skips."""
+"""Rank the linears of a model in any framework by what quantizing them costs, and choose their
+formats."""
 
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -13,16 +14,15 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from lathe.artifacts.kinds import SENSITIVITY
+from lathe.compress.sensitivity.choice import choose
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
     PAGE,
     RESULT,
-    RULE,
     Distribution,
     LinearScore,
     SensitivityResult,
-    choose_skips,
 )
 from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.data.tokens import TokenDataset
@@ -34,6 +34,9 @@ from lathe.train.batches import EvalBatches, open_data
 
 log = logging.getLogger("lathe")
 
+Costs = dict[str, tuple[float, float | None]]
+"""By linear: a cost in the metric's unit, and its standard error."""
+
 WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
 
 
@@ -43,18 +46,21 @@ class AnalyzedModel(Protocol):
     Attributes:
         names: its quantizable linears.
         float_already: those that the checkpoint already leaves in float.
+        bits: those of the weights; of a float model that is to be INT4, 4 and 8.
         engine: the framework that computes.
     """
 
     names: Sequence[str]
     float_already: Sequence[str]
+    bits: Sequence[int]
     engine: str
 
-    def measure(self, quantized: frozenset[str]) -> list[float]:
-        """The metric of every validation batch, with only `quantized` in INT8."""
+    def measure(self, formats: Mapping[str, int]) -> list[float]:
+        """The metric of every validation batch, with only these linears quantized, to so many
+        bits."""
 
-    def estimates(self) -> dict[str, float]:
-        """KL that INT8 in each linear alone adds, nats a token, estimated from gradients."""
+    def estimates(self, bits: int) -> dict[str, float]:
+        """KL that quantizing each linear alone adds, nats a token, estimated from gradients."""
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
@@ -86,7 +92,7 @@ def run_analysis(
     checkpoint: Loaded,
     open_model: Callable[[TokenDataset, Journal], AnalyzedModel],
 ) -> SensitivityResult:
-    """Rank the linears, choose skips, write `output`.
+    """Rank the linears, choose their formats, write `output`.
 
     Findings are kept in `OUTPUT.unfinished.jsonl` until then; after a kill the same call resumes
     from there, with the same result.
@@ -123,70 +129,87 @@ def run_analysis(
     error = f" ± {worst.stderr:.1g}" if worst.stderr is not None else ""
     cost = f"{worst.score:.2g}{error}"
     log.info("most sensitive: %s costs %s; float: %s", worst.name, cost, result.skip)
+    if result.int8:
+        log.info("INT8: %s", result.int8)
     return result
 
 
 def rank(
     settings: SensitivitySettings, model: str, subject: AnalyzedModel, journal: Journal
 ) -> SensitivityResult:
-    """Rank the linears by what the metric or the gradients say, and choose skips."""
-    names = subject.names
-    estimates = journal.recall("estimates", subject.estimates, dict)
+    """Rank the linears by what the metric or the gradients say, and choose their formats."""
+    names, bits = subject.names, subject.bits
+    estimates = {
+        b: journal.recall(f"estimates {b} bits", lambda b=b: subject.estimates(b), dict)  # type: ignore[misc]
+        for b in bits
+    }
+    scores: dict[int, Costs] = {}
     if settings.mode == "fisher":
-        baseline = fmean(journal.recall("baseline", lambda: subject.measure(frozenset()), list))
-        scores, errors = estimates, dict.fromkeys(names)
+        baseline = fmean(journal.recall("baseline", lambda: subject.measure({}), list))
+        scores = {b: {name: (estimates[b][name], None) for name in names} for b in bits}
     else:
-        baseline, scores, errors = _one_at_a_time(settings, subject, journal)
+        is_qat = settings.mode == "qat"
+        start = dict.fromkeys(names, bits[0]) if is_qat else {}
+        values = journal.recall("baseline", lambda: subject.measure(start), list)
+        baseline = fmean(values)
+        for b in bits:
+            scores[b] = _one_at_a_time(settings, subject, journal, start, values, b)
     weights, inputs = subject.weights(), subject.inputs()
     linears = [
         LinearScore(
-            n, scores[n], subject.n_params(n), estimates[n], weights[n], inputs[n], errors[n]
+            name,
+            score,
+            subject.n_params(name),
+            estimates[bits[0]][name],
+            weights[name],
+            inputs[name],
+            error,
+            scores[8][name][0] if len(bits) > 1 else None,
         )
-        for n in sorted(names, key=lambda name: -scores[name])
+        for name, (score, error) in sorted(scores[bits[0]].items(), key=lambda item: -item[1][0])
     ]
-    chosen, predicted = choose_skips(linears, settings)
-    if predicted > settings.budget:
-        log.warning(
-            "quantization is predicted to cost %.2g, above Sensitivity.budget %.2g, with "
-            "Sensitivity.max_skips %d linears in float",
-            predicted,
-            settings.budget,
-            settings.max_skips,
-        )
+    choice = choose(linears, settings)
     return SensitivityResult(
         mode=settings.mode,
         metric=settings.metric,
         model=model,
         baseline=baseline,
         linears=linears,
-        skip=[*chosen, *subject.float_already],
-        rule=RULE,
+        skip=[*choice.skip, *subject.float_already],
+        int8=choice.int8,
+        rule=choice.rule,
         budget=settings.budget,
-        predicted=predicted,
+        predicted=choice.predicted,
         rank_correlation=None if settings.mode == "fisher" else _spearman(linears),
         engine=subject.engine,
     )
 
 
 def _one_at_a_time(
-    settings: SensitivitySettings, subject: AnalyzedModel, journal: Journal
-) -> tuple[float, dict[str, float], dict[str, float | None]]:
-    """The metric of the model in float (mode ptq) or in INT8 (qat), how much worse INT8 in one
-    linear makes it, from float or to all of INT8, and the standard error of that."""
-    is_qat, worse = settings.mode == "qat", WORSE[settings.metric]
-    start: frozenset[str] = frozenset(subject.names if is_qat else ())
-    baseline = journal.recall("baseline", lambda: subject.measure(start), list)
-    scores: dict[str, float] = {}
-    errors: dict[str, float | None] = {}
-    for name in track(subject.names, "sensitivity", len(subject.names)):
-        changed = start ^ {name}
-        values = journal.recall(name, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]
-        sign = -worse if is_qat else worse
-        costs = sign * (np.array(values) - np.array(baseline))
-        mean, error = mean_stderr(costs)
-        scores[name] = mean + 0.0  # no -0.0
-        errors[name] = None if math.isnan(error) else error
-    return fmean(baseline), scores, errors
+    settings: SensitivitySettings,
+    subject: AnalyzedModel,
+    journal: Journal,
+    start: Mapping[str, int],
+    baseline: Sequence[float],
+    bits: int,
+) -> Costs:
+    """How much worse each linear makes the metric, quantized alone to `bits` (mode ptq) or
+    compared with all quantized but it (qat), and the standard error of that.
+
+    Args:
+        start: the formats of which the metric is `baseline`.
+    """
+    is_qat = settings.mode == "qat"
+    sign = WORSE[settings.metric] * (-1 if is_qat else 1)
+    found: Costs = {}
+    for name in track(subject.names, f"sensitivity to INT{bits}", len(subject.names)):
+        without = {other: width for other, width in start.items() if other != name}
+        changed = without if is_qat else {name: bits}
+        key = f"{name} {bits} bits"
+        values = journal.recall(key, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]
+        mean, error = mean_stderr(sign * (np.array(values) - np.array(baseline)))
+        found[name] = mean + 0.0, None if math.isnan(error) else error  # no -0.0
+    return found
 
 
 def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:

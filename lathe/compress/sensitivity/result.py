@@ -1,8 +1,6 @@
-"""The result of a sensitivity analysis, and the choice of linears to leave in float."""
+"""The result of a sensitivity analysis."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,18 +8,12 @@ from pydantic import Field
 
 from lathe.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
 from lathe.artifacts.metadata import Files
-from lathe.config.settings import SensitivitySettings
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.storage import sha256
 
 RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"
-RULE = (
-    "what single linears cost is taken to add up; the worst stay float, one by one, until what is "
-    "left is predicted to cost at most Sensitivity.budget (as costs add up, no smaller choice "
-    "does), or Sensitivity.max_skips are float"
-)
 
 
 @dataclass(frozen=True)
@@ -49,10 +41,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class LinearScore:
-    """The cost of INT8 in one linear.
+    """The cost of quantizing one linear, to the bits that the recipe asks for.
 
     Attributes:
         score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
+        int8_score: the same in INT8, where INT4 is asked for.
         estimate: KL added, nats a token, estimated from gradients.
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
@@ -64,6 +57,7 @@ class LinearScore:
     weights: Distribution
     inputs: Distribution
     stderr: float | None = None
+    int8_score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,8 @@ class SensitivityResult:
         model: digest of the analyzed checkpoint.
         baseline: the metric of the float model; in mode qat of the quantized one.
         skip: the linears to leave in float, including those that the checkpoint already does.
-        predicted: cost of INT8 with `skip` in float.
+        int8: those to make INT8 where the others are to be INT4.
+        predicted: cost of all quantized ones together.
         rank_correlation: Spearman's, of scores and estimates; None where nothing was measured to
             correlate.
     """
@@ -90,21 +85,7 @@ class SensitivityResult:
     predicted: float
     rank_correlation: float | None
     engine: str = "torch"
-
-
-def choose_skips(
-    ranked: Sequence[LinearScore], settings: SensitivitySettings
-) -> tuple[list[str], float]:
-    """Apply `RULE` to scores that are sorted worst first: (names to skip, predicted cost).
-
-    Negative scores are noise, not gains, and count as zero.
-    """
-    costs = [max(linear.score, 0.0) for linear in ranked]
-    for n in range(len(ranked) + 1):
-        predicted = math.fsum(costs[n:])
-        if predicted <= settings.budget or n == settings.max_skips:
-            break
-    return [linear.name for linear in ranked[:n]], predicted
+    int8: list[str] = field(default_factory=list)
 
 
 def read_analysis(folder: Path) -> SensitivityResult:

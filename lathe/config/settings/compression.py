@@ -76,12 +76,17 @@ class QuantizationSettings(Settings):
     group_size: Literal[32, 64, 128] = 64
     """Inputs that share a scale in an INT4 weight; smaller groups are more precise and larger in
     the file."""
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    """How the integers of a weight are first chosen: each nearest to its value, or with GPTQ, one
+    column after the other so that later ones make up for the errors of earlier ones. GPTQ pays with
+    4 bits where nobody can train (`Engine.max_steps=0`)."""
     activation_bits: Literal[8] = 8
     """Bits of a quantized activation; it states a fact, there are no others."""
     freeze_embedding: bool = False
     """Whether to leave the token and position embeddings untrained."""
     quantize_embedding: bool = False
-    """Whether to quantize the token embedding, which is also the output layer."""
+    """Whether to quantize the token embedding, which is also the output layer, and the position
+    embedding, which has 8 bits."""
     skip_tensor_map: dict[BlockName, list[Literal["qkv", "out", "linear1", "linear2"]]] = Field(
         default={}
     )
@@ -121,8 +126,8 @@ class CompressSettings(Settings):
 
 
 class SensitivitySettings(Settings):
-    """How `lathe analyze` measures what INT8 costs in each linear layer, and how much of it is
-    acceptable. The group is Lathe's own."""
+    """How `lathe analyze` measures what INT8 costs in each linear layer, or INT4 and INT8 where
+    `weight_bits` is 4, and how much of it is acceptable. The group is Lathe's own."""
 
     mode: Literal["ptq", "qat", "fisher"] = "ptq"
     """Way to measure: `ptq` quantizes one linear layer at a time, `qat` takes one at a time of a
@@ -135,8 +140,8 @@ class SensitivitySettings(Settings):
     eval_batches: Positive = 8
     """Validation micro-batches that the metric is measured on."""
     budget: Annotated[float, Field(ge=0)] = 0.01
-    """Largest predicted cost of all quantized layers together, in the unit of `metric`: nats a
-    token, or a share of next tokens from 0 to 1."""
+    """Largest predicted cost of all quantized layers together, before they are trained, in the unit
+    of `metric`: nats a token, or a share of next tokens from 0 to 1."""
     max_skips: NonNegative = 7
     """Largest number of linear layers to leave in float."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
-from lathe.config.settings.types import Positive, Probability, Processes, Seed
+from lathe.config.settings.types import NonNegative, Positive, Probability, Processes, Seed
 
 
 class GlobalSettings(Settings):
@@ -68,8 +68,8 @@ class SaveLoad(Settings):
 class EngineSettings(Settings):
     """The training loop. PaddleFleetX's group; `compile` is Lathe's own."""
 
-    max_steps: Positive = 500000
-    """Updates to train for."""
+    max_steps: NonNegative = 500000
+    """Updates to train for; 0 leaves a pruned or quantized model as it is, without training."""
     accumulate_steps: Positive | None = None
     """Micro-batches of one update; null computes `local_batch_size` / `micro_batch_size`."""
     logging_freq: Positive = 1
@@ -154,7 +154,7 @@ class LearningRate(Settings):
 
     name: Literal["CosineAnnealingWithWarmupDecay"] = "CosineAnnealingWithWarmupDecay"
     """Name of the only schedule there is; it states a fact and changes nothing."""
-    decay_steps: Positive = 360000
+    decay_steps: NonNegative = 360000
     """Update at which the learning rate reaches `min_lr`; warm-up is included."""
     warmup_rate: Probability = 0.01
     """Length of the warm-up, as a share of `decay_steps`."""

@@ -1,0 +1,75 @@
+"""Who takes part, with which versions and in which formats."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lathe.model.folder import checkpoint_digest
+
+WEIGHTS = {".onnx", ".safetensors", ".gguf", ".bin", ".xml"}
+COMMON = ("numpy==2.4.6", "safetensors==0.8.0")
+OPENVINO = (
+    "openvino==2026.4.1",
+    "nncf==3.4.0",
+    "openvino-genai==2026.4.1.0",
+    "openvino-tokenizers==2026.4.1.0",
+    "transformers==5.23.0",
+)
+LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine with one format of weights, which is a line of the table.
+
+    Attributes:
+        module: in this package, it defines the engine.
+        weights: what the engine's `convert` is told.
+        requirements: packages of its environment; none: it is in Lathe's own.
+        checkpoint: what is scored instead of the checkpoint that everybody starts from; its speed
+            is that of another line.
+    """
+
+    title: str
+    module: str
+    weights: str
+    requirements: tuple[str, ...] = ()
+    checkpoint: Path | None = None
+
+    @property
+    def environment(self) -> str:
+        """Name of its environment, which entries with the same packages share."""
+        return self.requirements[0].split("==")[0] if self.requirements else ""
+
+    @property
+    def key(self) -> str:
+        """Name of its folders."""
+        own = f"-{checkpoint_digest(self.checkpoint)[:12]}" if self.checkpoint else ""
+        return f"{self.module}-{self.weights}{own}"
+
+
+REFERENCE = "Lathe INT8"
+FLOAT = "Lathe float32"
+ENTRIES = [
+    Entry(FLOAT, "lathe", "saved"),
+    Entry(REFERENCE, "lathe", "INT8"),
+    Entry("Lathe INT4", "lathe", "INT4"),
+    Entry("transformers float32", "transformers", "float32"),
+    Entry("OpenVINO W8A8", "openvino", "W8A8", OPENVINO),
+    Entry("OpenVINO GenAI INT8", "openvino_genai", "INT8", OPENVINO),
+    Entry("OpenVINO GenAI INT4", "openvino_genai", "INT4", OPENVINO),
+    Entry("llama.cpp Q8_0", "llama_cpp", "Q8_0", LLAMA_CPP),
+    Entry("llama.cpp Q4_0", "llama_cpp", "Q4_0", LLAMA_CPP),
+    Entry("llama.cpp Q4_K_M", "llama_cpp", "Q4_K_M", LLAMA_CPP),
+    Entry("CTranslate2 int8", "ctranslate2", "int8", ("ctranslate2==4.8.5",)),
+]
+
+
+def trained(checkpoint: Path) -> Entry:
+    """A checkpoint of `lathe quantize`, as a line of its own."""
+    return Entry(f"Lathe {checkpoint.name}, trained", "lathe", "saved", (), checkpoint)
+
+
+def n_bytes(folder: Path) -> int:
+    """Of a converted model, without its tokenizer."""
+    files = (f for f in folder.iterdir() if f.suffix in WEIGHTS and "tokenizer" not in f.name)
+    return sum(file.stat().st_size for file in files)

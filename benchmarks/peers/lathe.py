@@ -1,0 +1,64 @@
+"""Lathe's exports, as its server runs them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from lathe.runtime.batcher import PREFILL_CHUNK
+from lathe.runtime.session import OnnxModel
+from peers.engine import Engine, Ids, log_likelihoods
+
+CALIBRATION_BATCH = 8
+BITS = {"INT8": 8, "INT4": 4}
+
+
+class Lathe(Engine):
+    """`INT8` and `INT4` are calibrated and not trained; `saved` is what the checkpoint says."""
+
+    version = f"onnxruntime {onnxruntime.__version__}"
+
+    @staticmethod
+    def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
+        # Neither the server nor a worker that measures needs these.
+        import torch
+
+        from lathe.compress.plan import make_plan
+        from lathe.compress.quantize import write_scales
+        from lathe.config.settings import ExportSettings, QuantizationSettings
+        from lathe.export.export import write
+        from lathe.model import fake_quant
+        from lathe.model.checkpoint import load_checkpoint
+
+        checkpoint = load_checkpoint(model)
+        if weights in BITS:
+            settings = QuantizationSettings(weight_bits=BITS[weights], quantize_embedding=True)
+            plan = make_plan(checkpoint.model.config, settings)
+            fake_quant.insert(checkpoint.model, plan)
+            batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)
+            fake_quant.calibrate(checkpoint.model, batches)
+            write_scales(checkpoint.model, plan)
+        write(checkpoint, output, ExportSettings())
+
+    def __init__(self, folder: Path) -> None:
+        self.model = OnnxModel(folder, threads=1)
+
+    def prefill(self, prompt: Ids) -> None:
+        cache = self.model.start(1, len(prompt))
+        for part in np.split(prompt[None], range(PREFILL_CHUNK, len(prompt), PREFILL_CHUNK), 1):
+            logits = self.model.step(cache, part)
+        logits.argmax(axis=1)
+
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+        rows, length = prompts.shape
+        cache = self.model.start(rows, length + steps)
+        logits = self.model.step(cache, prompts)
+        tick()
+        for _ in range(steps):
+            logits = self.model.step(cache, logits.argmax(axis=1)[:, None])
+            tick()
+
+    def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
+        return log_likelihoods(self.model.logits(tokens[None])[0], tokens)

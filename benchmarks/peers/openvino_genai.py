@@ -1,0 +1,89 @@
+"""OpenVINO GenAI: weights compressed by nncf, activations rounded in groups, paged attention."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+from numpy.typing import NDArray
+
+from peers.engine import Engine, Ids, Weights
+from peers.openvino_graph import build
+
+MODES = {
+    "INT8": {"mode": "int8_sym"},
+    "INT4": {
+        "mode": "int4_sym",
+        "group_size": 64,
+        "ratio": 1.0,
+        "all_layers": True,
+    },
+}
+# Of activations; the fastest for each. INT4 weights with larger groups than their own take twice
+# as long to read a prompt.
+GROUPS = {"INT8": 256, "INT4": 64}
+OPTIONS = "options.json"
+
+
+class OpenVINOGenAI(Engine):
+    version = f"OpenVINO GenAI {genai.__version__.split('-')[0]}"
+
+    @staticmethod
+    def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
+        import nncf  # slow to load
+        from openvino_tokenizers import convert_tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        options = MODES[weights] | {"mode": nncf.CompressWeightsMode(MODES[weights]["mode"])}
+        graph = nncf.compress_weights(build(Weights.read(model), chosen=False), **options)
+        openvino.save_model(graph, output / "openvino_model.xml", compress_to_fp16=False)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(model / "tokenizer.json"), eos_token="<|endoftext|>"
+        )
+        for name, part in zip(
+            ("tokenizer", "detokenizer"),
+            convert_tokenizer(tokenizer, with_detokenizer=True),
+            strict=True,
+        ):
+            openvino.save_model(part, output / f"openvino_{name}.xml")
+        config = json.loads((model / "config.json").read_text())
+        del config["lathe"]
+        (output / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
+        groups = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUPS[weights]}
+        (output / OPTIONS).write_text(json.dumps(groups | {"INFERENCE_NUM_THREADS": 1}))
+
+    def __init__(self, folder: Path) -> None:
+        scheduler = genai.SchedulerConfig()
+        scheduler.cache_size = 1  # GB
+        scheduler.max_num_batched_tokens = 1024  # a batch of prompts at once, as the others
+        scheduler.enable_prefix_caching = False
+        options = json.loads((folder / OPTIONS).read_text())
+        self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options)
+
+    def prefill(self, prompt: Ids) -> None:
+        self.decode(prompt[None], 0, lambda: None)
+
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+        settings = genai.GenerationConfig(max_new_tokens=steps + 1, ignore_eos=True)
+        handles = self._ask(prompts, settings)
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            tick()
+        for handle in handles:
+            assert len(handle.read_all()[0].generated_ids) == steps + 1
+
+    def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
+        settings = genai.GenerationConfig(max_new_tokens=1, echo=True, logprobs=1)
+        (handle,) = self._ask(tokens[None], settings)
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        return np.array(handle.read_all()[0].generated_log_probs[1 : len(tokens)])
+
+    def _ask(self, prompts: Ids, settings: genai.GenerationConfig) -> list[Any]:
+        return [
+            self.pipeline.add_request(i, openvino.Tensor(prompt[None]), settings)
+            for i, prompt in enumerate(prompts)
+        ]

@@ -1,0 +1,114 @@
+"""The table and the chart."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from peers.entries import FLOAT, REFERENCE
+
+CASES = {  # name: (method of a worker, its argument)
+    "prefill 128": ("prefill", 128),
+    "prefill 512": ("prefill", 512),
+    "decode 1": ("decode", 1),
+    "decode 8": ("decode", 8),
+}
+UNITS = {"prefill 128": "tokens", "prefill 512": "tokens", "decode 1": "row", "decode 8": "rows"}
+TITLES = ("MB", *(f"{case} {unit}" for case, unit in UNITS.items()))
+TEXT_AS_TEXT = {"svg.fonttype": "none", "svg.hashsalt": "league"}
+BLUE, GREY = "#1f5fa8", "#9aa5b1"
+Found = dict[str, dict[str, Any]]
+
+
+def table(found: Found) -> str:
+    """Markdown; in brackets, how many times as fast as Lathe INT8 in the same round, with
+    quartiles."""
+    head = ["", "version", *TITLES, "perplexity", "against float32"]
+    lines = [head, ["---"] * len(head)]
+    for title, own in found.items():
+        if "failed" in own:
+            lines.append([title, own["failed"], *[""] * (len(head) - 2)])
+            continue
+        size = f"{own['bytes'] / 1e6:.0f}" if "bytes" in own else ""
+        cells = [_speed(found, title, case) for case in CASES]
+        lines.append([title, own.get("version", ""), size, *cells, *_quality(found, title)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def chart(found: Found, path: Path) -> None:
+    """Bars of every entry's speed as a share of Lathe INT8's, and of what quantizing costs."""
+    shown = [title for title, own in found.items() if "failed" not in own]
+    measures = [*CASES, *(["perplexity"] if any("losses" in found[t] for t in shown) else [])]
+    height = 0.32 * len(shown) + 1.1
+    figure, axes = plt.subplots(
+        1, len(measures), figsize=(2.6 * len(measures), height), sharey=True
+    )
+    for axis, measure in zip(axes, measures, strict=True):
+        if measure == "perplexity":
+            cells = [_change(found, title) for title in shown]
+            middles = [100 * c[0] if c else math.nan for c in cells]
+            spans = np.array([[100 * c[1]] * 2 if c else [0, 0] for c in cells]).T
+            axis.set_title("perplexity, % above float32", fontsize=9)
+        else:
+            quartiles = np.array([_quartiles(found, title, measure) for title in shown])
+            middles = quartiles[:, 1]
+            spans = np.nan_to_num(np.abs(quartiles[:, [0, 2]] - quartiles[:, [1]])).T
+            axis.axvline(1, color=BLUE, linewidth=0.8)
+            axis.set_title(f"{measure}, speed / {REFERENCE}", fontsize=9)
+        colors = [BLUE if title.startswith("Lathe") else GREY for title in shown]
+        axis.barh(shown, middles, color=colors, xerr=spans, ecolor="#444", height=0.7)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    with matplotlib.rc_context(TEXT_AS_TEXT):
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _quartiles(found: Found, title: str, case: str) -> list[float]:
+    """Of how many times as fast as the reference in the same round; not numbers if unknown."""
+    if case not in found[title] or case not in found.get(REFERENCE, {}):
+        return [math.nan] * 3
+    ratios = np.array(found[REFERENCE][case]) / np.array(found[title][case])
+    return [float(quartile) for quartile in np.quantile(ratios, (0.25, 0.5, 0.75))]
+
+
+def _speed(found: Found, title: str, case: str) -> str:
+    if case not in found[title]:
+        return ""
+    seconds = float(np.median(found[title][case]))
+    method, argument = CASES[case]
+    absolute = (
+        f"{1e3 * seconds:.1f} ms" if method == "prefill" else f"{argument / seconds:.1f} tok/s"
+    )
+    low, middle, high = _quartiles(found, title, case)
+    if title == REFERENCE or math.isnan(middle):
+        return absolute
+    return f"{absolute}, {middle:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def _change(found: Found, title: str) -> tuple[float, float] | None:
+    """By which share perplexity is above that in float32, and the standard error of that, from
+    the differences of windows."""
+    if "losses" not in found[title] or "losses" not in found.get(FLOAT, {}):
+        return None
+    differences = np.array(found[title]["losses"]) - np.array(found[FLOAT]["losses"])
+    change = math.exp(differences.mean())
+    return change - 1, change * float(differences.std(ddof=1)) / math.sqrt(len(differences))
+
+
+def _quality(found: Found, title: str) -> list[str]:
+    """Perplexity, and its change."""
+    if "losses" not in found[title]:
+        return ["", ""]
+    perplexity = f"{math.exp(np.mean(found[title]['losses'])):.2f}"
+    change = _change(found, title)
+    if title == FLOAT or change is None:
+        return [perplexity, ""]
+    return [perplexity, f"{change[0]:+.2%} ± {change[1]:.2%}"]

@@ -1,0 +1,43 @@
+"""Hugging Face transformers in PyTorch, float32."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers import GPT2LMHeadModel
+
+from peers.engine import Engine, Ids, log_likelihoods
+
+
+class Transformers(Engine):
+    version = f"transformers {transformers.__version__}"
+
+    @staticmethod
+    def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
+        for name in ("model.safetensors", "config.json"):
+            os.symlink((model / name).resolve(), output / name)
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.model = GPT2LMHeadModel.from_pretrained(folder).eval()
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Ids) -> None:
+        self.model(torch.from_numpy(prompt[None]), logits_to_keep=1).logits.argmax(-1)
+
+    @torch.inference_mode()
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+        out = self.model(torch.from_numpy(prompts), logits_to_keep=1, use_cache=True)
+        tick()
+        for _ in range(steps):
+            tokens = out.logits[:, -1:].argmax(-1)
+            out = self.model(tokens, past_key_values=out.past_key_values, use_cache=True)
+            tick()
+
+    @torch.inference_mode()
+    def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
+        return log_likelihoods(self.model(torch.from_numpy(tokens[None])).logits[0].numpy(), tokens)

@@ -1,0 +1,118 @@
+"""GPTQ: choose a weight's integers by what they do to the linear's output, without training.
+
+Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
+Transformers", section 3.3, with the columns in decreasing order of the Hessian's diagonal, and with
+the scales that rounding to nearest has.
+
+Shapes: B batch, T tokens, C hidden size, O output channels and I inputs of a linear.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, weight_scale
+from lathe.model.gpt import GPT
+from lathe.model.groups import HIGHEST, LOWEST, split, weight_scales
+from lathe.model.quantization import WeightFormat
+from lathe.progress import track
+
+DAMPING = 0.1  # of the diagonal's mean; with 0.01 small models gain nothing
+COLUMNS = 128  # that are rounded before the columns after them are corrected
+
+
+@torch.no_grad()
+def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
+    """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
+    every linear, each for the inputs that it gets from the rounded ones before it.
+
+    Rounding them again to nearest, as fake quantization and export do, changes nothing.
+
+    Args:
+        batches: tokens (B, T) each; together at least as many as a linear has inputs.
+    """
+    model.eval()
+    if isinstance(model.wte, FakeQuantEmbedding):
+        finals = (_rounded(model.head_input, model.hidden(tokens)) for tokens in batches)
+        round_columns(model.wte.weight, model.wte.quantized.form, hessian_of(finals))
+    hidden = [model.embed(tokens) for tokens in batches]
+    for block in track(model.h, "gptq", len(model.h)):
+        for linear in block.modules():
+            if isinstance(linear, FakeQuantLinear):
+                found = hessian_of(_inputs(block, linear, hidden))
+                round_columns(linear.weight, linear.quantized.form, found)
+        hidden = [block(x) for x in hidden]
+
+
+def _inputs(
+    block: nn.Module, linear: FakeQuantLinear, hidden: Sequence[Tensor]
+) -> Iterator[Tensor]:
+    """The rounded inputs (B, T, I) of a linear in a block that is given `hidden`."""
+    caught: list[Tensor] = []
+    with linear.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])):
+        for x in hidden:
+            block(x)
+            yield _rounded(linear.observer, caught.pop())
+
+
+def _rounded(observer: nn.Module | None, x: Tensor) -> Tensor:
+    return x if observer is None else observer(x)
+
+
+def hessian_of(inputs: Iterable[Tensor]) -> Tensor:
+    """Sum of x x^T over inputs (..., I): (I, I), float64. Half the second derivative of the squared
+    error of an output channel by its weights."""
+    products = (x.flatten(0, -2).T @ x.flatten(0, -2) for x in inputs)
+    return sum(product.double() for product in products)  # type: ignore[return-value]
+
+
+def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
+    """Round a weight (O, I), in place, so that e H e^T of its errors e (1, I) in every output
+    channel is small (H: `hessian`).
+
+    The largest entry of a group keeps its integer, so that the scale is found again in the rounded
+    weight.
+    """
+    low, high = (LOWEST, HIGHEST) if form.group_size else (-form.levels, form.levels)
+    scale = _scales(weight, form)
+    absolute = split(weight.abs(), form.group_size or weight.shape[1])
+    largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
+    nearest = torch.round(weight / scale).clamp_(low, high)
+    order = hessian.diagonal().argsort(descending=True)
+    factor = _inverse_factor(hessian[order][:, order]).float()
+    rest = weight[:, order]
+    for start in range(0, len(order), COLUMNS):
+        block = slice(start, start + COLUMNS)
+        errors = torch.zeros_like(rest[:, block])
+        for i, column in enumerate(order[block], start):
+            s = scale[:, column]
+            integers = torch.round(rest[:, i] / s).clamp_(low, high)
+            rounded = torch.where(largest[:, column], nearest[:, column], integers) * s
+            error = (rest[:, i] - rounded) / factor[i, i]
+            rest[:, i + 1 : start + COLUMNS] -= error[:, None] * factor[i, i + 1 : start + COLUMNS]
+            errors[:, i - start] = error
+            weight[:, column] = rounded
+        rest[:, start + COLUMNS :] -= errors @ factor[block, start + COLUMNS :]
+
+
+def _inverse_factor(hessian: Tensor) -> Tensor:
+    """The upper Cholesky factor of the damped Hessian's inverse, (I, I)."""
+    damping = DAMPING * float(hessian.diagonal().mean()) or 1.0
+    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
+
+
+def _scales(weight: Tensor, form: WeightFormat) -> Tensor:
+    """The scale (O, I) of every entry."""
+    if not form.group_size:
+        return weight_scale(weight, form).expand_as(weight)
+    groups = split(weight, form.group_size)
+    return _columns(weight_scales(groups).expand_as(groups), weight)
+
+
+def _columns(groups: Tensor, weight: Tensor) -> Tensor:
+    """(O, groups, size) -> (O, I), without what filled up the last group."""
+    return groups.flatten(-2)[:, : weight.shape[1]]

@@ -1,0 +1,155 @@
+"""GPTQ against the algorithm that it speeds up, Optimal Brain Quantization, written in numpy."""
+
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lathe.compress.gptq import DAMPING, gptq, hessian_of, round_columns
+from lathe.compress.plan import make_plan
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.measure import Measure
+from lathe.config.recipe import load_recipe
+from lathe.model import fake_quant
+from lathe.model.checkpoint import load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.fake_quant import fake_quantize_weight
+from lathe.model.gpt import GPT
+from lathe.model.quantization import INT8, WeightFormat
+from lathe.train.batches import EvalBatches, open_data
+from tests.support.small_run import SMALL
+
+FORMATS = (WeightFormat.int4(32), WeightFormat.int4(64), INT8)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs(n: int, width: int) -> Tensor:
+    """Inputs that depend on each other and are not of one size."""
+    return random(n, width, seed=1) @ random(width, width, seed=2) * torch.linspace(0.2, 2, width)
+
+
+def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
+    return float((x @ (weight - rounded).T).square().sum())
+
+
+def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndarray:
+    """OBQ (Frantar & Alistarh 2022): after each column, all that are left take up its error, and
+    the inverse Hessian loses a row and a column by a step of Gaussian elimination."""
+    w, n = weight.double().numpy().copy(), weight.shape[1]
+    size = form.group_size or n
+    low, high = (-8, 7) if form.group_size else (-127, 127)
+    groups = weight.numpy().reshape(len(w), -1, size)
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    scale = np.repeat(extreme / -8 if form.group_size else np.abs(extreme) / 127, size, -1)
+    scale = scale.reshape(w.shape).astype(np.float64)
+    is_extreme = (np.abs(groups) == np.abs(extreme)).reshape(w.shape)
+    start = np.clip(np.rint(w / scale), low, high)
+    damped = h.numpy() + DAMPING * np.diag(h.numpy()).mean() * np.eye(n)
+    inverse = np.linalg.inv(damped)
+    for j in np.argsort(-np.diag(h.numpy()), kind="stable"):
+        integers = np.clip(np.rint(w[:, j] / scale[:, j]), low, high)
+        rounded = np.where(is_extreme[:, j], start[:, j], integers) * scale[:, j]
+        w -= np.outer((w[:, j] - rounded) / inverse[j, j], inverse[j])
+        w[:, j] = rounded
+        inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+        inverse[j] = inverse[:, j] = 0
+        w[:, j] = rounded
+    return w
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_it_is_brain_quantization(form: WeightFormat) -> None:
+    weight, h = random(5, 192), hessian_of([inputs(500, 192)])
+    rounded = weight.clone()
+    round_columns(rounded, form, h)
+    np.testing.assert_allclose(rounded.numpy(), brain_quantization(weight, form, h), atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("width", [64, 300])
+def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
+    form: WeightFormat, width: int
+) -> None:
+    weight, x = random(48, width), inputs(1000, width)
+    nearest, rounded = fake_quantize_weight(weight, form), weight.clone()
+    round_columns(rounded, form, hessian_of(x[None]))
+    torch.testing.assert_close(fake_quantize_weight(rounded, form), rounded, rtol=1e-6, atol=0)
+    assert output_error(weight, rounded, x) < 0.7 * output_error(weight, nearest, x)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_unrelated_inputs_leave_nothing_to_make_up_for(form: WeightFormat) -> None:
+    weight = random(16, 128)
+    for h in (torch.eye(128, dtype=torch.float64), torch.zeros(128, 128, dtype=torch.float64)):
+        rounded = weight.clone()
+        round_columns(rounded, form, h)
+        torch.testing.assert_close(rounded, fake_quantize_weight(weight, form))
+
+
+def test_every_linear_of_the_plan_is_rounded_and_no_other() -> None:
+    config = GPTConfig(50, 16, 64, 32, (2, 2), (96, 96))
+    model = GPT(config)
+    model.initialize(0.2, 1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = load_recipe(
+        "tiny",
+        [
+            "Compress.Quantization.weight_bits=4",
+            "Compress.Quantization.quantize_embedding=True",
+        ],
+    ).Compress.Quantization
+    plan = make_plan(config, settings, frozenset({"h.1.attn.c_proj"}))
+    fake_quant.insert(model, plan)
+    gptq(model, list(torch.randint(50, (4, 2, 16))))
+    after = model.state_dict()
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {
+        "wte.weight" if name == "lm_head" else f"{name}.weight" for name in plan.linears
+    }
+
+
+def test_post_training_quantization_as_a_stage(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """Without a step of training it is nearer to the float model than rounding to nearest."""
+    losses = {}
+    for rounding in ("nearest", "gptq"):
+        recipe = load_recipe(
+            "tiny",
+            (
+                *SMALL,
+                "Engine.max_steps=0",
+                "Compress.Quantization.weight_bits=4",
+                f"Compress.Quantization.rounding={rounding}",
+            ),
+        )
+        result = quantize(recipe, small_dense, small_data, tmp_path / rounding)
+        assert result.step == 0 and result.eval_loss == result.first_eval_loss
+        again = quantize(recipe, small_dense, small_data, tmp_path / rounding)
+        assert again.eval_loss == result.eval_loss
+        model = load_checkpoint(tmp_path / rounding).model
+        losses[rounding] = divergence(load_checkpoint(small_dense).model, model, small_data)
+        assert not (tmp_path / rounding / "state").exists()
+    assert losses["gptq"] < 0.8 * losses["nearest"]
+
+
+def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
+    """KL from the float model on validation text, nats a token."""
+    recipe = load_recipe("tiny", SMALL)
+    tokens = open_data(data, recipe, dense.config.vocab_size, dense.config.n_positions)
+    return fmean(Measure("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
+
+
+def test_pruning_without_finetuning(small_dense: Path, small_data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        "tiny",
+        (*SMALL, "Engine.max_steps=0", "Compress.Prune.ratio=0.5", "Compress.Prune.rounds=2"),
+    )
+    assert prune(recipe, small_dense, small_data, tmp_path / "p").step == 0

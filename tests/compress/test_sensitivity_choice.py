@@ -1,0 +1,111 @@
+"""The choice of formats is the best of all, by trying all."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lathe.compress.sensitivity.choice import BYTES, choose, choose_skips
+from lathe.compress.sensitivity.result import Distribution, LinearScore
+from lathe.config.settings import SensitivitySettings
+
+FLAT = Distribution(-1, -0.5, 0, 0.5, 1, 1, None, None)
+
+
+@given(
+    st.lists(st.floats(-1, 1).map(lambda x: round(x, 3)), min_size=1, max_size=8),
+    st.floats(0, 3),
+    st.integers(0, 8),
+)
+def test_no_smaller_choice_meets_the_budget(
+    scores: list[float], budget: float, max_skips: int
+) -> None:
+    ranked = [
+        LinearScore(str(i), s, 1, s, FLAT, FLAT) for i, s in enumerate(sorted(scores, reverse=True))
+    ]
+    settings = SensitivitySettings(budget=budget, max_skips=max_skips)
+    choice = choose_skips(ranked, settings)
+    skip, predicted = choice.skip, choice.predicted
+
+    def cost(left_in_float: tuple[int, ...]) -> float:
+        kept = [max(x.score, 0) for i, x in enumerate(ranked) if i not in left_in_float]
+        return sum(sorted(kept))
+
+    assert predicted == pytest.approx(cost(tuple(map(int, skip))), abs=1e-9)
+    sizes = range(len(ranked) + 1)
+    within = [
+        size
+        for size in sizes
+        if any(cost(s) <= budget + 1e-9 for s in combinations(range(len(ranked)), size))
+    ]
+    best = [min(cost(s) for s in combinations(range(len(ranked)), size)) for size in sizes]
+    assert len(skip) <= max_skips
+    assert predicted == pytest.approx(best[len(skip)], abs=1e-9)
+    if within[0] < max_skips:
+        # A sum within rounding of the budget may fall on either side.
+        close = any(abs(b - budget) < 1e-9 for b in best)
+        assert len(skip) == within[0] or close
+    elif predicted > budget:
+        assert len(skip) == min(max_skips, len(ranked))
+
+
+@pytest.mark.parametrize(
+    ("settings", "skip", "predicted"),
+    [
+        (SensitivitySettings(budget=1.0), [], 0.8),
+        (SensitivitySettings(budget=0.35), ["a"], 0.3),
+        (SensitivitySettings(budget=0.0), ["a", "b", "c"], 0.0),
+        (SensitivitySettings(budget=0.0, max_skips=2), ["a", "b"], 0.1),
+    ],
+    ids=str,
+)
+def test_skips_follow_the_stated_rule(
+    settings: SensitivitySettings, skip: list[str], predicted: float
+) -> None:
+    ranked = [
+        LinearScore(n, s, 1, s, FLAT, FLAT)
+        for n, s in (("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", -0.3))
+    ]
+    choice = choose(ranked, settings)
+    assert choice.skip == skip and choice.int8 == []
+    assert choice.predicted == pytest.approx(predicted)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-5, 100), st.integers(0, 30), st.integers(1, 50)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 200),
+    st.integers(0, 5),
+)
+def test_formats_take_the_fewest_bytes_within_the_budget(
+    linears: list[tuple[int, int, int]], budget: int, max_skips: int
+) -> None:
+    """Costs are whole thousandths, so that none falls within rounding of the budget."""
+    ranked = [
+        LinearScore(str(i), int4 / 1000, size, 0.0, FLAT, FLAT, int8_score=int8 / 1000)
+        for i, (int4, int8, size) in enumerate(sorted(linears, reverse=True))
+    ]
+    settings = SensitivitySettings(budget=(budget + 0.5) / 1000, max_skips=max_skips)
+    choice = choose(ranked, settings)
+
+    def figures(formats: tuple[int, ...]) -> tuple[float, float]:
+        chosen = list(zip(ranked, formats, strict=True))
+        costs = [(max(x.score, 0), x.int8_score, 0.0)[f] for x, f in chosen]
+        return float(np.sum(costs)), sum(x.n_params * BYTES[f] for x, f in chosen)
+
+    every = product(range(3), repeat=len(ranked))
+    possible = [figures(formats) for formats in every if formats.count(2) <= max_skips]
+    chosen = [2 if x.name in choice.skip else int(x.name in choice.int8) for x in ranked]
+    assert chosen.count(2) <= max_skips
+    cost, n_bytes = figures(tuple(chosen))
+    assert choice.predicted == pytest.approx(cost, abs=1e-12)
+    within = [size for c, size in possible if c <= settings.budget]
+    if within:
+        assert cost <= settings.budget and n_bytes == min(within)
+    else:
+        assert cost == pytest.approx(min(possible)[0], abs=1e-6)
