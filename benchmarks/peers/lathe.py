@@ -1,6 +1,7 @@
 """Lathe's exports, as its server runs them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ class Lathe(Engine):
         checkpoint = load_checkpoint(model)
         if weights in BITS:
             settings = QuantizationSettings(weight_bits=BITS[weights], quantize_embedding=True)
-            plan = make_plan(checkpoint.model.config, settings)
+            plan = replace(make_plan(checkpoint.model.config, settings), position_embedding=True)
             fake_quant.insert(checkpoint.model, plan)
             batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)
             fake_quant.calibrate(checkpoint.model, batches)

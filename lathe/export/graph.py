@@ -212,7 +212,8 @@ class Graph:
         # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer
         # weight from onnxruntime's fusion.
         transposed = self.op("Transpose", table, perm=[1, 0])
-        weight = self.op("DequantizeLinear", transposed, scale, axis=1)
+        zero_points = self._zero_points(HEAD, self.made[scale])
+        weight = self.op("DequantizeLinear", transposed, scale, *zero_points, axis=1)
         self.op("MatMul", self._rounded(HEAD, x), weight, name="logits")
 
     def linear(self, name: str, x: str) -> str:
@@ -229,10 +230,19 @@ class Graph:
             "DequantizeLinear",
             self.constant(weight, q),
             self.constant(f"{weight}_scale", scale),
+            *self._zero_points(name, scale),
             axis=1,
         )
         product = self.op("MatMul", self._rounded(name, x), dequantized, name=f"{name}.matmul")
         return self.op("Add", product, bias, name=name)
+
+    def _zero_points(self, linear: str, scale: NDArray[np.float32]) -> list[str]:
+        """The zero points of a weight whose input is in float. Without them onnxruntime fails on
+        an x86 without VNNI, where it makes such weights uint8 (see `open_session`)."""
+        assert self.plan is not None
+        if self.plan.linears[linear].activation is not None:
+            return []
+        return [self.constant(f"{linear}.zero_points", np.zeros(scale.shape, np.int8))]
 
     def _rounded(self, linear: str, x: str) -> str:
         """x rounded to the uint8 grid of the linear's input, or unchanged if that is float."""

@@ -97,8 +97,8 @@ class Triton:
                     yield chunk
         finally:
             stream.forget(message.id)
-            if going:
-                self._stream().send(_cancellation(model_name, message.id))
+            if going and not stream.has_ended:  # on one stream it cannot overtake the request
+                stream.send(_cancellation(model_name, message.id))
 
     def _stream(self) -> "_Stream":
         turn = next(self._turns)

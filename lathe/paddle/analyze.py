@@ -22,7 +22,7 @@ from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model.architecture import HEAD
-from lathe.model.quantization import ACTIVATION_LEVELS, QuantizationPlan
+from lathe.model.quantization import QuantizationPlan
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import Checkpoint, load_checkpoint
 from lathe.paddle.gpt import GPT, next_token_loss
@@ -74,7 +74,8 @@ class PaddleModel:
         n_tokens = 0
 
         def watch(name: str, x: Tensor) -> None:
-            error = fake_quantize_input(x.detach(), self.plan.activation_scales[name]) - x.detach()
+            values = x.detach()
+            error = self._rounded_input(name, values) - values
 
             def add(gradient: Tensor) -> None:
                 costs[name] += _half_square(gradient, error)
@@ -87,7 +88,7 @@ class PaddleModel:
                 (next_token_loss(self.model, tokens) * targets).backward()
                 for name in self.names:
                     weight = weight_of(self.model, name)
-                    error = fake_quantize_weight(weight, self.plan, name) - weight
+                    error = self._rounded(name, weight) - weight
                     costs[name] += _half_square(weight.grad, error)
                 self.model.clear_gradients()
                 n_tokens += targets
@@ -100,7 +101,7 @@ class PaddleModel:
         for name in self.names:
             values = Accumulator(1)
             weight = weight_of(self.model, name)
-            quantized = fake_quantize_weight(weight, self.plan, name)
+            quantized = self._rounded(name, weight)
             _add(values, weight, quantized, channel=0 if name == HEAD else 1)
             found[name] = values.distribution()
         return found
@@ -112,13 +113,20 @@ class PaddleModel:
 
         def watch(name: str, x: Tensor) -> None:
             x = x.flatten(0, -2)  # (B * T, features)
-            quantized = fake_quantize_input(x, self.plan.activation_scales[name])
+            quantized = self._rounded_input(name, x)
             _add(found[name], x, quantized, channel=1)
 
         with _watching(self.model, self.names, watch):
             for tokens in self.calibration:
                 self.model(paddle.to_tensor(tokens))
         return {name: values.distribution() for name, values in found.items()}
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        channel = 0 if name == HEAD else 1
+        return fake_quant.fake_quantize_weight(weight, self.plan.linears[name].weight, channel)
+
+    def _rounded_input(self, name: str, x: Tensor) -> Tensor:
+        return fake_quant.fake_quantize_input(x, self.plan.activation_scales[name])
 
     def n_params(self, name: str) -> int:
         """Number of parameters of a linear."""

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from numpy.typing import NDArray
-from paddle import nn
+from paddle import Tensor, nn
 from paddle.nn.quant.quant_layers import (
     FakeQuantChannelWiseAbsMax,
     FakeQuantMovingAverageAbsMax,
@@ -70,13 +70,30 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
         model.head_input = FakeQuantMovingAverageAbsMax("head", moving_rate)
     if plan.position_embedding:
         table = model.wpe.weight
-        scale = paddle.maximum(table.abs().max(1, keepdim=True), paddle.to_tensor(1e-30)) / 127
-        table.set_value((table / scale).round() * scale)
+        table.set_value(fake_quantize_weight(table, INT8, channel=0))
     for name, quantizer in activation_quantizers(model):
         scale = plan.linears[name].activation_scale
         if scale:
             set_range(quantizer, ACTIVATION_LEVELS * scale)
     return qat
+
+
+@paddle.no_grad()
+def fake_quantize_weight(weight: Tensor, form: WeightFormat, channel: int) -> Tensor:
+    """A matrix, rounded as by PaddleSlim; `channel` is the axis of the scales, if several."""
+    per_channel = form.quantize_type == "channel_wise_abs_max"
+    absmax = weight.abs().max(axis=1 - channel if per_channel else [0, 1], keepdim=True)
+    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / form.levels
+    return _fake_quantize(weight, scale, form.levels)
+
+
+def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
+    """An activation, rounded with a static scale."""
+    return _fake_quantize(x, paddle.to_tensor(scale, dtype=x.dtype), ACTIVATION_LEVELS)
+
+
+def _fake_quantize(x: Tensor, scale: Tensor, high: int) -> Tensor:
+    return paddle.clip(paddle.round(x / scale), -high, high) * scale
 
 
 def _weight_format(plan: QuantizationPlan) -> WeightFormat:

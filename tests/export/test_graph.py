@@ -3,7 +3,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -15,6 +14,7 @@ from lathe.model.checkpoint import HFTensors
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
 from lathe.model.quantization import WeightFormat
+from lathe.runtime.open_session import open_session
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,
@@ -64,7 +64,7 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
     graph.graph.output.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in sorted(watched)
     )
-    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(graph.SerializeToString())
     feeds = _prompt(random_tokens(2, length).numpy())
     for i, n_head in enumerate(PRUNED.n_head):
         empty = np.zeros((2, n_head, 0, exported.head_dim), np.float32)
@@ -103,7 +103,7 @@ def test_every_int4_linear_multiplies_the_integers_of_its_groups(
     graph.graph.output.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in sorted(watched)
     )
-    session = ort.InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(graph.SerializeToString())
     tokens = random_tokens(2, length).numpy()
     feeds = exported.feeds(tokens, np.full(2, length), np.tile(np.arange(length), (2, 1)))
     names = [*sorted(watched), "logits"]

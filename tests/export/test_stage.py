@@ -88,8 +88,11 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
     greedy = GenerationSettings(decode_strategy="greedy_search", max_dec_len=8)
     expected = generate(model, PROMPTS, greedy, 256)
     found = OnnxModel(result.folder).greedy(PROMPTS, 8)
-    with torch.inference_mode():
-        _compare_greedy(model, PROMPTS, expected, found, most=proof["mean_limit"])
+    if flavour in WIDE:
+        with torch.inference_mode():
+            _compare_greedy(model, PROMPTS, expected, found, most=proof["mean_limit"])
+    elif not result.ties:
+        assert found == expected
 
 
 def test_int4_is_a_seventh_of_float_int8_a_quarter_and_float16_half(

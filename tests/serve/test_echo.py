@@ -129,6 +129,22 @@ def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
     asyncio.run(cancel_all_and_ask(server))
 
 
+def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonServer) -> None:
+    async def cancel_and_ask() -> None:
+        triton = Triton(server.state.grpc)
+        for i in range(60):
+            asked = asyncio.create_task(anext(triton.generate("gpt", "x", LONG)))
+            await asyncio.sleep(0.0005 * (i % 3))
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        started = time.perf_counter()
+        found = [chunk async for chunk in triton.generate("gpt", "b", {"max_tokens": 2})]
+        assert found[-1].finish_reason and time.perf_counter() - started < 1
+        await triton.close()
+
+    asyncio.run(cancel_and_ask())
+
+
 def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client) -> None:
     async def ask_all(prompts: list[str]) -> list[list[int]]:
         triton = Triton(server.state.grpc)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,12 +85,12 @@ def test_a_process_with_another_command_line_is_another(tmp_path: Path) -> None:
 def test_what_agrees_in_all_is_ended(tmp_path: Path) -> None:
     command = ["/x/tritonserver", "600", "--model-repository=/r"]
     command.append(f"--backend-config=python,shm-region-prefix-name={NAME}")
-    code = "import time; time.sleep(600)"
+    code = "import time; print(flush=True); time.sleep(600)"
     with subprocess.Popen(
-        [command[0], "-c", code, *command[1:]], executable=sys.executable, start_new_session=True
-    ) as server:
-        while not Path(f"/proc/{server.pid}/cmdline").read_bytes():
-            time.sleep(0.01)  # the program is being loaded
+        [command[0], "-c", code, *command[1:]], executable=sys.executable, stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None and server.stdout.readline()
         process = Process.of(server.pid).model_dump()
         write(tmp_path, values(server.pid, server=process, guard=process))
         stopped = serve_state.stop(tmp_path)
