@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort  # type: ignore[import-untyped]
 import paddle
 from numpy.typing import NDArray
 from paddle.static import InputSpec
@@ -29,7 +30,6 @@ from lathe.paddle.checkpoint import Arrays, load_checkpoint, set_weights, weight
 from lathe.paddle.environment import VERSIONS
 from lathe.paddle.gpt import GPT
 from lathe.paddle.onnx_graph import convert, count_quantized
-from lathe.runtime.open_session import open_session
 from lathe.runtime.session import OnnxModel
 from lathe.storage import atomic_folder
 
@@ -184,7 +184,7 @@ def _inference(path: Path) -> Run:
 
 
 def _onnxruntime(path: Path) -> Run:
-    session = open_session(path)
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
     def run(row: NDArray[np.int64]) -> Logits:
