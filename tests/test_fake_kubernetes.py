@@ -119,6 +119,7 @@ def test_a_controller_acts_on_what_is_made(server: FakeKubernetes, api: client.A
     apps.create_namespaced_deployment("lathe", DEPLOYMENT)
     listing = apps.list_namespaced_deployment
     for event in watch.Watch().stream(listing, "lathe", timeout_seconds=5):
-        if event["object"].status.ready_replicas == 1:
+        status = event["object"].status
+        if status and status.ready_replicas == 1:
             return
     pytest.fail("the controller did nothing")
