@@ -74,10 +74,10 @@ def _require_training(recipe: Recipe) -> None:
             "and keeps them on the device",
             f"set sharding_stage to 2 and sharding_offload to False, {HINT}",
         )
-    if recipe.Compress.Quantization.weight_bits != 8:
+    if recipe.Compress.Quantization.has_int4:
         raise UserError(
-            "Compress.Quantization.weight_bits is 4: PaddleSlim quantizes to 8 bits only",
-            f"-o Compress.Quantization.weight_bits=8, {HINT}",
+            "Compress.Quantization asks for 4 bits: PaddleSlim quantizes to 8 bits only",
+            f"-o Compress.Quantization.weight_bits=8 and no formats int4, {HINT}",
         )
     if recipe.Compress.Quantization.rounding != "nearest":
         raise UserError(
@@ -96,6 +96,7 @@ def _require_pruner(settings: PruneSettings) -> None:
         "criterion": (settings.criterion, CRITERIA),
         "scope": (settings.scope, ("uniform",)),
         "layers": (settings.layers, (0,)),
+        "heads": (settings.heads, ([],)),
         "rounds": (settings.rounds, (1,)),
         "channel_multiple": (settings.channel_multiple, (1,)),
     }

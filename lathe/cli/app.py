@@ -13,6 +13,7 @@ app = typer.Typer(
     "tried without an option. Folders and files may be addresses, as s3://bucket/run/data "
     "or file:///srv/run/data. Settings come from a recipe: `lathe recipe` lists them.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -117,30 +117,37 @@ def compress(
     prune_recipe: Annotated[str, typer.Option(help="Of pruning and its finetuning.")] = (
         "tiny-prune"
     ),
-    qat_recipe: Annotated[str, typer.Option(help="Of analysis and quantization.")] = "tiny-qat",
+    qat_recipe: Annotated[str, typer.Option(help="Of quantization and its training.")] = (
+        "tiny-qat"
+    ),
     override: Overrides = None,
-    trials: Annotated[int, typer.Option(min=1, help="Most models to try.")] = 4,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Most models to train: the first, and corrections of it.")
+    ] = 2,
     output: Output = RUN / "compressed",
 ) -> None:
-    """Find the least pruned INT8 model that meets a target of speed or size and is still good.
+    """Make the best model that meets a target of speed or size.
 
-    Every trial prunes, finetunes, ranks, quantizes, exports and evaluates. A killed search goes
-    on where it was; another target reuses what was tried. Status 1 if nothing meets both.
+    Chooses the heads and FFN channels of every layer, the layers, and the format of every linear
+    together: by what each costs in quality, estimated from gradients, and what it takes of the
+    target, measured on this machine. The model is then pruned, trained, quantized, trained,
+    exported and measured, and the choice corrected once if it missed. INT4 is among the formats
+    with -o Compress.Quantization.weight_bits=4. A killed search resumes, and another target reuses
+    what was found out. Status 1 if no model meets target and budget.
     """
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(load(name, override) for name in names)
     from lathe.backends import start_workers
-    from lathe.search.compress import compress
+    from lathe.search.compress import QUANTIZED, compress
     from lathe.search.goal import parse_goal
     from lathe.search.result import PAGE, require_met
 
     def run(
         verb: str, own: "Recipe", stage: Callable[[], object], arguments: Sequence[object]
     ) -> None:
-        name, chosen = qat_recipe, list[str]()
-        if verb == "prune":
-            name, chosen = prune_recipe, [f"Compress.Prune.ratio={own.Compress.Prune.ratio}"]
-        options = ["--recipe", name, *as_options([*(override or []), *chosen])]
+        name, group = (prune_recipe, "Prune") if verb == "prune" else (qat_recipe, "Quantization")
+        chosen = getattr(own.Compress, group).model_dump_json()
+        options = ["--recipe", name, *as_options([*(override or []), f"Compress.{group}={chosen}"])]
         start_workers([verb, *options, *map(str, arguments)], own)
         stage()
 
@@ -150,4 +157,4 @@ def compress(
         show(trial=str(trial))
     show(picture=output / PAGE)
     best = require_met(found)
-    show(best=best.name, model=output / best.name / "int8", onnx=output / best.name / "onnx")
+    show(best=best.name, model=output / best.name / QUANTIZED, onnx=output / best.name / "onnx")

@@ -113,40 +113,51 @@ def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
     return Importance([s / tokens for s in heads], [s / tokens for s in channels])
 
 
-def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
-    """Multiplies each unit's output by a gate of 1 per sequence. The loss's gradient with respect
-    to the gate is the first-order change of the loss if the unit is zeroed."""
+def gate_slopes(model: GPT, batches: Iterable[Tensor]) -> Importance:
+    """First-order change of each sequence's mean loss if a unit's output is zeroed: (N, H) and
+    (N, F) per layer for N sequences.
+
+    Multiplies each unit's output by a gate of 1 per sequence, and takes the loss's gradient with
+    respect to the gate.
+
+    Args:
+        batches: tokens (B, T + 1) each.
+    """
     head_dim = model.config.head_dim
-    linears = _readers(model)
-    heads = [torch.zeros(n) for n in model.config.n_head]
-    channels = [torch.zeros(n) for n in model.config.n_inner]
+    linears = [linear for pair in _readers(model) for linear in pair]
+    slopes: list[list[Tensor]] = [[] for _ in linears]
     gates: dict[nn.Module, Tensor] = {}
-    sequences = 0
 
     def apply_gate(linear: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
         x, gate = inputs[0], gates[linear]
         units = x.view(*x.shape[:2], gate.shape[1], -1)  # (B, T, H, D), (B, T, F, 1)
         return ((units * gate[:, None, :, None]).flatten(2),)
 
-    hooks = [linear.register_forward_pre_hook(apply_gate) for pair in linears for linear in pair]
+    hooks = [linear.register_forward_pre_hook(apply_gate) for linear in linears]
     try:
         for batch in track(list(batches), "importance"):
             B = len(batch)
-            for attention, mlp in linears:
-                gates[attention] = torch.ones(B, attention.in_features // head_dim)
-                gates[mlp] = torch.ones(B, mlp.in_features)
+            for attention, mlp in _readers(model):
+                heads = attention.in_features // head_dim
+                gates[attention] = torch.ones(B, heads, device=batch.device)
+                gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():
                 gate.requires_grad_()
-            slopes = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
-            of = dict(zip(gates, slopes, strict=True))
-            for (attention, mlp), of_head, of_channel in zip(linears, heads, channels, strict=True):
-                of_head += of[attention].square().sum(0)
-                of_channel += of[mlp].square().sum(0)
-            sequences += B
+            found = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
+            for own, slope in zip(slopes, found, strict=True):
+                own.append(slope)
     finally:
         for hook in hooks:
             hook.remove()
-    return Importance([s / sequences for s in heads], [s / sequences for s in channels])
+    whole = [torch.cat(own) for own in slopes]
+    return Importance(whole[0::2], whole[1::2])
+
+
+def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
+    slopes = gate_slopes(model, batches)
+    return Importance(
+        [s.square().mean(0) for s in slopes.heads], [s.square().mean(0) for s in slopes.channels]
+    )
 
 
 CRITERIA = {

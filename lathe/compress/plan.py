@@ -1,17 +1,17 @@
-"""Choose the linears to quantize, all except those that the recipe or an analysis excludes, and
-their formats."""
+"""The format of every linear: that of the recipe, except where an analysis or the recipe names
+another."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import QuantizationSettings
+from lathe.config.settings.types import Format
 from lathe.errors import UserError
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import (
     INT8,
-    ActivationFormat,
     LinearFormat,
     QuantizationPlan,
     WeightFormat,
@@ -24,54 +24,71 @@ def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
     return config.linear_names() + head
 
 
+def formats(settings: QuantizationSettings) -> list[Format]:
+    """The formats that a linear may have, the narrowest first."""
+    return ["int4", "int8", "float"] if settings.has_int4 else ["int8", "float"]
+
+
 def make_plan(
-    config: GPTConfig,
-    settings: QuantizationSettings,
-    skip: Collection[str] = (),
-    int8: Collection[str] = (),
+    config: GPTConfig, settings: QuantizationSettings, formats: Mapping[str, Format] | None = None
 ) -> QuantizationPlan:
-    """A plan for every quantizable linear but `skip`, its scales not known yet (0).
+    """A plan for every quantizable linear, its scales not known yet (0).
 
     Args:
-        int8: linears that have 8 bits even if `weight_bits` is 4.
+        formats: of single linears; the others' is that of `weight_bits`.
     """
+    usual: Format = "int4" if settings.weight_bits == 4 else "int8"
+    chosen = {name: (formats or {}).get(name, usual) for name in quantizable(config, settings)}
+    in_float = settings.activation_quantize_type == "none"
 
-    def linear(name: str) -> LinearFormat:
-        activation: ActivationFormat | None
-        if settings.weight_bits == 4 and name not in int8:
-            weight, activation = WeightFormat.int4(settings.group_size), "dynamic_int8"
-        else:
-            weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
-            activation = "int8"
-        return LinearFormat(
-            weight, None if settings.activation_quantize_type == "none" else activation
-        )
+    def linear(name: str, form: Format) -> LinearFormat:
+        if form == "int4":
+            int4 = WeightFormat.int4(settings.group_size)
+            return LinearFormat(int4, None if in_float else "dynamic_int8")
+        weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
+        return LinearFormat(weight, None if in_float else "int8")
 
-    names = [name for name in quantizable(config, settings) if name not in skip]
-    return QuantizationPlan({name: linear(name) for name in names})
+    return QuantizationPlan({n: linear(n, form) for n, form in chosen.items() if form != "float"})
 
 
-def skip_names(
+def named_formats(
     config: GPTConfig, settings: QuantizationSettings, sensitivity: Path | None
-) -> frozenset[str]:
-    """Linears to leave in float, from the recipe's map and from a sensitivity analysis."""
-    names = set()
-    named = {linear.skip_name: linear.name for linear in config.architecture.linears}
-    for block, linears in settings.skip_tensor_map.items():
-        index = block.removeprefix("block_")
-        if not index.isdigit() or int(index) >= config.n_layer:
-            raise UserError(
-                f"Compress.Quantization.skip_tensor_map names {block!r}",
-                f"the model's blocks are block_0 to block_{config.n_layer - 1}",
-            )
-        names |= {f"h.{int(index)}.{named[linear]}" for linear in linears}
+) -> dict[str, Format]:
+    """Formats of single linears: those that a sensitivity analysis has chosen, and over them those
+    of the recipe.
+
+    Raises:
+        UserError: a linear or a block that the model does not have.
+    """
+    known, named = quantizable(config, settings), dict[str, Format]()
     if sensitivity is not None:
-        chosen = read_analysis(sensitivity).skip
-        unknown = set(chosen) - {*quantizable(config, settings), HEAD}
-        if unknown:
+        found = read_analysis(sensitivity)
+        named.update(dict.fromkeys(found.skip, "float"))
+        named.update(dict.fromkeys(found.int8, "int8"))
+        if unknown := named.keys() - {*known, HEAD}:
             raise UserError(
-                f"{sensitivity}: skips {sorted(unknown)}, which this model does not have",
+                f"{sensitivity}: chooses formats of {sorted(unknown)}, which this model does not "
+                "have",
                 "analyze this model instead",
             )
-        names |= set(chosen)
-    return frozenset(names)
+    by_name = {linear.skip_name: linear.name for linear in config.architecture.linears}
+    in_float: Format = "float"
+    skipped = {b: dict.fromkeys(x, in_float) for b, x in settings.skip_tensor_map.items()}
+    for key, blocks in (("skip_tensor_map", skipped), ("formats", settings.formats)):
+        for block, linears in blocks.items():
+            index = int(block.removeprefix("block_"))
+            if index >= config.n_layer:
+                raise UserError(
+                    f"Compress.Quantization.{key} names {block!r}",
+                    f"the model's blocks are block_0 to block_{config.n_layer - 1}",
+                )
+            named.update({f"h.{index}.{by_name[x]}": form for x, form in linears.items()})
+    if settings.head_format is not None:
+        if not settings.quantize_embedding:
+            raise UserError(
+                f"Compress.Quantization.head_format is {settings.head_format}, but the output "
+                "layer is the token embedding, which is not quantized",
+                "set Compress.Quantization.quantize_embedding=True",
+            )
+        named[HEAD] = settings.head_format
+    return named

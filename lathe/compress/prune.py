@@ -13,10 +13,12 @@ from lathe.compress.criteria import CRITERIA, importance
 from lathe.compress.enabled import require_enabled
 from lathe.compress.widths import (
     Cost,
+    KeptUnits,
     choose_global,
     choose_layers,
     choose_uniform,
     keep_layers,
+    largest_units,
     shrink,
 )
 from lathe.config.settings import PruneSettings, Recipe
@@ -112,6 +114,8 @@ def cut(
         index: of the round, from 1.
         calibration: tokens (B, T + 1) for criteria that use data, and for removing layers.
     """
+    if settings.heads:
+        return _to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
         model = keep_layers(model, _best_layers(model, settings.layers, calibration))
     left = (1 - settings.ratio) ** (index / settings.rounds)
@@ -123,6 +127,27 @@ def cut(
     cost, comparable = Cost.parameters(model.config), CRITERIA[settings.criterion].comparable
     kept = choose_global(scores, cost, ratio, settings.channel_multiple, comparable)
     return shrink(model, kept)
+
+
+def _to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor]) -> GPT:
+    """Prune to the widths that the recipe gives."""
+    config, kept = model.config, [i for i, heads in enumerate(settings.heads) if heads]
+    for name, have in (("heads", config.n_head), ("channels", config.n_inner)):
+        wanted = getattr(settings, name)
+        if len(wanted) != config.n_layer or any(w > h for w, h in zip(wanted, have, strict=True)):
+            raise UserError(
+                f"Compress.Prune.{name} is {wanted}, but the model's layers have {list(have)}",
+                "give a number for every layer, at most as large",
+            )
+    scores = importance(model, settings.criterion, calibration)
+    largest = [
+        KeptUnits(
+            largest_units(scores.heads[i], settings.heads[i]),
+            largest_units(scores.channels[i], settings.channels[i]),
+        )
+        for i in kept
+    ]
+    return shrink(keep_layers(model, kept), largest)
 
 
 @torch.no_grad()

@@ -9,10 +9,9 @@ from torch.distributed import ProcessGroup
 
 from lathe.compress.enabled import require_enabled
 from lathe.compress.gptq import gptq
-from lathe.compress.plan import make_plan, skip_names
+from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (
     analysis_digest,
-    read_analysis,
     require_analysis_of,
 )
 from lathe.config.settings import Recipe
@@ -58,9 +57,8 @@ def quantize(
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         trainable = with_dropout(start.model, recipe.Model)
-        int8 = read_analysis(sensitivity).int8 if sensitivity else []
         plan = replace(
-            make_plan(config, settings, skip_names(config, settings, sensitivity), int8),
+            make_plan(config, settings, named_formats(config, settings, sensitivity)),
             position_embedding=settings.quantize_embedding,
         )
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")

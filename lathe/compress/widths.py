@@ -138,6 +138,11 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     return _like(model, config, state)
 
 
+def largest_units(scores: Tensor, count: int) -> Tensor:
+    """Indexes of the `count` units with the highest scores, ascending."""
+    return scores.topk(count).indices.sort().values
+
+
 class _Group:
     """The units of one layer and kind, least important first."""
 
@@ -196,8 +201,7 @@ def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
 
 def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
     keep = max(1, len(scores) - round(len(scores) * ratio))
-    keep = min(len(scores), -(-keep // multiple) * multiple)
-    return scores.topk(keep).indices.sort().values
+    return largest_units(scores, min(len(scores), -(-keep // multiple) * multiple))
 
 
 def _spans(units: Tensor, length: int) -> Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
-from lathe.compress.plan import make_plan, skip_names
+from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -43,7 +43,7 @@ def quantize(
         trainable = new_model(config, recipe.Model)
         set_weights(trainable, weights_of(start.model), model)
         divide(trainable, workers)
-        plan = make_plan(config, settings, skip_names(config, settings, sensitivity))
+        plan = make_plan(config, settings, named_formats(config, settings, sensitivity))
         pact = settings.activation_preprocess_type == "PACT"
         fake_quant.insert(trainable, plan, pact, settings.moving_rate)
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)

@@ -1,4 +1,5 @@
-"""Search for the least pruned INT8 model that meets a target within a budget of quality."""
+"""Search for the best model that meets a target, with one budget for heads, channels, layers and
+formats: predict, solve, train, measure, and correct the prediction."""
 
 import json
 import logging
@@ -8,16 +9,24 @@ from pathlib import Path
 
 from lathe import backends
 from lathe.artifacts.kinds import EXPORT as EXPORTED
-from lathe.artifacts.kinds import SENSITIVITY, read_as
+from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled
+from lathe.compress.plan import formats, named_formats, quantizable
+from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
+from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import check_cloze
 from lathe.evaluate.results import METRICS
+from lathe.model.checkpoint import load_checkpoint
+from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
+from lathe.search.costs import Costs, estimate
+from lathe.search.design import Design
 from lathe.search.goal import Goal
-from lathe.search.judge import evaluate_trial, trial_name, verdict_of
-from lathe.search.ratios import next_ratios
+from lathe.search.judge import evaluate_trial, verdict_of
+from lathe.search.prices import Prices, measure_prices
+from lathe.search.program import Problem
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import atomic_file, digest, sha256
@@ -28,7 +37,8 @@ log = logging.getLogger("lathe")
 Perform = Callable[[str, Recipe, Callable[[], object], Sequence[object]], object]
 """Called with a training verb, the recipe of it, the stage and its command line's arguments."""
 
-METADATA = "trial.json"
+METADATA, QUANTIZED = "trial.json", "quantized"
+CLOSE = 0.97  # of the target: a trial this near to it is not corrected
 PARTS = EVALUATION, EXPORT = "evaluation", "onnx"
 JUDGED = ("Sensitivity", "Offline_Eval", "Export")
 """Groups of settings that a training run may change, and a search may not."""
@@ -40,15 +50,17 @@ def compress(
     model: Path,
     data: Path,
     output: Path,
-    trials: int = 4,
+    trials: int = 2,
     cloze: Path | None = None,
     run: Perform | None = None,
 ) -> SearchResult:
-    """Try INT8 alone, then pruning ratios that converge on the target; write `compress.json` and
-    `compress.html`, a picture of all trials.
+    """Make the model of the best design for the target; write `compress.json` and `compress.html`.
 
-    Every trial prunes, finetunes, ranks linears, quantizes, exports and evaluates, in a folder of
-    its own under `output`; a killed search resumes in the same trial and stage.
+    What every part of the model costs in quality is estimated from gradients, and what it takes of
+    the target is measured on this machine. The design is pruned, finetuned, quantized, trained,
+    exported and evaluated. Where it misses the target, or leaves much of it, the prices are scaled
+    by what was measured, and the next design is tried. A killed search resumes in the same trial
+    and stage.
 
     Args:
         recipes: for evaluation and export, for pruning, and for quantization.
@@ -98,32 +110,83 @@ class _Search:
 
     def run(self, trials: int) -> SearchResult:
         self.measure(self.model, self.dense)
-        done: list[Trial] = []
-        for ratio in next_ratios(self.goal, done):
-            done.append(self.attempt(ratio))
-            log.info("%s", done[-1])
-            if len(done) == trials:
+        problem, done, scale = self.problem(), list[Trial](), 1.0
+        while len(done) < trials:
+            design = problem.solve(self.goal.at_most / scale)
+            if design is None and not done:
+                raise StageError(self.impossible(problem))
+            if design is None or design in [trial.design for trial in done]:
                 break
+            price = problem.price(design)
+            trial = self.attempt(design, price * scale, problem.cost(design))
+            log.info("%s", trial)
+            done.append(trial)
+            if CLOSE * self.goal.at_most <= trial.reached(self.goal) <= self.goal.at_most:
+                break
+            scale = trial.reached(self.goal) / price
         return conclude(self.goal, self.dense / EVALUATION, done, self.output)
 
-    def attempt(self, ratio: float) -> Trial:
-        """The trial of a ratio; one that an earlier search made is judged by this one's budget."""
-        folder = self.output / trial_name(ratio)
+    def problem(self) -> Problem:
+        """The designs to choose from; what was found out before a kill is recalled."""
+        checkpoint, tokens = load_checkpoint(self.model), TokenDataset.open(self.data)
+        config, settings = checkpoint.model.config, self.quantization.Compress.Quantization
+        if config.quantization is not None:
+            raise UserError(f"{self.model}: is quantized", "start from its dense parent")
+        journal = Journal(self.output / "findings.jsonl", {"model": checkpoint.digest})
+        costs = journal.recall(
+            "costs",
+            lambda: asdict(estimate(self.quantization, checkpoint, tokens, journal)),
+            dict,
+        )
+        prices = journal.recall(
+            "prices",
+            lambda: measure_prices(checkpoint, settings, self.base.Export),
+            dict,
+        )
+        given = named_formats(config, settings, None)
+        return Problem(
+            config,
+            Costs(**costs),
+            Prices(prices[self.goal.target]),
+            {
+                name: [given[name]] if name in given else formats(settings)
+                for name in quantizable(config, settings)
+            },
+            settings.group_size,
+            self.pruning.Compress.Prune.channel_multiple,
+        )
+
+    def impossible(self, problem: Problem) -> str:
+        """Why there is no design."""
+        least = problem.cheapest()
+        return (
+            f"no design reaches {self.goal.target} {self.goal.at_most:g}: the smallest is "
+            f"predicted to have {problem.price(least):.3f}. Allow more, or more formats "
+            "(Compress.Quantization.weight_bits=4, quantize_embedding=True)"
+        )
+
+    def attempt(self, design: Design, predicted: float, cost: float) -> Trial:
+        """The trial of a design; one that an earlier search made is judged by this one's budget."""
+        folder = self.output / design.name
         if (folder / METADATA).is_file():
             known = read_as(folder / METADATA, Trial, "delete the file: the trial is judged again")
             evaluations = self.dense / EVALUATION, folder / EVALUATION
-            return replace(known, verdict=verdict_of(self.base, self.goal, *evaluations))
-        log.info("trial %s", folder.name)
-        source = self.prune(ratio, folder / "pruned") if ratio else self.model
-        self.measure(self.quantize(source, folder), folder)
+            verdict = verdict_of(self.base, self.goal, *evaluations)
+            return replace(known, verdict=verdict, design=design, predicted=predicted, cost=cost)
+        log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)
+        config = read_config(self.model)
+        is_pruned = (design.heads, design.channels) != (config.n_head, config.n_inner)
+        pruned = self.prune(design, folder / "pruned") if is_pruned else self.model
+        self.measure(self.quantize(design, pruned, folder / QUANTIZED), folder)
         folders = (f / part for f in (self.dense, folder) for part in PARTS)
-        trial = evaluate_trial(self.base, self.goal, ratio, *folders)
+        trial = evaluate_trial(self.base, self.goal, design.name, *folders)
+        trial = replace(trial, design=design, predicted=predicted, cost=cost)
         with atomic_file(folder / METADATA) as work:
             work.write_text(json.dumps(asdict(trial), indent=2) + "\n", encoding="utf-8")
         return trial
 
-    def prune(self, ratio: float, output: Path) -> Path:
-        recipe = _with_ratio(self.pruning, ratio)
+    def prune(self, design: Design, output: Path) -> Path:
+        recipe = design.pruning(self.pruning)
         self.perform(
             "prune",
             recipe,
@@ -132,19 +195,15 @@ class _Search:
         )
         return output
 
-    def quantize(self, source: Path, folder: Path) -> Path:
-        """Rank the linears of `source`, and make it INT8 by the ranking."""
-        recipe, backend = self.quantization, backends.of(self.quantization)
-        ranked, int8 = folder / "sensitivity", folder / "int8"
-        if not (ranked / SENSITIVITY.metadata_file).is_file():
-            backend.analyze(recipe, source, self.data, ranked)
+    def quantize(self, design: Design, source: Path, output: Path) -> Path:
+        recipe = design.quantization(self.quantization)
         self.perform(
             "quantize",
             recipe,
-            lambda: backend.quantize(recipe, source, self.data, int8, ranked),
-            [source, "--data", self.data, "--sensitivity", ranked, "--output", int8],
+            lambda: backends.of(recipe).quantize(recipe, source, self.data, output),
+            [source, "--data", self.data, "--output", output],
         )
-        return int8
+        return output
 
     def measure(self, model: Path, folder: Path) -> None:
         """Export and evaluate a model into `folder`, as far as that is not done."""
@@ -153,9 +212,3 @@ class _Search:
             backend.export(self.base, model, self.data, folder / EXPORT)
         if not (folder / EVALUATION / METRICS).is_file():
             backend.evaluate(self.base, model, folder / EVALUATION, self.data, self.cloze)
-
-
-def _with_ratio(recipe: Recipe, ratio: float) -> Recipe:
-    settings = recipe.Compress.Prune.model_copy(update={"ratio": ratio})
-    compression = recipe.Compress.model_copy(update={"Prune": settings})
-    return recipe.model_copy(update={"Compress": compression})

@@ -1,4 +1,4 @@
-"""Compare INT8 models with the dense one, and choose among them."""
+"""Compare compressed models with the dense one, and choose among them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def choose(
     claim_output_file(output / RESULT, SEARCH)
     claim_output_file(output / PAGE, HTML)
     trials = [
-        evaluate_trial(recipe, goal, ratio, evaluation, exported, *folders)
+        evaluate_trial(recipe, goal, trial_name(ratio), evaluation, exported, *folders)
         for ratio, *folders in candidates
     ]
     return conclude(goal, evaluation, trials, output)
@@ -69,19 +69,17 @@ def gather(
 def evaluate_trial(
     recipe: Recipe,
     goal: Goal,
-    ratio: float,
+    name: str,
     dense_evaluation: Path,
     dense_export: Path,
     evaluation: Path,
     exported: Path,
 ) -> Trial:
-    """An INT8 model beside the dense one, from the folders that evaluation and export wrote."""
-    name = trial_name(ratio)
+    """A compressed model beside the dense one, by what evaluation and export wrote."""
     before, after = read_metrics(dense_evaluation), read_metrics(evaluation)
     figures = measure({"dense": dense_export, name: exported}, prompt_tokens=128)[name]
     return Trial(
         name=name,
-        ratio=ratio,
         accuracy=(after["cloze"] or {}).get("accuracy"),
         perplexity=(after["text"] or {}).get("perplexity"),
         latency=1 / figures["decode_speedup"],
@@ -104,5 +102,5 @@ def verdict_of(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> s
 
 
 def trial_name(ratio: float) -> str:
-    """The folder name of a trial of this ratio."""
+    """The name of an INT8 model of which this share of heads and channels was pruned."""
     return f"pruned-{ratio:.4g}-int8" if ratio else "int8"

@@ -2,6 +2,7 @@
 
 from matplotlib.axes import Axes
 
+from lathe.model.architecture import GPT2
 from lathe.pages.html import picture, render
 from lathe.pages.style import Theme, draw
 from lathe.search.trial import SearchResult
@@ -50,4 +51,11 @@ def pareto_page(result: SearchResult) -> str:
         axes.margins(0.15)
 
     drawn = picture(title, title, lambda theme: draw(3.2, theme, paint))
-    return render("search/page.html.j2", "What compression costs", result=result, picture_=drawn)
+    linears = [linear.name for linear in GPT2.linears]
+    return render(
+        "search/page.html.j2",
+        "What compression costs",
+        result=result,
+        picture_=drawn,
+        linears=linears,
+    )

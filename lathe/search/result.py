@@ -21,7 +21,7 @@ def conclude(
 ) -> SearchResult:
     """Choose the best of the trials; write `compress.json` and `compress.html` into `output`."""
     good = [trial for trial in trials if trial.meets(goal) and trial.verdict != "fail"]
-    best = min(good, key=lambda trial: trial.ratio, default=None)
+    best = min(good, key=lambda trial: trial.badness(goal), default=None)
     before = read_metrics(dense_evaluation)
     dense = {
         "accuracy": (before["cloze"] or {}).get("accuracy"),
@@ -45,9 +45,9 @@ def require_met(result: SearchResult) -> Trial:
     if result.best is not None:
         return result.best
     goal = result.goal
-    nearest = min(result.trials, key=lambda trial: float(getattr(trial, goal.target)))
+    nearest = min(result.trials, key=lambda trial: trial.reached(goal))
     raise StageError(
         f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
-        f"{goal.target} {getattr(nearest, goal.target):.3f}, budget: {nearest.verdict}. "
+        f"{goal.target} {nearest.reached(goal):.3f}, budget: {nearest.verdict}. "
         "Allow more, finetune longer (Engine.max_steps), or try more often (--trials)"
     )

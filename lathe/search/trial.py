@@ -1,20 +1,26 @@
 """A trial of a search."""
 
+import math
 from dataclasses import dataclass
 
+from lathe.search.design import Design
 from lathe.search.goal import Goal
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An INT8 model of which `ratio` of heads and channels was pruned; figures of the held-out
-    data, and shares of the dense float32 model's size and time.
+    """A compressed model: figures of the held-out data, and shares of the dense float32 model's
+    size and time.
 
-    `verdict` is the gate's, on the budget.
+    Attributes:
+        verdict: the gate's, on the budget.
+        design: what it was made by, in a search.
+        predicted: the share of the target that was predicted for the design.
+        cost: the KL divergence from the dense model that was predicted before training, nats a
+            token.
     """
 
     name: str
-    ratio: float
     accuracy: float | None
     perplexity: float | None
     latency: float
@@ -22,6 +28,9 @@ class Trial:
     bytes: float
     parameters: float
     verdict: str = ""
+    design: Design | None = None
+    predicted: float | None = None
+    cost: float | None = None
 
     def __str__(self) -> str:
         """One line of its figures."""
@@ -37,12 +46,23 @@ class Trial:
 
     def meets(self, goal: Goal) -> bool:
         """Whether the trial reaches the target."""
-        return bool(getattr(self, goal.target) <= goal.at_most)
+        return self.reached(goal) <= goal.at_most
+
+    def reached(self, goal: Goal) -> float:
+        """The share of the target that the trial has."""
+        return float(getattr(self, goal.target))
+
+    def badness(self, goal: Goal) -> tuple[float, float]:
+        """Lower is better: by the budget's measure, and then by perplexity."""
+        perplexity = math.inf if self.perplexity is None else self.perplexity
+        wrong = 1 - (self.accuracy or 0.0) if goal.budget == "accuracy" else perplexity
+        return wrong, perplexity
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All trials in their order, and the best: the least pruned one that meets the target."""
+    """All trials in their order, and the best: of those that meet the target within the budget,
+    the one with the best quality."""
 
     goal: Goal
     dense: dict[str, float | None]

@@ -105,7 +105,7 @@ def test_every_linear_of_the_plan_is_rounded_and_no_other() -> None:
             "Compress.Quantization.quantize_embedding=True",
         ],
     ).Compress.Quantization
-    plan = make_plan(config, settings, frozenset({"h.1.attn.c_proj"}))
+    plan = make_plan(config, settings, {"h.1.attn.c_proj": "float"})
     fake_quant.insert(model, plan)
     gptq(model, list(torch.randint(50, (4, 2, 16))))
     after = model.state_dict()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lathe.compress.criteria import importance
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
@@ -34,6 +35,60 @@ def test_prune_then_finetune_with_recompute(
         run_quantized = tmp_path / "q"
         quantize(load_recipe("tiny", QUANTIZE), tmp_path / "p", small_data, run_quantized)
         prune(load_recipe("tiny", SMALL), run_quantized, small_data, tmp_path / "again")
+
+
+def test_a_recipe_names_the_widths_of_layers(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    widths = ("Compress.Prune.heads=[0,3]", "Compress.Prune.channels=[0,40]")
+    recipe = load_recipe("tiny", (*SMALL, *widths, "Engine.max_steps=0"))
+    prune(recipe, small_dense, small_data, tmp_path / "p")
+    pruned, dense = (load_checkpoint(path).model for path in (tmp_path / "p", small_dense))
+    assert (pruned.config.n_head, pruned.config.n_inner) == ((3,), (40,))
+    kept = importance(dense, "l1_norm", []).channels[1].topk(40).indices.sort().values
+    weight = dense.get_parameter("h.1.mlp.c_fc.weight")[kept]
+    assert torch.equal(pruned.get_parameter("h.0.mlp.c_fc.weight"), weight)
+    for heads in ("[4]", "[4,5]"):
+        channels = "[9]" if heads == "[4]" else "[9,9]"
+        wrong = (f"Compress.Prune.heads={heads}", f"Compress.Prune.channels={channels}")
+        with pytest.raises(UserError, match=r"Compress.Prune.heads is \[4.*have \[4, 4\]"):
+            prune(load_recipe("tiny", (*SMALL, *wrong)), small_dense, small_data, tmp_path / "q")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("heads=[1,2]",),
+        ("heads=[1,0]", "channels=[9,9]"),
+        ("heads=[0,0]", "channels=[0,0]"),
+        ("heads=[1,1]", "channels=[9,9]", "rounds=2"),
+        ("heads=[1,1]", "channels=[9,9]", "layers=1"),
+    ],
+)
+def test_widths_that_make_no_sense(wrong: tuple[str, ...]) -> None:
+    with pytest.raises(UserError, match=r"Compress\.Prune"):
+        load_recipe("tiny", [f"Compress.Prune.{setting}" for setting in wrong])
+
+
+def test_a_recipe_names_the_formats_of_linears(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    formats = "Compress.Quantization.formats={block_0: {qkv: float}, block_1: {linear1: int4}}"
+    short = "Engine.max_steps=0"
+    quantize(
+        load_recipe("tiny", (*QUANTIZE, formats, short)), small_dense, small_data, tmp_path / "q"
+    )
+    plan = load_checkpoint(tmp_path / "q").model.config.quantization
+    assert plan is not None and "h.0.attn.c_attn" not in plan.linears
+    bits = {name: form.weight.bits for name, form in plan.linears.items()}
+    assert bits.pop("h.1.mlp.c_fc") == 4 and set(bits.values()) == {8} and len(bits) == 7
+    for wrong, what in (
+        ("formats={block_7: {out: int8}}", "formats names 'block_7'"),
+        ("head_format=int4", "head_format is int4(?s:.*)quantize_embedding=True"),
+    ):
+        recipe = load_recipe("tiny", (*SMALL, f"Compress.Quantization.{wrong}"))
+        with pytest.raises(UserError, match=what):
+            quantize(recipe, small_dense, small_data, tmp_path / "w")
 
 
 @pytest.mark.parametrize("weight_only", [False, True])

@@ -40,11 +40,13 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 WEIGHTS = ("0", "-1", "nan", "inf", "1e309", "many", "")
 POSITIVE = ("nan", "inf", "-1", "0", "1e309", "many", "[]", "{}", "true", "1:30", "1.5")
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "Engine.max_steps": POSITIVE,
+    "Engine.max_steps": tuple(value for value in POSITIVE if value != "0"),
     "Model.hidden_size": POSITIVE,
     "Global.seed": ("nan", "-1", "1e309", "many", "[]", "true", "1:30"),
     "Optimizer.lr.max_lr": ("nan", "inf", "-1", "0", "1e309", "many", "[]", "true"),
     "Compress.Prune.ratio": ("nan", "-1", "1", "2", "many", "true"),
+    "Compress.Prune.heads": ("[-1]", "many", "[1,2]", "3", "{}"),
+    "Compress.Quantization.formats": ("{block_0: {qkv: int2}}", "{block_0: int8}", "[1]", "text"),
     "Data.Train.dataset.split": ("nan", "1", "[1,2]", "[0,0,0]", "[-1,1,1]", "1,nan,1", "a,b,c"),
     "Serving.http_port": ("-1", "99999", "1e309", "true", "many"),
     "Prepare.format": ("parquet", "[]"),

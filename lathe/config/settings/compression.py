@@ -5,7 +5,15 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
-from lathe.config.settings.types import BlockName, Factor, NonNegative, Positive, Probability
+from lathe.config.settings.types import (
+    BlockName,
+    Factor,
+    Format,
+    LinearName,
+    NonNegative,
+    Positive,
+    Probability,
+)
 
 
 class PruneSettings(Settings):
@@ -32,11 +40,25 @@ class PruneSettings(Settings):
     rounds: Positive = 1
     """Rounds of pruning and finetuning in which the ratio is reached; `Engine.max_steps` is
     divided among them."""
+    heads: list[NonNegative] = Field(default=[])
+    """Attention heads that each layer keeps, instead of `ratio`, `scope` and `layers`; 0 here and
+    in `channels` removes the layer."""
+    channels: list[NonNegative] = Field(default=[])
+    """FFN channels that each layer keeps; goes with `heads`."""
     channel_multiple: Positive = 1
     """FFN widths are rounded up to a multiple of this many channels."""
     calibration_batches: Positive = 16
     """Training micro-batches to calibrate on, for the criteria `activation` and `taylor` and for
     `layers`."""
+
+    @model_validator(mode="after")
+    def _widths_are_of_layers(self) -> "PruneSettings":
+        pairs = list(zip(self.heads, self.channels, strict=False))
+        if len(self.heads) != len(self.channels) or any((h > 0) != (c > 0) for h, c in pairs):
+            raise ValueError("heads and channels have a number each for every layer, or 0 and 0")
+        if pairs and (not any(self.heads) or self.layers or self.rounds > 1):
+            raise ValueError("heads must keep a layer, and go without layers and with one round")
+        return self
 
 
 class DistillSettings(Settings):
@@ -87,10 +109,14 @@ class QuantizationSettings(Settings):
     quantize_embedding: bool = False
     """Whether to quantize the token embedding, which is also the output layer, and the position
     embedding, which has 8 bits."""
-    skip_tensor_map: dict[BlockName, list[Literal["qkv", "out", "linear1", "linear2"]]] = Field(
-        default={}
-    )
+    skip_tensor_map: dict[BlockName, list[LinearName]] = Field(default={})
     """Linear layers to leave in float, by block: `{block_0: [qkv, linear2]}`."""
+    formats: dict[BlockName, dict[LinearName, Format]] = Field(default={})
+    """Formats of single linear layers, by block: `{block_0: {qkv: int8, linear2: float}}`; the
+    others' is that of `weight_bits`."""
+    head_format: Format | None = None
+    """Format of the output layer, which is the token embedding too; null means that of
+    `weight_bits`."""
 
     @model_validator(mode="after")
     def _pact_clips_what_is_quantized(self) -> "QuantizationSettings":
@@ -99,12 +125,18 @@ class QuantizationSettings(Settings):
                 "activation_preprocess_type PACT clips activations that activation_quantize_type "
                 "none leaves in float: leave it empty"
             )
-        if self.activation_preprocess_type and self.weight_bits == 4:
+        if self.activation_preprocess_type and self.has_int4:
             raise ValueError(
                 "activation_preprocess_type PACT clips activations at one bound, but weight_bits 4 "
                 "gives every token's groups scales of their own: leave it empty"
             )
         return self
+
+    @property
+    def has_int4(self) -> bool:
+        """Whether a linear may be INT4."""
+        named = {form for block in self.formats.values() for form in block.values()}
+        return self.weight_bits == 4 or "int4" in named | {self.head_format}
 
 
 class CompressSettings(Settings):

@@ -1,7 +1,7 @@
 """The kinds of values that settings take, and their bounds."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -17,6 +17,8 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]  # of logits, which float32 ha
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
+Format = Literal["int4", "int8", "float"]
+LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
 
 

@@ -1,0 +1,72 @@
+"""What every choice of a design costs in quality, from gradients: nats a token, before training.
+
+Leaving out a set of units changes the loss of a sequence by about s, the sum of the slopes of their
+gates. To second order, by the Fisher information, that is a KL divergence from the dense model of
+T / 2 * E[s^2] a token for sequences of T tokens. Adding the slopes of a set before they are squared
+counts what its units do together: single squares, as in `lathe.compress.criteria`, are ten times
+too small for FFN channels. What quantization costs is estimated by
+`lathe.compress.sensitivity.fisher`, in the same unit. Shares of a design are taken to add up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from lathe.compress.criteria import gate_slopes
+from lathe.compress.sensitivity.analyze import TorchModel
+from lathe.compress.sensitivity.journal import Journal
+from lathe.config.settings import Recipe
+from lathe.config.settings.types import Format
+from lathe.data.tokens import TokenDataset
+from lathe.model.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Predicted KL divergences from the dense model, nats a token.
+
+    Attributes:
+        heads, channels: by layer and by the number of units kept, from 0 to all.
+        formats: by format and linear, of all its weights.
+    """
+
+    heads: Sequence[Sequence[float]]
+    channels: Sequence[Sequence[float]]
+    formats: Mapping[Format, Mapping[str, float]]
+
+    def of_linear(self, name: str, form: Format) -> float:
+        """Of the format of a linear."""
+        return 0.0 if form == "float" else self.formats[form][name]
+
+    def of_layer(self, i: int) -> float:
+        """Of leaving out a layer."""
+        return self.heads[i][0] + self.channels[i][0]
+
+
+def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:
+    """Estimate all costs, with a pass over the calibration batches for each format and one more.
+
+    Args:
+        recipe: of quantization; `Compress.Quantization.weight_bits` says which formats there are.
+    """
+    model = TorchModel(recipe, checkpoint, data, journal)
+    slopes = gate_slopes(model.model, model.calibration)
+    tokens = model.calibration[0].shape[1] - 1
+    names: dict[int, Format] = {4: "int4", 8: "int8"}
+    formats = {names[bits]: model.estimates(bits) for bits in model.bits}
+    return Costs(
+        heads=[_removed(layer, tokens) for layer in slopes.heads],
+        channels=[_removed(layer, tokens) for layer in slopes.channels],
+        formats={**formats, "float": dict.fromkeys(model.names, 0.0)},
+    )
+
+
+def _removed(slopes: Tensor, tokens: int) -> list[float]:
+    """The cost by the number of units kept, the lowest scores removed first, from slopes (N, units)
+    of N sequences."""
+    order = slopes.square().mean(0).argsort()
+    sums = slopes.double()[:, order].cumsum(1)
+    gone = (tokens / 2 * sums.square().mean(0)).cpu().numpy()
+    return [*np.maximum.accumulate(gone)[::-1].tolist(), 0.0]

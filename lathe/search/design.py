@@ -1,0 +1,62 @@
+"""A design of a smaller model: the units that each layer keeps, and the format of every linear."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lathe.config.settings import Recipe
+from lathe.config.settings.types import Format
+from lathe.model.architecture import GPT2, HEAD
+from lathe.storage import digest
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is kept of a dense model, and how it is stored.
+
+    Attributes:
+        heads, channels: those that each layer keeps; 0 and 0 remove the layer.
+        formats: of the linears of the layers that stay, by their paths in the dense model.
+    """
+
+    heads: tuple[int, ...]
+    channels: tuple[int, ...]
+    formats: Mapping[str, Format]
+
+    @property
+    def name(self) -> str:
+        """A folder name that is the same for equal designs only."""
+        return f"design-{digest(repr(sorted(asdict(self).items())))[:10]}"
+
+    def pruned_formats(self) -> dict[str, Format]:
+        """`formats` by the paths in the pruned model, whose layers are counted anew."""
+        kept = [i for i, heads in enumerate(self.heads) if heads]
+        moved = {f"h.{old}.": f"h.{new}." for new, old in enumerate(kept)}
+        renamed = {HEAD: self.formats[HEAD]} if HEAD in self.formats else dict[str, Format]()
+        for name, form in self.formats.items():
+            if name != HEAD:
+                layer = name[: name.index(".", 2) + 1]
+                renamed[moved[layer] + name.removeprefix(layer)] = form
+        return renamed
+
+    def pruning(self, recipe: Recipe) -> Recipe:
+        """The recipe that prunes to the design."""
+        widths = {"heads": list(self.heads), "channels": list(self.channels)}
+        others = {"layers": 0, "rounds": 1, "criterion": "taylor"}
+        return _with(recipe, "Prune", widths | others)
+
+    def quantization(self, recipe: Recipe) -> Recipe:
+        """The recipe that quantizes the pruned model as the design says."""
+        blocks: dict[str, dict[str, Format]] = defaultdict(dict)
+        for name, form in self.pruned_formats().items():
+            if linear := GPT2.linear_of(name):
+                blocks[f"block_{name.split('.')[1]}"][linear.skip_name] = form
+        named = {"formats": dict(blocks), "head_format": self.formats.get(HEAD)}
+        return _with(recipe, "Quantization", {**named, "skip_tensor_map": {}})
+
+
+def _with(recipe: Recipe, group: str, values: Mapping[str, Any]) -> Recipe:
+    compression = recipe.Compress
+    changed = getattr(compression, group).model_copy(update=values)
+    return recipe.model_copy(update={"Compress": compression.model_copy(update={group: changed})})

@@ -1,0 +1,162 @@
+"""What the parts of a design take of a target: bytes, seconds or parameters.
+
+A dozen exports of the model, pruned and quantized in different ways, are measured side by side, and
+the prices of their parts are fitted to that. So a part costs what it costs within a whole model on
+this machine, where weights come from memory and not from a cache.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import scipy  # type: ignore[import-untyped]
+import torch
+
+from lathe.compress.plan import formats, make_plan
+from lathe.compress.widths import KeptUnits, keep_layers, shrink
+from lathe.config.settings import ExportSettings, QuantizationSettings
+from lathe.config.settings.types import Format
+from lathe.evaluate.latency import measure
+from lathe.export.export import write
+from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import Checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.search.design import Design
+
+ROUNDS = 9
+PROMPT = 128  # tokens
+SCALE = 0.05  # of an activation; any, since only times are measured
+
+Parts = Counter[str]
+"""Amounts by the name of a part: `layers`, `heads`, `channels`, `weights int8` and so on."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of parts, as shares of the dense float32 model's whole price.
+
+    Attributes:
+        of: by the name of a part.
+    """
+
+    of: Mapping[str, float]
+
+    def total(self, parts: Parts) -> float:
+        """The price of several parts."""
+        return sum(self.of.get(name, 0.0) * amount for name, amount in parts.items())
+
+
+def parts_of(config: GPTConfig, design: Design, group_size: int) -> Parts:
+    """All parts of a design of a model with this dense shape."""
+    parts = Counter(fixed=1) + head_parts(design.formats.get(HEAD, "float"))
+    for i, (heads, channels) in enumerate(zip(design.heads, design.channels, strict=True)):
+        if not heads:
+            continue
+        parts += Counter(layers=1, heads=heads, channels=channels)
+        widths = {"heads": heads * config.head_dim, "channels": channels}
+        for linear in config.architecture.linears:
+            form = design.formats.get(f"h.{i}.{linear.name}", "float")
+            shape = linear.shape(config.n_embd, widths[linear.units])
+            parts += linear_parts(shape, form, group_size)
+    return parts
+
+
+def linear_parts(shape: tuple[int, int], form: Format, group_size: int) -> Parts:
+    """The parts of a linear with a weight (in, out)."""
+    n_in, n_out = shape
+    if form == "float":
+        return Counter({"weights float": n_in * n_out})
+    if form == "int4":
+        n_in = ceil(n_in / group_size) * group_size
+    return Counter(
+        {f"linears {form}": 1, f"weights {form}": n_in * n_out, f"outputs {form}": n_out}
+    )
+
+
+def head_parts(form: Format) -> Parts:
+    """The parts of the output layer, which is the token embedding too."""
+    return Counter({f"head {form}": 1})
+
+
+def measure_prices(
+    checkpoint: Checkpoint, settings: QuantizationSettings, export: ExportSettings
+) -> dict[str, dict[str, float]]:
+    """`Prices.of` for each target of a `Goal`."""
+    model = checkpoint.model
+    config, samples = model.config, list(_samples(model.config, settings))
+    n_params = {"dense": config.n_params()}
+    with TemporaryDirectory(prefix="lathe-prices-") as scratch:
+        folders = {"dense": Path(scratch) / "dense"}
+        _write(checkpoint, model, folders["dense"], export)
+        for sample in samples:
+            built = _built(model, sample, settings)
+            folders[sample.name] = Path(scratch) / sample.name
+            n_params[sample.name] = built.config.n_params()
+            _write(checkpoint, built, folders[sample.name], export)
+        figures = measure(folders, prompt_tokens=PROMPT, rounds=ROUNDS)
+    parts = [parts_of(config, sample, settings.group_size) for sample in samples]
+    found = {
+        "latency": {name: own["decode_ms"] for name, own in figures.items()},
+        "prefill": {name: own["prefill_ms"] for name, own in figures.items()},
+        "bytes": {name: own["bytes"] for name, own in figures.items()},
+        "parameters": {name: float(count) for name, count in n_params.items()},
+    }
+    return {
+        target: _fitted(parts, [own[sample.name] / own["dense"] for sample in samples])
+        for target, own in found.items()
+    }
+
+
+def _samples(config: GPTConfig, settings: QuantizationSettings) -> Iterator[Design]:
+    """Designs that differ enough for every part's price to be told from the others'."""
+    heads, channels, linears = config.n_head, config.n_inner, config.linear_names()
+    half_heads, half_channels = (tuple(-(-n // 2) for n in part) for part in (heads, channels))
+    for form in formats(settings):
+        every = dict.fromkeys(linears, form)
+        yield Design(heads, channels, every)
+        yield Design(half_heads, channels, every)
+        yield Design(heads, half_channels, every)
+        if settings.quantize_embedding and form != "float":
+            yield Design(heads, channels, {**every, HEAD: form})
+    some = config.n_layer // 2
+    if some:
+        kept = {name: form for name in linears if int(name.split(".")[1]) < some}
+        gone = (0,) * (config.n_layer - some)
+        yield Design((*heads[:some], *gone), (*channels[:some], *gone), kept)
+
+
+def _built(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:
+    """The model of a design, of any of its units, with scales that mean nothing."""
+    kept = [i for i, heads in enumerate(design.heads) if heads]
+    units = [
+        KeptUnits(torch.arange(design.heads[i]), torch.arange(design.channels[i])) for i in kept
+    ]
+    pruned = shrink(keep_layers(model, kept), units)
+    in_float: dict[str, Format] = dict.fromkeys((*pruned.config.linear_names(), HEAD), "float")
+    plan = make_plan(pruned.config, settings, in_float | design.pruned_formats())
+    plan = replace(plan, position_embedding=settings.quantize_embedding)
+    plan = plan.with_scales(dict.fromkeys(plan.activation_scales, SCALE))
+    fake_quant.insert(pruned, plan)
+    pruned.config = pruned.config.with_quantization(plan)
+    return pruned
+
+
+def _write(checkpoint: Checkpoint, model: GPT, folder: Path, export: ExportSettings) -> None:
+    folder.mkdir()
+    write(replace(checkpoint, model=model), folder, export)
+
+
+def _fitted(parts: list[Parts], prices: list[float]) -> dict[str, float]:
+    """Prices of the parts, none negative, by least squares of relative errors."""
+    names = sorted(set().union(*parts))
+    amounts = np.array([[own[name] for name in names] for own in parts], float)
+    target = np.array(prices)
+    unit = amounts.max(0)
+    found, _ = scipy.optimize.nnls(amounts / unit / target[:, None], np.ones(len(target)))
+    return dict(zip(names, (found / unit).tolist(), strict=True))

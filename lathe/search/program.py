@@ -1,0 +1,190 @@
+"""The best design within a limit, as an integer program.
+
+It has a 0 or 1 for every number of units that a layer may keep, and for every format of every
+linear at that number. What a design costs in quality, and what it takes of the target, are sums
+over these; the cost is minimized while the price stays within the limit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy  # type: ignore[import-untyped]
+
+from lathe.config.settings.types import Format
+from lathe.model.architecture import HEAD, Units
+from lathe.model.config import GPTConfig
+from lathe.search.costs import Costs
+from lathe.search.design import Design
+from lathe.search.prices import Parts, Prices, head_parts, linear_parts, parts_of
+
+WIDTHS = 16  # numbers of heads, or of channels, from which a layer's is chosen
+SECONDS = 60.0
+GAP = 1e-3  # of the cost: a design this near to the best is good enough
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a design is chosen from.
+
+    Attributes:
+        config: the dense shape.
+        formats: that each quantizable linear may have; other linears are float.
+        multiple: of which the numbers of FFN channels are multiples.
+    """
+
+    config: GPTConfig
+    costs: Costs
+    prices: Prices
+    formats: Mapping[str, Sequence[Format]]
+    group_size: int
+    multiple: int = 1
+
+    def price(self, design: Design) -> float:
+        """The predicted price of a design."""
+        return self.prices.total(parts_of(self.config, design, self.group_size))
+
+    def cost(self, design: Design) -> float:
+        """The predicted cost of a design in quality: a KL divergence, nats a token."""
+        kept = {"heads": design.heads, "channels": design.channels}
+        full = {"heads": self.config.n_head, "channels": self.config.n_inner}
+        cost = 0.0
+        for i in range(self.config.n_layer):
+            cost += self.costs.heads[i][design.heads[i]]
+            cost += self.costs.channels[i][design.channels[i]]
+        for name, form in design.formats.items():
+            linear, share = self.config.architecture.linear_of(name), 1.0
+            if linear is not None:
+                i = int(name.split(".")[1])
+                share = kept[linear.units][i] / full[linear.units][i]
+            cost += self.costs.of_linear(name, form) * share
+        return cost
+
+    def solve(self, limit: float) -> Design | None:
+        """The design with the least cost of those whose price is at most `limit`; None if there is
+        none."""
+        return self._solve(limit)
+
+    def cheapest(self) -> Design:
+        """The design with the lowest price."""
+        found = self._solve(np.inf, by_price=True)
+        assert found is not None
+        return found
+
+    def _solve(self, limit: float, by_price: bool = False) -> Design | None:
+        program = _Program()
+        layers = []
+        for i in range(self.config.n_layer):
+            layers.append(program.add(0.0, self.prices.total(Parts(layers=1))))
+            gone = program.add(self.costs.of_layer(i), 0.0)
+            program.require({layers[i]: 1.0, gone: 1.0}, 1, 1)
+        program.require(dict.fromkeys(layers, 1.0), 1, self.config.n_layer)
+        widths: dict[tuple[int, Units], dict[int, int]] = {}
+        chosen: dict[str, dict[int, Format]] = {}
+        for i, layer in enumerate(layers):
+            for units in ("heads", "channels"):
+                widths[i, units] = self._add_widths(program, i, units, layer)
+                for linear in self.config.architecture.linears:
+                    if linear.units == units:
+                        name = f"h.{i}.{linear.name}"
+                        chosen[name] = self._add_linear(program, name, widths[i, units])
+        chosen[HEAD] = {
+            program.add(self.costs.of_linear(HEAD, form), self.prices.total(head_parts(form))): form
+            for form in self.formats.get(HEAD, ["float"])
+        }
+        program.require(dict.fromkeys(chosen[HEAD], 1.0), 1, 1)
+        taken = program.solve(limit - self.prices.total(Parts(fixed=1)), by_price)
+        if taken is None:
+            return None
+
+        def width(i: int, units: Units) -> int:
+            return sum(count for variable, count in widths[i, units].items() if variable in taken)
+
+        formats = {
+            name: form
+            for name, options in chosen.items()
+            for variable, form in options.items()
+            if variable in taken and name in self.formats
+        }
+        every = range(self.config.n_layer)
+        return Design(
+            tuple(width(i, "heads") for i in every),
+            tuple(width(i, "channels") for i in every),
+            formats,
+        )
+
+    def _add_widths(self, program: "_Program", i: int, units: Units, layer: int) -> dict[int, int]:
+        """The numbers of units that a layer may keep, by their variables."""
+        costs = getattr(self.costs, units)[i]
+        step = self.multiple if units == "channels" else 1
+        step *= -(-(len(costs) - 1) // (WIDTHS * step))
+        counts = range(len(costs) - 1, 0, -step)
+        variables = {
+            program.add(costs[count], self.prices.total(Parts({units: count}))): count
+            for count in counts
+        }
+        program.require({**dict.fromkeys(variables, 1.0), layer: -1.0}, 0, 0)
+        return variables
+
+    def _add_linear(
+        self, program: "_Program", name: str, widths: Mapping[int, int]
+    ) -> dict[int, Format]:
+        """The formats that a linear may have at each width of its layer, by their variables."""
+        linear = self.config.architecture.linear_of(name)
+        assert linear is not None
+        size, full = self.config.unit_size(linear.units), max(widths.values())
+        found: dict[int, Format] = {}
+        for width, count in widths.items():
+            shape = linear.shape(self.config.n_embd, size * count)
+            options = {
+                program.add(
+                    self.costs.of_linear(name, form) * count / full,
+                    self.prices.total(linear_parts(shape, form, self.group_size)),
+                ): form
+                for form in self.formats.get(name, ["float"])
+            }
+            program.require({**dict.fromkeys(options, 1.0), width: -1.0}, 0, 0)
+            found |= options
+        return found
+
+
+class _Program:
+    """Variables of 0 or 1, their costs and prices, and sums of them that have bounds."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.prices: list[float] = []
+        self.sums: list[tuple[Mapping[int, float], float, float]] = []
+
+    def add(self, cost: float, price: float) -> int:
+        """Add a variable; returns its index."""
+        self.costs.append(cost)
+        self.prices.append(price)
+        return len(self.costs) - 1
+
+    def require(self, factors: Mapping[int, float], low: float, high: float) -> None:
+        """Add a bounded sum of variables."""
+        self.sums.append((factors, low, high))
+
+    def solve(self, limit: float, by_price: bool) -> set[int] | None:
+        """The variables that are 1 where the cost is least, at a price of at most `limit`; or where
+        the price is."""
+        rows, columns, factors = zip(
+            *((r, c, f) for r, (sum_, *_) in enumerate(self.sums) for c, f in sum_.items()),
+            strict=True,
+        )
+        shape = len(self.sums), len(self.costs)
+        matrix = scipy.sparse.csr_array((factors, (rows, columns)), shape=shape)
+        _, low, high = zip(*self.sums, strict=True)
+        goal = np.array(self.prices if by_price else self.costs)
+        found = scipy.optimize.milp(
+            goal / np.median(np.abs(goal[goal != 0])),  # the solver's tolerances are absolute
+            integrality=np.ones(len(goal)),
+            bounds=scipy.optimize.Bounds(0, 1),
+            constraints=[
+                scipy.optimize.LinearConstraint(matrix, low, high),
+                scipy.optimize.LinearConstraint(np.array(self.prices)[None], -np.inf, limit),
+            ],
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+        )
+        return None if found.x is None else set(np.flatnonzero(found.x > 0.5).tolist())

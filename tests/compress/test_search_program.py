@@ -1,0 +1,174 @@
+"""Choosing a design: its predicted costs, its prices, and the integer program."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lathe.compress.criteria import importance
+from lathe.compress.plan import formats
+from lathe.compress.sensitivity.journal import Journal
+from lathe.compress.widths import KeptUnits, largest_units, shrink
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import ExportSettings, QuantizationSettings
+from lathe.config.settings.types import Format
+from lathe.data.tokens import TokenDataset
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.search import prices as priced
+from lathe.search.costs import Costs, estimate
+from lathe.search.design import Design
+from lathe.search.prices import Prices, measure_prices
+from lathe.search.program import Problem
+from lathe.train.batches import calibration_batches
+from tests.support.small_run import SMALL
+
+SHAPE = GPTConfig(96, 32, 32, 8, (4, 4), (64, 64))
+INT4 = QuantizationSettings(weight_bits=4, group_size=32, quantize_embedding=True)
+RECIPE = load_recipe("tiny", (*SMALL, "Sensitivity.calibration_batches=8"))
+LINEARS = [*SHAPE.linear_names(), HEAD]
+PRICES = {
+    "fixed": 0.01, "layers": 0.01, "heads": 0.001, "channels": 0.0001,
+    "weights float": 4e-5, "weights int8": 1e-5, "weights int4": 5e-6,
+    "linears int8": 1e-3, "linears int4": 1e-3, "outputs int8": 1e-5, "outputs int4": 2e-5,
+    "head float": 0.2, "head int8": 0.06, "head int4": 0.03,
+}  # fmt: skip
+
+
+def a_problem(seed: int, width: int = 2, one_layer: bool = True) -> Problem:
+    """Few enough designs to try all of them."""
+    random = np.random.default_rng(seed)
+    config = replace(SHAPE, n_head=(width,), n_inner=(width,)) if one_layer else SHAPE
+    names = [*config.linear_names(), HEAD]
+
+    def falling(count: int) -> list[float]:
+        return [*np.sort(random.gamma(0.5, 0.1, count))[::-1].tolist(), 0.0]
+
+    costs = Costs(
+        [falling(n) for n in config.n_head],
+        [falling(n) for n in config.n_inner],
+        {
+            "int4": {name: random.gamma(0.5, 0.1) for name in names},
+            "int8": {name: random.gamma(0.5, 0.01) for name in names},
+        },
+    )
+    return Problem(config, costs, Prices(PRICES), dict.fromkeys(names, formats(INT4)), 32)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), limit=st.floats(0.05, 0.4))
+def test_no_design_within_the_limit_is_better(seed: int, limit: float) -> None:
+    problem = a_problem(seed)
+    names = list(problem.formats)
+    every = (
+        Design((heads,), (channels,), dict(zip(names, chosen, strict=True)))
+        for heads, channels in product((1, 2), repeat=2)
+        for chosen in product(formats(INT4), repeat=len(names))
+    )
+    within = [design for design in every if problem.price(design) <= limit]
+    found = problem.solve(limit)
+    if not within:
+        assert found is None and problem.price(problem.cheapest()) > limit
+        return
+    assert found is not None and problem.price(found) <= limit * (1 + 1e-6)
+    assert problem.cost(found) <= min(map(problem.cost, within)) * 1.01 + 1e-9
+
+
+def test_layers_go_where_they_cost_nothing() -> None:
+    problem = a_problem(0, one_layer=False)
+    free = [0.0] * 5, [0.0] * 65
+    costs = replace(
+        problem.costs,
+        heads=[free[0], [9.0] * 4 + [0.0]],
+        channels=[free[1], [9.0] * 64 + [0.0]],
+    )
+    found = replace(problem, costs=costs).solve(0.3)
+    assert found is not None
+    assert (found.heads, found.channels) == ((0, 4), (0, 64))
+    assert {name.split(".")[1] for name in found.formats if name != HEAD} == {"1"}
+    assert {name.split(".")[1] for name in found.pruned_formats() if name != HEAD} == {"0"}
+
+
+def test_channels_are_multiples() -> None:
+    problem = replace(a_problem(1, one_layer=False), multiple=32)
+    for limit in (0.1, 0.15, 0.2, 0.3):
+        found = problem.solve(limit)
+        assert found is None or all(count % 32 == 0 for count in found.channels)
+
+
+def test_prices_are_those_of_files_that_were_not_measured(
+    small_dense: Path, tmp_path: Path
+) -> None:
+    checkpoint = load_checkpoint(small_dense)
+    config = checkpoint.model.config
+    found = measure_prices(checkpoint, INT4, ExportSettings())
+    problem = Problem(
+        config, a_problem(0).costs, Prices(found["bytes"]), dict.fromkeys(LINEARS), 32
+    )
+    parameters = replace(problem, prices=Prices(found["parameters"]))
+    random = np.random.default_rng(0)
+    dense = size(checkpoint, tmp_path / "dense")
+    for i in range(6):
+        form: dict[str, Format] = {
+            name: random.choice(["int4", "int8", "float"])
+            for name in (*config.linear_names(), HEAD)
+        }
+        design = Design(
+            tuple(random.integers(1, n + 1) for n in config.n_head),
+            tuple(random.integers(1, n + 1) for n in config.n_inner),
+            form,
+        )
+        built = priced._built(checkpoint.model, design, INT4)
+        share = size(replace(checkpoint, model=built), tmp_path / str(i)) / dense
+        assert problem.price(design) == pytest.approx(share, rel=0.01)
+        share = built.config.n_params() / config.n_params()
+        assert parameters.price(design) == pytest.approx(share, rel=1e-3)
+
+
+def size(checkpoint: Checkpoint, folder: Path) -> float:
+    priced._write(checkpoint, checkpoint.model, folder, ExportSettings())
+    return (folder / "model.onnx").stat().st_size
+
+
+def test_costs_are_near_the_divergence_that_removing_units_makes(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """What is removed is measured with the model that lacks it."""
+    checkpoint, data = load_checkpoint(small_dense), TokenDataset.open(small_data)
+    costs = estimate(RECIPE, checkpoint, data, Journal(tmp_path / "journal", {}))
+    model = checkpoint.model.eval()
+    config = model.config
+    batches = [torch.from_numpy(tokens) for tokens in calibration_batches(RECIPE, data)]
+    scores = importance(model, "taylor", batches)
+    every = [
+        KeptUnits(torch.arange(heads), torch.arange(channels))
+        for heads, channels in zip(config.n_head, config.n_inner, strict=True)
+    ]
+    ratios = []
+    for i in range(config.n_layer):
+        for heads, channels in ((3, 128), (2, 128), (4, 96), (4, 64)):
+            kept = list(every)
+            kept[i] = KeptUnits(
+                largest_units(scores.heads[i], heads), largest_units(scores.channels[i], channels)
+            )
+            measured = divergence(model, shrink(model, kept), batches)
+            ratios.append((costs.heads[i][heads] + costs.channels[i][channels]) / measured)
+    assert 0.4 < np.exp(np.mean(np.log(ratios))) < 2.5
+    assert min(ratios) > 0.1 and max(ratios) < 10, ratios
+
+
+@torch.no_grad()
+def divergence(model: GPT, other: GPT, batches: list[torch.Tensor]) -> float:
+    """KL(model || other), nats a token."""
+    found = []
+    for tokens in batches:
+        ours, theirs = (m(tokens[:, :-1]).double().log_softmax(-1) for m in (model, other.eval()))
+        found.append(float((ours.exp() * (ours - theirs)).sum(-1).mean()))
+    return float(np.mean(found))
