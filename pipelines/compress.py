@@ -1,4 +1,4 @@
-"""Model -> the least pruned INT8 model that meets a target, on Triton."""
+"""Model -> the best INT8 model that meets a target, on Triton."""
 
 from kfp import dsl
 

@@ -25,7 +25,10 @@ LAYERS = (
 """A package imports from the layers above its line, never from its own or from those below."""
 
 LIBRARIES = {
-    "torch": {"model", "train", "export", "evaluate", "compress", "launch", "cli", "production"},
+    "torch": {
+        *{"model", "train", "export", "evaluate", "compress", "launch", "cli", "production"},
+        "search",
+    },
     "paddle": {"paddle"},
     "paddleslim": {"paddle"},
     "paddle2onnx": {"paddle"},

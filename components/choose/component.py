@@ -1,4 +1,4 @@
-"""Several INT8 models -> the least pruned one that meets a target within a budget."""
+"""Several INT8 models -> the best one that meets a target within a budget."""
 
 from kfp import dsl
 

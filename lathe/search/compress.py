@@ -68,11 +68,12 @@ def compress(
         run: runs a training stage; it may do so on several processes. In this one unless given.
 
     Raises:
-        UserError: `output` belongs to a search of other settings, or a recipe disables its stage;
-            see also the stages.
+        UserError: `output` belongs to a search of other settings, or the recipe disables
+            quantization, or its backend cannot prune layer by layer; see also the stages.
     """
-    require_enabled("Prune", recipes[1].Compress.Prune.enable)
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
+    pruning = Design((1,), (1,), {}).pruning(recipes[1])
+    backends.of(pruning).check_support("prune", pruning, has_gpu=False)
     if cloze:
         check_cloze(cloze)  # before the work
     free = {group: what for group, what in FREE.items() if group not in JUDGED}
@@ -154,6 +155,7 @@ class _Search:
             },
             settings.group_size,
             self.pruning.Compress.Prune.channel_multiple,
+            prunes=self.pruning.Compress.Prune.enable is not False,
         )
 
     def impossible(self, problem: Problem) -> str:

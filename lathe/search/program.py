@@ -31,6 +31,7 @@ class Problem:
         config: the dense shape.
         formats: that each quantizable linear may have; other linears are float.
         multiple: of which the numbers of FFN channels are multiples.
+        prunes: whether units and layers may go; else the formats alone are chosen.
     """
 
     config: GPTConfig
@@ -39,6 +40,7 @@ class Problem:
     formats: Mapping[str, Sequence[Format]]
     group_size: int
     multiple: int = 1
+    prunes: bool = True
 
     def price(self, design: Design) -> float:
         """The predicted price of a design."""
@@ -78,7 +80,8 @@ class Problem:
             layers.append(program.add(0.0, self.prices.total(Parts(layers=1))))
             gone = program.add(self.costs.of_layer(i), 0.0)
             program.require({layers[i]: 1.0, gone: 1.0}, 1, 1)
-        program.require(dict.fromkeys(layers, 1.0), 1, self.config.n_layer)
+        least = 1 if self.prunes else len(layers)
+        program.require(dict.fromkeys(layers, 1.0), least, len(layers))
         widths: dict[tuple[int, Units], dict[int, int]] = {}
         chosen: dict[str, dict[int, Format]] = {}
         for i, layer in enumerate(layers):
@@ -118,7 +121,7 @@ class Problem:
         costs = getattr(self.costs, units)[i]
         step = self.multiple if units == "channels" else 1
         step *= -(-(len(costs) - 1) // (WIDTHS * step))
-        counts = range(len(costs) - 1, 0, -step)
+        counts = range(len(costs) - 1, 0, -step) if self.prunes else [len(costs) - 1]
         variables = {
             program.add(costs[count], self.prices.total(Parts({units: count}))): count
             for count in counts

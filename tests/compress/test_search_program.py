@@ -96,6 +96,14 @@ def test_layers_go_where_they_cost_nothing() -> None:
     assert {name.split(".")[1] for name in found.pruned_formats() if name != HEAD} == {"0"}
 
 
+def test_formats_alone_can_be_chosen() -> None:
+    problem = replace(a_problem(1, one_layer=False), prunes=False)
+    found = problem.solve(1.1 * problem.price(problem.cheapest()))
+    assert found is not None
+    assert (found.heads, found.channels) == (SHAPE.n_head, SHAPE.n_inner)
+    assert "int4" in found.formats.values()
+
+
 def test_channels_are_multiples() -> None:
     problem = replace(a_problem(1, one_layer=False), multiple=32)
     for limit in (0.1, 0.15, 0.2, 0.3):

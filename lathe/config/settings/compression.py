@@ -23,7 +23,8 @@ class PruneSettings(Settings):
     """
 
     enable: bool | None = None
-    """Whether this recipe may prune; False makes `lathe prune` refuse, and null means True."""
+    """Whether this recipe may prune; False makes `lathe prune` refuse and `lathe compress` choose
+    formats alone, and null means True."""
     criterion: Literal["l1_norm", "l2_norm", "fpgm", "activation", "taylor"] = "l1_norm"
     """How the importance of heads and channels is scored: by the mean absolute value of their
     weights, by their root mean square, by the distance to the others of the layer, by their

@@ -1,0 +1,81 @@
+"""One budget for widths and formats together, beside formats alone and widths alone.
+
+    lathe prepare
+    lathe pretrain
+    python benchmarks/budget.py run/dense --data run/data --output run/budgets
+
+Every model is made by the same search (`lathe.search.compress`) for the same target, trains for as
+many tokens from the same weights, and is measured on the same text. A model that is finished is not
+made again: the same command goes on after a kill, or prints the table. Formats alone start from the
+dense model after the finetuning that the others have after pruning.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lathe.compress.prune import prune
+from lathe.config.recipe import load_recipe
+from lathe.errors import StageError
+from lathe.search.compress import compress
+from lathe.search.goal import Goal
+from lathe.search.trial import Trial
+
+EVERYTHING = "Compress.Quantization.quantize_embedding=True"
+WAYS = {
+    "widths and formats": ("Compress.Quantization.weight_bits=4",),
+    "formats alone": ("Compress.Quantization.weight_bits=4", "Compress.Prune.enable=False"),
+    "widths, INT8": (),
+}
+RECIPES = ("tiny", "tiny-prune", "tiny-qat")
+ANY = 1e6  # increase of perplexity
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="dense checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--target", default="bytes", help="latency, prefill, bytes or parameters")
+    parser.add_argument("--share", type=float, action="append", help="of dense; may be repeated")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of the training text")
+    parser.add_argument("-o", "--override", action="append", default=[], help="of all recipes")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    finetuned = given.output / "finetuned"
+    overrides = (*given.override, f"Global.seed={given.seed}")
+    prune(
+        load_recipe("tiny-prune", (*overrides, "Compress.Prune.ratio=0")),
+        *(given.model, given.data, finetuned),
+    )
+    table = Table("target", "way", "predicted", "reached", "predicted KL", "perplexity", "dense")
+    for share in given.share or (0.15, 0.12, 0.1, 0.08):
+        goal = Goal(given.target, share, "perplexity", ANY)
+        for way, own in WAYS.items():
+            base, pruning, quantization = (
+                load_recipe(name, (*overrides, EVERYTHING, *own)) for name in RECIPES
+            )
+            model = finetuned if way == "formats alone" else given.model
+            output = given.output / way.replace(" ", "-").replace(",", "")
+            try:
+                found = compress(goal, (base, pruning, quantization), model, given.data, output)
+            except StageError as error:
+                logging.info("%s", error)
+                table.add_row(f"{share:g}", way, "none reaches it")
+                continue
+            nearest = found.best or min(found.trials, key=lambda trial: trial.reached(goal))
+            table.add_row(f"{share:g}", way, *figures(nearest, goal, found.dense["perplexity"]))
+    Console(width=110).print(table)
+
+
+def figures(trial: Trial, goal: Goal, dense: float | None) -> list[str]:
+    values = (trial.predicted, trial.reached(goal), trial.cost, trial.perplexity, dense)
+    forms = (".3f", ".3f", ".4f", ".2f", ".2f")
+    return ["-" if v is None else format(v, form) for v, form in zip(values, forms, strict=True)]
+
+
+if __name__ == "__main__":
+    main()
