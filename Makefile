@@ -137,11 +137,11 @@ PYTEST := $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test
-test: dev-env serve-env paddle-env ## Run the quick tests, 10 to 18 minutes (TESTS=path for some of them)
+test: dev-env serve-env paddle-env ## Run the quick tests, 6 to 18 minutes (TESTS=path for some of them)
 	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
-test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 20 to 30 minutes
+test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
 	$(call tests,2,"slow and not long")
 
 .PHONY: test-all
