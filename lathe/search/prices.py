@@ -93,12 +93,12 @@ def measure_prices(
     n_params = {"dense": config.n_params()}
     with TemporaryDirectory(prefix="lathe-prices-") as scratch:
         folders = {"dense": Path(scratch) / "dense"}
-        _write(checkpoint, model, folders["dense"], export)
+        write_sample(checkpoint, model, folders["dense"], export)
         for sample in samples:
-            built = _built(model, sample, settings)
+            built = build_sample(model, sample, settings)
             folders[sample.name] = Path(scratch) / sample.name
             n_params[sample.name] = built.config.n_params()
-            _write(checkpoint, built, folders[sample.name], export)
+            write_sample(checkpoint, built, folders[sample.name], export)
         figures = measure(folders, prompt_tokens=PROMPT, rounds=ROUNDS)
     parts = [parts_of(config, sample, settings.group_size) for sample in samples]
     found = {
@@ -131,7 +131,7 @@ def _samples(config: GPTConfig, settings: QuantizationSettings) -> Iterator[Desi
         yield Design((*heads[:some], *gone), (*channels[:some], *gone), kept)
 
 
-def _built(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:
+def build_sample(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:
     """The model of a design, of any of its units, with scales that mean nothing."""
     kept = [i for i, heads in enumerate(design.heads) if heads]
     units = [
@@ -147,7 +147,8 @@ def _built(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:
     return pruned
 
 
-def _write(checkpoint: Checkpoint, model: GPT, folder: Path, export: ExportSettings) -> None:
+def write_sample(checkpoint: Checkpoint, model: GPT, folder: Path, export: ExportSettings) -> None:
+    """Export a model beside the checkpoint's tokenizer, without a proof."""
     folder.mkdir()
     write(replace(checkpoint, model=model), folder, export)
 

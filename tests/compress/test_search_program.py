@@ -22,10 +22,9 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.search import prices as priced
 from lathe.search.costs import Costs, estimate
 from lathe.search.design import Design
-from lathe.search.prices import Prices, measure_prices
+from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
 from lathe.search.program import Problem
 from lathe.train.batches import calibration_batches
 from tests.support.small_run import SMALL
@@ -133,7 +132,7 @@ def test_prices_are_those_of_files_that_were_not_measured(
             tuple(random.integers(1, n + 1) for n in config.n_inner),
             form,
         )
-        built = priced._built(checkpoint.model, design, INT4)
+        built = build_sample(checkpoint.model, design, INT4)
         share = size(replace(checkpoint, model=built), tmp_path / str(i)) / dense
         assert problem.price(design) == pytest.approx(share, rel=0.01)
         share = built.config.n_params() / config.n_params()
@@ -141,7 +140,7 @@ def test_prices_are_those_of_files_that_were_not_measured(
 
 
 def size(checkpoint: Checkpoint, folder: Path) -> float:
-    priced._write(checkpoint, checkpoint.model, folder, ExportSettings())
+    write_sample(checkpoint, checkpoint.model, folder, ExportSettings())
     return (folder / "model.onnx").stat().st_size
 
 

@@ -1,0 +1,87 @@
+"""How well `lathe compress` predicts the size and the speed of models that it has not measured.
+
+    python benchmarks/prices.py run/dense [--designs 8] [-o Compress.Quantization.group_size=64]
+
+Prices are fitted to a dozen exports; then designs drawn at random are exported and measured beside
+the dense model, in turns in one process. Weights may be random: only bytes and times are measured.
+"""
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lathe.compress.plan import formats
+from lathe.config.recipe import load_recipe
+from lathe.config.settings.types import Format
+from lathe.evaluate.latency import measure
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.search.design import Design
+from lathe.search.prices import (
+    PROMPT,
+    ROUNDS,
+    Prices,
+    build_sample,
+    measure_prices,
+    parts_of,
+    write_sample,
+)
+
+INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.quantize_embedding=True")
+TARGETS = {"bytes": "bytes", "prefill": "prefill_ms", "latency": "decode_ms"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="dense checkpoint")
+    parser.add_argument("--designs", type=int, default=8)
+    parser.add_argument("-o", "--override", action="append", default=[])
+    given = parser.parse_args()
+    recipe = load_recipe("tiny-qat", (*INT4, *given.override))
+    settings, checkpoint = recipe.Compress.Quantization, load_checkpoint(given.model)
+    config = checkpoint.model.config
+    prices = measure_prices(checkpoint, settings, recipe.Export)
+    random = np.random.default_rng(0)
+    designs = [drawn(random, config, formats(settings)) for _ in range(given.designs)]
+    with TemporaryDirectory() as scratch:
+        folders = {"dense": Path(scratch) / "dense"}
+        write_sample(checkpoint, checkpoint.model, folders["dense"], recipe.Export)
+        for design in designs:
+            folders[design.name] = Path(scratch) / design.name
+            built = build_sample(checkpoint.model, design, settings)
+            write_sample(
+                replace(checkpoint, model=built), built, folders[design.name], recipe.Export
+            )
+        figures = measure(folders, prompt_tokens=PROMPT, rounds=ROUNDS)
+    table = Table("heads", "channels", *(f"{t} {w}" for t in TARGETS for w in ("said", "is")))
+    errors: dict[str, list[float]] = {target: [] for target in TARGETS}
+    for design in designs:
+        line = [f"{np.mean(design.heads):.1f}", f"{np.mean(design.channels):.0f}"]
+        for target, figure in TARGETS.items():
+            said = Prices(prices[target]).total(parts_of(config, design, settings.group_size))
+            found = figures[design.name][figure] / figures["dense"][figure]
+            errors[target].append(abs(said / found - 1))
+            line += [f"{said:.3f}", f"{found:.3f}"]
+        table.add_row(*line)
+    Console(width=110).print(table)
+    for target, values in errors.items():
+        print(f"{target}: off by {np.median(values):.1%} (median), {max(values):.1%} (most)")
+
+
+def drawn(random: np.random.Generator, config: GPTConfig, forms: list[Format]) -> Design:
+    """A design of any widths, each linear in any format."""
+    names = [*config.linear_names(), HEAD]
+    return Design(
+        tuple(int(random.integers(1, n + 1)) for n in config.n_head),
+        tuple(int(random.integers(n // 8, n + 1)) for n in config.n_inner),
+        {name: forms[random.integers(len(forms))] for name in names},
+    )
+
+
+if __name__ == "__main__":
+    main()
