@@ -54,9 +54,7 @@ def main() -> None:
         for design in designs:
             folders[design.name] = Path(scratch) / design.name
             built = build_sample(checkpoint.model, design, settings)
-            write_sample(
-                replace(checkpoint, model=built), built, folders[design.name], recipe.Export
-            )
+            write_sample(checkpoint, built, folders[design.name], recipe.Export)
         figures = measure(folders, prompt_tokens=PROMPT, rounds=ROUNDS)
     table = Table("heads", "channels", *(f"{t} {w}" for t in TARGETS for w in ("said", "is")))
     errors: dict[str, list[float]] = {target: [] for target in TARGETS}
