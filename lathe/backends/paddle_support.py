@@ -12,7 +12,7 @@ HINT = "or use Compress.engine=torch"
 
 
 def require_supported(verb: str, recipe: Recipe) -> None:
-    """Check that the engine supports the recipe in `prune`, `quantize` or `evaluate`.
+    """Check that the engine supports the recipe in `prune`, `quantize`, `evaluate` or `compress`.
 
     Raises:
         UserError: it does not support the pruning, quantization, distillation, sequence or pipeline
@@ -20,6 +20,12 @@ def require_supported(verb: str, recipe: Recipe) -> None:
     """
     if verb == "evaluate":
         require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
+    if verb == "compress":
+        raise UserError(
+            "lathe compress chooses the width of every layer by itself, and PaddleSlim's pruners "
+            "remove the same share of all layers",
+            "use the pipeline `compress`, which tries several shares, or Compress.engine=torch",
+        )
     if verb == "prune":
         _require_pruner(recipe.Compress.Prune)
     if verb == "quantize" and recipe.Compress.Quantization.activation_quantize_type == "none":

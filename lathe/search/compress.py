@@ -69,11 +69,10 @@ def compress(
 
     Raises:
         UserError: `output` belongs to a search of other settings, or the recipe disables
-            quantization, or its backend cannot prune layer by layer; see also the stages.
+            quantization, or the backend does not support this; see also the stages.
     """
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
-    pruning = Design((1,), (1,), {}).pruning(recipes[1])
-    backends.of(pruning).check_support("prune", pruning, has_gpu=False)
+    backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
     if cloze:
         check_cloze(cloze)  # before the work
     free = {group: what for group, what in FREE.items() if group not in JUDGED}

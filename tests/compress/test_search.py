@@ -52,6 +52,14 @@ def test_goals() -> None:
     assert parse_goal("bytes=.2", "perplexity=0.05") == Goal("bytes", 0.2, "perplexity", 0.05)
 
 
+def test_paddle_is_refused_before_the_work(tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", ("Compress.engine=paddle",))
+    goal = parse_goal("bytes=0.2", "perplexity=0.5")
+    with pytest.raises(UserError, match=r"chooses the width of every layer(?s:.*)engine=torch"):
+        compress(goal, (recipe, recipe, recipe), tmp_path, tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_best_trial_has_the_best_quality_of_those_that_meet_the_target(tmp_path: Path) -> None:
     evaluation = evaluation_folder(tmp_path / "dense")
     goal = Goal("bytes", 0.2, "perplexity", 0.1)
