@@ -2,8 +2,9 @@
 
     python benchmarks/prices.py run/dense [--designs 8] [-o Compress.Quantization.group_size=64]
 
-Prices are fitted to a dozen exports; then designs drawn at random are exported and measured beside
-the dense model, in turns in one process. Weights may be random: only bytes and times are measured.
+Prices are fitted to a dozen exports; then designs drawn at random are exported, and each is
+measured beside the dense model, in turns in one process. Weights may be random: only bytes and
+times are measured.
 """
 
 import argparse
@@ -17,23 +18,21 @@ from rich.table import Table
 from lathe.compress.plan import formats
 from lathe.config.recipe import load_recipe
 from lathe.config.settings.types import Format
-from lathe.evaluate.latency import measure
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.search.design import Design
 from lathe.search.prices import (
-    PROMPT,
-    ROUNDS,
     Prices,
     build_sample,
     measure_prices,
     parts_of,
+    shares_of,
     write_sample,
 )
 
 INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.quantize_embedding=True")
-TARGETS = {"bytes": "bytes", "prefill": "prefill_ms", "latency": "decode_ms"}
+TARGETS = ("bytes", "prefill", "latency")
 
 
 def main() -> None:
@@ -48,23 +47,23 @@ def main() -> None:
     prices = measure_prices(checkpoint, settings, recipe.Export)
     random = np.random.default_rng(0)
     designs = [drawn(random, config, formats(settings)) for _ in range(given.designs)]
+    measured = []
     with TemporaryDirectory() as scratch:
-        folders = {"dense": Path(scratch) / "dense"}
-        write_sample(checkpoint, checkpoint.model, folders["dense"], recipe.Export)
+        dense = Path(scratch) / "dense"
+        write_sample(checkpoint, checkpoint.model, dense, recipe.Export)
         for design in designs:
-            folders[design.name] = Path(scratch) / design.name
+            folder = Path(scratch) / design.name
             built = build_sample(checkpoint.model, design, settings)
-            write_sample(checkpoint, built, folders[design.name], recipe.Export)
-        figures = measure(folders, prompt_tokens=PROMPT, rounds=ROUNDS)
+            write_sample(checkpoint, built, folder, recipe.Export)
+            measured.append(shares_of(dense, folder))
     table = Table("heads", "channels", *(f"{t} {w}" for t in TARGETS for w in ("said", "is")))
     errors: dict[str, list[float]] = {target: [] for target in TARGETS}
-    for design in designs:
+    for design, found in zip(designs, measured, strict=True):
         line = [f"{np.mean(design.heads):.1f}", f"{np.mean(design.channels):.0f}"]
-        for target, figure in TARGETS.items():
+        for target in TARGETS:
             said = Prices(prices[target]).total(parts_of(config, design, settings.group_size))
-            found = figures[design.name][figure] / figures["dense"][figure]
-            errors[target].append(abs(said / found - 1))
-            line += [f"{said:.3f}", f"{found:.3f}"]
+            errors[target].append(abs(said / found[target] - 1))
+            line += [f"{said:.3f}", f"{found[target]:.3f}"]
         table.add_row(*line)
     Console(width=110).print(table)
     for target, values in errors.items():

@@ -5,6 +5,7 @@ the prices of their parts are fitted to that. So a part costs what it costs with
 this machine, where weights come from memory and not from a cache.
 """
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,10 +28,12 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.progress import track
 from lathe.search.design import Design
 
 ROUNDS = 9
 PROMPT = 128  # tokens
+FIGURES = {"latency": "decode_ms", "prefill": "prefill_ms", "bytes": "bytes", "parameters": ""}
 SCALE = 0.05  # of an activation; any, since only times are measured
 
 Parts = Counter[str]
@@ -89,28 +92,27 @@ def measure_prices(
 ) -> dict[str, dict[str, float]]:
     """`Prices.of` for each target of a `Goal`."""
     model = checkpoint.model
-    config, samples = model.config, list(_samples(model.config, settings))
-    n_params = {"dense": config.n_params()}
+    samples = list(_samples(model.config, settings))
+    shares: dict[str, list[float]] = {target: [] for target in FIGURES}
     with TemporaryDirectory(prefix="lathe-prices-") as scratch:
-        folders = {"dense": Path(scratch) / "dense"}
-        write_sample(checkpoint, model, folders["dense"], export)
-        for sample in samples:
+        dense, folder = Path(scratch) / "dense", Path(scratch) / "sample"
+        write_sample(checkpoint, model, dense, export)
+        for sample in track(samples, "prices"):
             built = build_sample(model, sample, settings)
-            folders[sample.name] = Path(scratch) / sample.name
-            n_params[sample.name] = built.config.n_params()
-            write_sample(checkpoint, built, folders[sample.name], export)
-        figures = measure(folders, prompt_tokens=PROMPT, rounds=ROUNDS)
-    parts = [parts_of(config, sample, settings.group_size) for sample in samples]
-    found = {
-        "latency": {name: own["decode_ms"] for name, own in figures.items()},
-        "prefill": {name: own["prefill_ms"] for name, own in figures.items()},
-        "bytes": {name: own["bytes"] for name, own in figures.items()},
-        "parameters": {name: float(count) for name, count in n_params.items()},
-    }
-    return {
-        target: _fitted(parts, [own[sample.name] / own["dense"] for sample in samples])
-        for target, own in found.items()
-    }
+            write_sample(checkpoint, built, folder, export)
+            for target, share in shares_of(dense, folder).items():
+                shares[target].append(share)
+            shares["parameters"].append(built.config.n_params() / model.config.n_params())
+            shutil.rmtree(folder)
+    parts = [parts_of(model.config, sample, settings.group_size) for sample in samples]
+    return {target: _fitted(parts, found) for target, found in shares.items()}
+
+
+def shares_of(dense: Path, other: Path) -> dict[str, float]:
+    """What an export takes of each target that is measured, as a share of the dense model's. Only
+    the two are measured, in turns, so that the rest of the machine is the same to both."""
+    found = measure({"dense": dense, "other": other}, prompt_tokens=PROMPT, rounds=ROUNDS)
+    return {t: found["other"][f] / found["dense"][f] for t, f in FIGURES.items() if f}
 
 
 def _samples(config: GPTConfig, settings: QuantizationSettings) -> Iterator[Design]:
