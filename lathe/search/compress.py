@@ -73,6 +73,8 @@ def compress(
     """
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
     backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
+    if read_config(model).quantization is not None:
+        raise UserError(f"{model}: is quantized", "start from its dense parent")
     if cloze:
         check_cloze(cloze)  # before the work
     free = {group: what for group, what in FREE.items() if group not in JUDGED}
@@ -130,8 +132,6 @@ class _Search:
         """The designs to choose from; what was found out before a kill is recalled."""
         checkpoint, tokens = load_checkpoint(self.model), TokenDataset.open(self.data)
         config, settings = checkpoint.model.config, self.quantization.Compress.Quantization
-        if config.quantization is not None:
-            raise UserError(f"{self.model}: is quantized", "start from its dense parent")
         journal = Journal(self.output / "findings.jsonl", {"model": checkpoint.digest})
         costs = journal.recall(
             "costs",
