@@ -99,7 +99,10 @@ def verdict_table(result: GateResult) -> Table:
             rows.setdefault(name, []).append(shown[name])
         rows.setdefault("interval", []).append(f"{shown['low']} to {shown['high']}")
         rows.setdefault("allowed", []).append(shown["limit"])
+        rows.setdefault("can show", []).append(shown["detectable"])
         rows.setdefault("measured on", []).append(_units(check))
+        if any(other.needed for other in result.checks):
+            rows.setdefault("would decide", []).append(_decisive(check))
         rows.setdefault("verdict", []).append(check.verdict)
     for name, cells in rows.items():
         table.add_row(name, *cells)
@@ -121,8 +124,17 @@ def _sentence(check: Check, confidence: float) -> str:
     return (
         f"{PAST[check.verdict]}: {check.measure} {shown['baseline']} -> {shown['candidate']}: "
         f"a change of {shown['change']}, {100 * confidence:.4g}% interval {shown['low']} to "
-        f"{shown['high']}, {shown['limit']} allowed; {_units(check)}"
+        f"{shown['high']}, {shown['limit']} allowed; {_units(check)}{_needed(check)}"
     )
+
+
+def _needed(check: Check) -> str:
+    return f"; {_decisive(check)} would decide it if the change stays" if check.needed else ""
+
+
+def _decisive(check: Check) -> str:
+    """The units that would decide an inconclusive check, to two digits."""
+    return f"about {float(f'{check.needed:.2g}'):,.0f} {check.unit}" if check.needed else ""
 
 
 def _units(check: Check) -> str:
@@ -146,6 +158,8 @@ def _formats(check: Check) -> dict[str, str]:
     shown = {name: value.format(getattr(check, name)) for name in ("baseline", "candidate")}
     for name in ("change", "low", "high", "limit"):
         shown[name] = change.format(100 * getattr(check, name))
+    plain = change.replace("+", "").format(100 * (check.detectable or 0.0))
+    shown["detectable"] = f"a change of {plain}"
     return shown
 
 

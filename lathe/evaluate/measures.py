@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lathe.config.settings import GateSettings
 from lathe.errors import UserError
-from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
+from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar, needed_units
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 LARGEST_EXPONENT = 700.0  # exp of more overflows
@@ -63,6 +63,8 @@ class Check:
         method: of the interval; see `lathe.evaluate.paired`.
         lost, gained: examples that only the baseline, or only the candidate, gets right.
         p_value: of McNemar's exact test that the models do not differ.
+        detectable: the smallest change that so many units show in four of five cases.
+        needed: units that would decide an inconclusive check, if the change stays.
     """
 
     measure: str
@@ -79,6 +81,8 @@ class Check:
     lost: int | None = None
     gained: int | None = None
     p_value: float | None = None
+    detectable: float | None = None
+    needed: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +145,28 @@ class Accuracy(Measure):
         theirs, ours = (units.column(self.column).astype(bool) for units in (before, after))
         lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
         difference = accuracy_difference(lost, gained, len(theirs), confidence)
+        verdict, needed, n = judge(-difference.high, -difference.low, margin), None, len(theirs)
+        if verdict == "inconclusive":
+            needed = needed_units(
+                n, lambda k: accuracy_difference(k * lost, k * gained, k * n, confidence), -margin
+            )
         return Check(
             measure=name,
-            verdict=judge(-difference.high, -difference.low, margin),
+            verdict=verdict,
             baseline=float(theirs.mean()),
             candidate=float(ours.mean()),
             change=difference.estimate,
             low=difference.low,
             high=difference.high,
             limit=-margin,
-            n=len(theirs),
+            n=n,
             method="Tango's score interval",
             unit="examples",
             lost=lost,
             gained=gained,
             p_value=mcnemar(lost, gained),
+            detectable=difference.detectable(confidence),
+            needed=needed,
         )
 
 
@@ -200,9 +211,13 @@ class Perplexity(Measure):
             math.expm1(min(x, LARGEST_EXPONENT))
             for x in (difference.estimate, difference.low, difference.high)
         )
+        verdict, needed = judge(low, high, margin), None
+        if verdict == "inconclusive":
+            needed = needed_units(len(tokens), difference.of_more, math.log1p(margin))
+        detectable = difference.detectable(confidence)
         return Check(
             measure=name,
-            verdict=judge(low, high, margin),
+            verdict=verdict,
             baseline=self._value(before),
             candidate=self._value(after),
             change=change,
@@ -212,6 +227,8 @@ class Perplexity(Measure):
             n=len(tokens),
             method=self.method,
             unit=self.unit,
+            detectable=math.expm1(min(detectable, LARGEST_EXPONENT)),
+            needed=needed,
         )
 
     def _value(self, units: Units) -> float:

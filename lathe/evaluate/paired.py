@@ -5,6 +5,7 @@ that test is one-sided at half the error (2.5 %), the convention of ICH E9 (1998
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,12 @@ import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lathe.evaluate.score import ratio_stderr
+
+POWER = 0.8
+"""Chance that a test sees a difference, by convention."""
+
+MOST_UNITS = 1e4
+"""Times as many units, above which nobody will measure them."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,38 @@ class Interval:
     estimate: float
     low: float
     high: float
+
+    def detectable(self, confidence: float) -> float:
+        """The smallest difference that a comparison as precise as this one would tell from none
+        in POWER of all cases: so many standard errors as the two quantiles are together."""
+        z, power = (float(scipy.stats.norm.ppf(p)) for p in ((1 + confidence) / 2, POWER))
+        return (z + power) * (self.high - self.low) / (2 * z)
+
+    def of_more(self, factor: float) -> "Interval":
+        """Of so many times the units, with the same estimate and spread."""
+        below, above = self.estimate - self.low, self.high - self.estimate
+        root = math.sqrt(factor)
+        return Interval(self.estimate, self.estimate - below / root, self.estimate + above / root)
+
+
+def needed_units(n: int, interval: Callable[[float], Interval], limit: float) -> int | None:
+    """Units that would tell on which side of `limit` the difference is, if its estimate stays; None
+    if that takes more than MOST_UNITS times as many.
+
+    Args:
+        n: the units that there are.
+        interval: of so many times the units.
+    """
+
+    def overlap(log_factor: float) -> float:
+        """How far the interval reaches over the limit."""
+        found = interval(math.exp(log_factor))
+        return min(limit - found.low, found.high - limit)
+
+    most = math.log(MOST_UNITS)
+    if overlap(most) > 0:
+        return None
+    return math.ceil(n * math.exp(scipy.optimize.brentq(overlap, 0.0, most, xtol=1e-4)))
 
 
 def mcnemar(lost: int, gained: int) -> float:
@@ -36,7 +75,7 @@ def mcnemar(lost: int, gained: int) -> float:
     return float(scipy.stats.binomtest(gained, discordant).pvalue) if discordant else 1.0
 
 
-def accuracy_difference(lost: int, gained: int, n: int, confidence: float) -> Interval:
+def accuracy_difference(lost: float, gained: float, n: float, confidence: float) -> Interval:
     """Difference of two accuracies on the same `n` examples, with Tango's score interval.
 
     Tango, Equivalence test and confidence interval for the difference in proportions for the
@@ -48,7 +87,7 @@ def accuracy_difference(lost: int, gained: int, n: int, confidence: float) -> In
     return Interval((gained - lost) / n, low, -_tango_low(gained, lost, n, confidence))
 
 
-def _tango_low(lost: int, gained: int, n: int, confidence: float) -> float:
+def _tango_low(lost: float, gained: float, n: float, confidence: float) -> float:
     if lost == n:
         return -1.0
     z = float(scipy.stats.norm.ppf((1 + confidence) / 2))

@@ -14,6 +14,7 @@ from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
 from lathe.evaluate.measures import judge
+from lathe.evaluate.paired import accuracy_difference, loss_difference
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
 STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))
@@ -274,3 +275,50 @@ def test_the_verb_ends_with_the_verdict(
     assert (
         CliRunner().invoke(app, ["gate", *folders, *wide, "--output", str(output)]).exit_code == 0
     )
+
+
+@pytest.mark.parametrize("wrong", [1030, 1042])
+def test_an_inconclusive_accuracy_says_how_many_examples_decide(tmp_path: Path, wrong: int) -> None:
+    (check, _) = gate(RECIPE, folder(tmp_path / "a"), folder(tmp_path / "b", wrong=wrong)).checks
+    assert check.verdict == "inconclusive" and check.needed is not None and check.needed > 2000
+    verdicts = []
+    for share in (0.8, 1.2):  # as many times the examples, lost in the same share
+        n = round(share * check.needed)
+        lost = round((wrong - 1000) / 2000 * n)
+        interval = accuracy_difference(lost, 0, n, 0.95)
+        verdicts.append(judge(-interval.high, -interval.low, 0.02))
+    assert verdicts == ["inconclusive", "pass" if wrong == 1030 else "fail"]
+
+
+def test_an_inconclusive_perplexity_says_how_many_blocks_decide(tmp_path: Path) -> None:
+    result = gate(RECIPE, folder(tmp_path / "a"), folder(tmp_path / "b", rise=0.09, noise=0.2))
+    (check,) = (c for c in result.checks if c.measure == "perplexity")
+    assert check.verdict == "inconclusive" and check.needed is not None
+    assert f"about {float(f'{check.needed:.2g}'):,.0f} blocks would decide it" in result.reasons[0]
+    verdicts = []
+    for share in (0.8, 1.2):
+        n = round(share * check.needed / 2) * 2
+        worse = np.log1p(0.09) + np.resize([0.2, -0.2], n)
+        interval = loss_difference(np.zeros(n), 100 * worse, np.full(n, 100.0), 0.95)
+        verdicts.append(judge(np.expm1(interval.low), np.expm1(interval.high), 0.1))
+    assert verdicts == ["inconclusive", "pass"]
+
+
+def test_the_detectable_change_is_seen_in_four_of_five_cases() -> None:
+    """By simulation of text blocks and of examples, as a chance of 0.8."""
+    random = np.random.default_rng(0)
+    n, spread, trials = 400, 0.3, 4000
+    tokens = np.ones(n)
+    noise = random.normal(0, spread, n)
+    detectable = loss_difference(np.zeros(n), noise, tokens, 0.95).detectable(0.95)
+    detectable *= spread / noise.std()
+    seen = [
+        loss_difference(np.zeros(n), random.normal(detectable, spread, n), tokens, 0.95).low > 0
+        for _ in range(trials)
+    ]
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.03)
+    flips = accuracy_difference(60, 60, 2000, 0.95).detectable(0.95)
+    lost, gained = 0.03 + flips / 2, 0.03 - flips / 2
+    counts = random.multinomial(2000, (lost, gained, 1 - lost - gained), trials // 4)
+    seen = [accuracy_difference(int(a), int(b), 2000, 0.95).high < 0 for a, b, _ in counts]
+    assert np.mean(seen) == pytest.approx(0.8, abs=0.04)
