@@ -195,11 +195,11 @@ def test_only_our_links_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_held_process_keeps_its_place() -> None:
-    with (
-        subprocess.Popen(["sleep", "600"]) as sleeping,
-        Process.of(sleeping.pid).held(lambda command: command[0] == "sleep") as held,
-    ):
-        assert held is not None
-        sleeping.kill()
-        sleeping.wait()
-        send(held, signal.SIGKILL)  # to nobody
+    code = "import time; print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as sleeping:
+        assert sleeping.stdout is not None and sleeping.stdout.readline()
+        with Process.of(sleeping.pid).held(lambda command: code in command) as held:
+            sleeping.kill()
+            sleeping.wait()
+            assert held is not None
+            send(held, signal.SIGKILL)  # to nobody
