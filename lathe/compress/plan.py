@@ -77,7 +77,7 @@ def named_formats(
     for key, blocks in (("skip_tensor_map", skipped), ("formats", settings.formats)):
         for block, linears in blocks.items():
             index = int(block.removeprefix("block_"))
-            if index >= config.n_layer:
+            if linears and index >= config.n_layer:
                 raise UserError(
                     f"Compress.Quantization.{key} names {block!r}",
                     f"the model's blocks are block_0 to block_{config.n_layer - 1}",

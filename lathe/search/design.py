@@ -53,7 +53,9 @@ class Design:
             if linear := GPT2.linear_of(name):
                 blocks[f"block_{name.split('.')[1]}"][linear.skip_name] = form
         named = {"formats": dict(blocks), "head_format": self.formats.get(HEAD)}
-        return _with(recipe, "Quantization", {**named, "skip_tensor_map": {}})
+        # Emptied, not left out: over the same recipe's map this would leave it as it is.
+        skips = {block: list[str]() for block in recipe.Compress.Quantization.skip_tensor_map}
+        return _with(recipe, "Quantization", named | {"skip_tensor_map": skips})
 
 
 def _with(recipe: Recipe, group: str, values: Mapping[str, Any]) -> Recipe:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lathe.compress.criteria import importance
-from lathe.compress.plan import formats
+from lathe.compress.plan import formats, named_formats
 from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.widths import KeptUnits, largest_units, shrink
 from lathe.config.recipe import load_recipe
@@ -93,6 +93,12 @@ def test_layers_go_where_they_cost_nothing() -> None:
     assert (found.heads, found.channels) == ((0, 4), (0, 64))
     assert {name.split(".")[1] for name in found.formats if name != HEAD} == {"1"}
     assert {name.split(".")[1] for name in found.pruned_formats() if name != HEAD} == {"0"}
+    skips = "Compress.Quantization.skip_tensor_map={block_1: [out]}"
+    everything = "Compress.Quantization.quantize_embedding=True"
+    recipe = found.quantization(load_recipe("tiny", (skips, everything)))
+    pruned = replace(SHAPE, n_head=(4,), n_inner=(64,))
+    assert named_formats(pruned, recipe.Compress.Quantization, None) == found.pruned_formats()
+    assert found.pruning(recipe).Compress.Prune.heads == [0, 4]
 
 
 def test_formats_alone_can_be_chosen() -> None:
