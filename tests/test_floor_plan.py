@@ -12,6 +12,7 @@ LAYERS = (
     {"console", "progress", "inputs"},
     {"config", "storage", "runtime", "pages"},
     {"artifacts", "tracking"},
+    {"provenance"},
     {"data", "serve"},
     {"model", "gateway"},
     {"train", "export"},
@@ -50,6 +51,10 @@ LIBRARIES = {
     "prometheus_client": {"gateway"},
     "mlflow": {"tracking"},
     "model_registry": {"tracking"},
+    "cryptography": {"provenance"},
+    "in_toto_attestation": {"provenance"},
+    "model_signing": {"provenance"},
+    "securesystemslib": {"provenance"},
     "typer": {"cli", "cluster", "paddle"},
 }
 """Libraries that belong to some packages; whoever else imports one is in the wrong place."""

@@ -11,6 +11,7 @@ from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.config.settings import Recipe
+from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def starts_processes(verb: str) -> bool:
     return verb in ("prune", "quantize")
 
 
+@attested("prune", "model", "data")
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
     """Prune with PaddleSlim."""
     from lathe.train.result import read_result
@@ -36,6 +38,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult
     return read_result(output)
 
 
+@attested("quantize", "model", "data", "sensitivity")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> "TrainResult":
@@ -48,6 +51,7 @@ def quantize(
     return read_result(output)
 
 
+@attested("analyze", "model", "data")
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
     """Rank the linears by the cost of INT8, measured with Paddle."""
     from lathe.compress.sensitivity.result import read_analysis
@@ -56,6 +60,7 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "Sensitivi
     return read_analysis(output)
 
 
+@attested("evaluate", "model", "data", "cloze", "text", "tasks")
 def evaluate(
     recipe: Recipe,
     model: Path | str,

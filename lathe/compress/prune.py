@@ -27,6 +27,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.provenance.step import attested
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
@@ -37,6 +38,7 @@ from lathe.train.run import TrainingJob, run_training
 log = logging.getLogger("lathe")
 
 
+@attested("prune", "model", "data")
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 

@@ -21,6 +21,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
+from lathe.provenance.step import attested
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
@@ -30,6 +31,7 @@ from lathe.train.run import TrainingJob, run_training
 log = logging.getLogger("lathe")
 
 
+@attested("quantize", "model", "data", "sensitivity")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> TrainResult:

@@ -24,6 +24,7 @@ from lathe.data.tokenizer import (
     vocab_size,
 )
 from lathe.errors import UserError
+from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder, is_remote
 from lathe.storage.ownership import Kind
 
@@ -39,6 +40,7 @@ class CorpusTokenizer:
     trained: bool
 
 
+@attested("tokenizer", "tokenizer")
 def make_tokenizer(
     recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
 ) -> CorpusTokenizer:

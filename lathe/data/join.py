@@ -20,6 +20,7 @@ from lathe.data.spool import Spool, read_lines
 from lathe.data.tokenize import HINT, Batches
 from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
 from lathe.errors import UserError
+from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
 
 SAME = {
@@ -47,6 +48,7 @@ class _Opened:
             first += documents
 
 
+@attested("join", "folders")
 def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     """Write the data set that `prepare` makes of the same corpus, byte for byte.
 

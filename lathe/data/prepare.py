@@ -30,6 +30,7 @@ from lathe.data.tokenizer import (
 )
 from lathe.data.tokens import HINT, WRITERS
 from lathe.errors import UserError
+from lathe.provenance.step import attested
 from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")
@@ -68,6 +69,7 @@ Encode = Callable[[int], tuple[Tokenizer, Batches]]
 """The tokenizer, given the number of training documents, and the tokens of all documents."""
 
 
+@attested("prepare", "tokenizer")
 def prepare(
     recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
 ) -> PreparedData:

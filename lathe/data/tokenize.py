@@ -30,6 +30,7 @@ from lathe.data.tokenizer import (
 )
 from lathe.errors import UserError
 from lathe.progress import bar
+from lathe.provenance.step import attested
 from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")
@@ -55,6 +56,7 @@ class TokenizedShard:
     reused: bool
 
 
+@attested("tokenize", "tokenizer")
 def tokenize(
     recipe: Recipe,
     output: Path,

@@ -7,9 +7,11 @@ from lathe.artifacts.kinds import EVALUATION
 from lathe.config.settings import Recipe
 from lathe.evaluate.measure import EvalResult, GivenTask, measure
 from lathe.evaluate.open_model import open_model
+from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
 
 
+@attested("evaluate", "model", "data", "cloze", "text", "tasks")
 def evaluate(
     recipe: Recipe,
     model: Path | str,

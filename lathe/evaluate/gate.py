@@ -14,11 +14,12 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe.artifacts.kinds import VERDICT
+from lathe.artifacts.kinds import VERDICT, read_json
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.measures import Check, Verdict
 from lathe.evaluate.results import Evaluation, read_evaluation
+from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file
 
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
@@ -46,6 +47,12 @@ class GateResult:
         return max(known, key=SEVERITY.index, default="pass" if self.passed else "fail")
 
 
+def _verdict(path: Path) -> dict[str, dict[str, Any]]:
+    values = read_json(path, "compare the models again")
+    return {"verdict": {name: values[name] for name in ("verdict", "passed")}}
+
+
+@attested("gate", "baseline", "candidate", results=_verdict)
 def gate(recipe: Recipe, baseline: Path, candidate: Path, output: Path | None = None) -> GateResult:
     """Compare two evaluation folders unit by unit with the margins of `recipe.Gate`.
 

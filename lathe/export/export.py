@@ -11,7 +11,8 @@ from typing import Any
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 
-from lathe.artifacts.kinds import EXPORT
+from lathe.artifacts.kinds import EXPORT, read_metadata
+from lathe.artifacts.metadata import ExportMetadata
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
 from lathe.errors import UserError
@@ -21,6 +22,7 @@ from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.provenance.step import attested
 from lathe.runtime.session import METADATA, MODEL
 from lathe.storage import atomic_folder, claim_output_folder, sha256
 
@@ -57,6 +59,12 @@ class ExportResult:
     ties: int
 
 
+def _proof(folder: Path) -> dict[str, dict[str, Any]]:
+    proof = read_metadata(folder / METADATA, ExportMetadata, "export the model again").proof
+    return {"proof": proof.model_dump()} if proof else {}
+
+
+@attested("export", "model", "data", results=_proof)
 def export(
     recipe: Recipe, model: Path, data: Path, output: Path, also: AlsoExport | None = None
 ) -> ExportResult:

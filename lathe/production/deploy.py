@@ -25,6 +25,7 @@ from lathe.model.config import read_config
 from lathe.production.agreement import Divergence, clear_choices, find_divergence, greedy_tokens
 from lathe.production.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.progress import track
+from lathe.provenance.step import attested
 from lathe.serve import state as serve_state
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
@@ -60,6 +61,7 @@ class DeployResult:
     tokens_per_second_together: float  # of N_CLIENTS clients
 
 
+@attested("deploy", "exported", "model", "data", below="repository")
 def deploy(
     recipe: Recipe,
     exported: Path,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lathe.errors import UserError
+from lathe.storage import attested
 from lathe.storage.files import files_below, sha256
 from lathe.storage.manifest import is_digest, is_relative
 from lathe.storage.verified import is_intact
@@ -134,13 +135,17 @@ def our_files(folder: Path, kind: Kind) -> set[str]:
 
 
 def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
-    """SHA-256 digests, by name, that a folder's metadata files allow, themselves included; several
-    for a name if a replacement was interrupted."""
+    """SHA-256 digests, by name, that a folder's metadata files allow, those of the metadata and of
+    attestations of it included; several for a name if a replacement was interrupted."""
     known: dict[str, set[str]] = defaultdict(set)
     for metadata in _metadata_files(folder, kind):
         if listed := listed_files(metadata, kind):
+            own = sha256(metadata)
             if metadata.parent == folder:
-                known[metadata.name].add(sha256(metadata))
+                known[metadata.name].add(own)
+            for path in (folder / name for name in attested.NAMES):
+                if _is_plain(path) and attested.names_digest(path, own):
+                    known[path.name].add(sha256(path))
             for name, found in listed.items():
                 known[name].add(found)
     for path in filter(_is_plain, bytecode(folder, list(known))):

@@ -12,12 +12,14 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
+from lathe.provenance.step import attested
 from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.shape import model_config
 
 
+@attested("pretrain", "data", "init")
 def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None) -> TrainResult:
     """Train on the token data set `data`; write the checkpoint folder `output`.
 

@@ -15,6 +15,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError, printable
 from lathe.model.folder import MARKER, read_marker
 from lathe.storage import atomic_file, digest, locked, require_apart
+from lathe.storage.attested import NAMES
 from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files
 from lathe.storage.ownership import Source, in_the_way, listed_files
@@ -141,7 +142,7 @@ def remove_run(output: Path) -> None:
     remove_states(output)
     listed = listed_files(output / MARKER, CHECKPOINT)
     traces = [str(p.relative_to(output)) for name in TRACES for p in output.glob(name)]
-    remove_files(output, [MARKER, *listed, *traces, CLAIM])
+    remove_files(output, [*NAMES, MARKER, *listed, *traces, CLAIM])
 
 
 def remove_states(output: Path) -> None:

@@ -28,10 +28,12 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
+from lathe.provenance.step import attested
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
 
 
+@attested("analyze", "model", "data")
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
     """Rank the linears of a checkpoint and choose skips.
 

@@ -1,0 +1,80 @@
+"""`provenance.intoto.jsonl`: the attestation of a folder's step, then those of the steps before."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from lathe.errors import UserError
+from lathe.inputs import parse_json, read_text
+from lathe.provenance.envelope import AGAIN, Attestation
+from lathe.provenance.keys import load_signer
+from lathe.storage import atomic_file
+from lathe.storage.attested import ATTESTATIONS
+
+EMBEDDED = "attestations"
+"""The key of the envelopes in an output that is a JSON file."""
+
+
+def read(place: Path) -> list[Attestation]:
+    """The attestations of a folder, or of a JSON file that has them inside; empty without any.
+
+    Raises:
+        UserError: a file that is not text, or is not JSON.
+    """
+    if place.is_file():
+        values = parse_json(place.read_bytes(), str(place), AGAIN)
+        lines = [json.dumps(line) for line in values.get(EMBEDDED, [])]
+        return _all(lines, f"{place}: {EMBEDDED}")
+    path = place / ATTESTATIONS
+    if not path.is_file():
+        return []
+    return _all(read_text(path, AGAIN).splitlines(), str(path))
+
+
+def write(folder: Path, attestations: Iterable[Attestation]) -> None:
+    """Write the attestations of a folder, its own step's first."""
+    with atomic_file(folder / ATTESTATIONS) as work:
+        work.write_text("".join(f"{a.line}\n" for a in attestations), encoding="utf-8")
+
+
+def embed(path: Path, attestations: Iterable[Attestation]) -> None:
+    """Put attestations into a JSON file."""
+    values = json.loads(path.read_bytes())
+    values[EMBEDDED] = [json.loads(a.line) for a in attestations]
+    with atomic_file(path) as work:
+        work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def sign_unsigned(folder: Path, key: Path) -> int:
+    """Sign the attestations of a folder that have no signature; returns their number."""
+    found, signer = read(folder), load_signer(key)
+    unsigned = sum(not attestation.is_signed for attestation in found)
+    if unsigned:
+        write(folder, [a if a.is_signed else a.signed(signer) for a in found])
+    return unsigned
+
+
+def content(path: Path) -> bytes:
+    """What the statement of a JSON file is about: the values without the attestations.
+
+    Raises:
+        UserError: not a JSON object.
+    """
+    values = parse_json(path.read_bytes(), str(path), AGAIN)
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: not a JSON object", AGAIN)
+    values.pop(EMBEDDED, None)
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def merged(own: Attestation, inputs: Iterable[Path]) -> list[Attestation]:
+    """The attestation of a step and those that its inputs carry, each once."""
+    found = {own.identity: own}
+    for place in inputs:
+        for attestation in read(place):
+            found.setdefault(attestation.identity, attestation)
+    return list(found.values())
+
+
+def _all(lines: list[str], where: str) -> list[Attestation]:
+    return [Attestation(line, f"{where}, line {n}") for n, line in enumerate(lines, 1) if line]

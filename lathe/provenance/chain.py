@@ -1,0 +1,168 @@
+"""The chain of steps behind a folder, checked from its files back to the corpus."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lathe.errors import UserError
+from lathe.provenance import bundle
+from lathe.provenance.envelope import Attestation
+from lathe.provenance.keys import load_verifier
+from lathe.provenance.statement import Resource, Statement
+from lathe.provenance.step import KINDS, VERDICT
+from lathe.storage import digest, sha256
+from lathe.storage.attested import ATTESTATIONS
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+MADE = {*(kind.name for kind in KINDS), VERDICT}
+"""Kinds of materials that only a step can have made, which therefore need an attestation."""
+
+SHORT = 12  # hex digits that are shown of a digest
+HINT = "get the folder again, or make it again from attested inputs"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a chain, and what its inputs come from.
+
+    Attributes:
+        made_by: the step that made an input, by the input's name and place in the list; inputs
+            from outside, such as a corpus, have none.
+    """
+
+    statement: Statement
+    made_by: tuple[tuple[Resource, "Step | None"], ...]
+
+    def walk(self) -> "Iterator[Step]":
+        """This step and all before it, each once."""
+        seen: dict[int, Step] = {}
+        waiting = [self]
+        while waiting:
+            step = waiting.pop(0)
+            if id(step) not in seen:
+                seen[id(step)] = step
+                yield step
+                waiting += [before for _, before in step.made_by if before]
+
+    def input(self, name: str) -> "tuple[Resource, Step | None] | None":
+        """The first input of this name."""
+        return next((pair for pair in self.made_by if pair[0].name == name), None)
+
+
+def verify_chain(folder: Path, keys: Sequence[Path]) -> Step:
+    """Check a folder, or a JSON file with attestations, and all steps behind it.
+
+    The files are those that the last step attested; every attestation is signed by one of the
+    keys; and every input that a step of Lathe makes has one.
+
+    Raises:
+        UserError: one of these does not hold; names the file, or the attestation.
+    """
+    attestations = bundle.read(folder)
+    if not attestations:
+        raise UserError(f"{folder}: no attestations: no {ATTESTATIONS}", HINT)
+    verifiers = [load_verifier(key) for key in keys]
+    for attestation in attestations:
+        if not attestation.is_signed_by(verifiers):
+            how = "not by a key that you trust" if attestation.is_signed else "not signed"
+            raise UserError(f"{attestation.where}: {how}", HINT)
+    own = attestations[0]
+    _require_files(folder, own.statement)
+    return _Chain(attestations).step(own, ())
+
+
+def recorded_chain(folder: Path) -> Step | None:
+    """The chain as it is recorded, with no check of files or signatures; None if there is none.
+
+    Raises:
+        UserError: it is broken.
+    """
+    attestations = bundle.read(folder)
+    return _Chain(attestations).step(attestations[0], ()) if attestations else None
+
+
+class _Chain:
+    """Attestations by the digests of what they attest."""
+
+    def __init__(self, attestations: Sequence[Attestation]) -> None:
+        self.by_digest: dict[str, Attestation] = {}
+        for attestation in attestations:
+            for found in attestation.statement.products.values():
+                self.by_digest.setdefault(found, attestation)
+        self.steps: dict[str, Step] = {}
+
+    def step(self, attestation: Attestation, behind: tuple[str, ...]) -> Step:
+        identity = attestation.identity
+        if identity in behind:
+            raise UserError(f"{attestation.where}: attests its own input", HINT)
+        if identity not in self.steps:
+            statement = attestation.statement
+            made_by = []
+            for material in statement.materials:
+                maker = self._maker(material, attestation)
+                made_by.append((material, self.step(maker, (*behind, identity)) if maker else None))
+            self.steps[identity] = Step(statement, tuple(made_by))
+        return self.steps[identity]
+
+    def _maker(self, material: Resource, user: Attestation) -> Attestation | None:
+        maker = self.by_digest.get(material.sha256 or "")
+        if maker is None and material.kind in MADE:
+            raise UserError(
+                f"{user.where}: the {material.kind} {material.name} of `{user.statement.step}` "
+                f"({(material.sha256 or 'no digest')[:SHORT]}) has no attestation",
+                HINT,
+            )
+        return maker
+
+
+def _require_files(folder: Path, statement: Statement) -> None:
+    for name, expected in statement.products.items():
+        path = folder if folder.is_file() else folder / name
+        if not path.is_file():
+            raise UserError(f"{folder}: {name} is missing", HINT)
+        found = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
+        if found != expected:
+            raise UserError(f"{folder}: {name} is not what `{statement.step}` attested", HINT)
+
+
+def family_tree(step: Step) -> "Tree":
+    """The chain for a terminal: each step with the inputs that it was made from."""
+    from rich.tree import Tree
+
+    shown: set[int] = set()
+
+    def add(to: Tree, resource: Resource | None, current: Step | None) -> None:
+        if current is None:
+            assert resource is not None
+            to.add(f"{_named(resource)}  {(resource.sha256 or resource.uri or '')[:SHORT]}")
+            return
+        label = f"{resource.name}: " if resource else ""
+        branch = to.add(f"{label}{describe(current.statement)}")
+        if id(current) in shown:
+            if current.made_by:
+                branch.add("as above")
+            return
+        shown.add(id(current))
+        for material, before in current.made_by:
+            add(branch, material, before)
+
+    root = Tree(describe(step.statement))
+    shown.add(id(step))
+    for material, before in step.made_by:
+        add(root, material, before)
+    return root
+
+
+def describe(statement: Statement) -> str:
+    """A step in one line: verb, digest of the output, time."""
+    main = list(statement.products.items())[-1]
+    finished = statement.predicate.run_details.metadata.finished_on[:16].replace("T", " ")
+    return f"{statement.step}  {main[1][:SHORT]}  {finished}"
+
+
+def _named(resource: Resource) -> str:
+    place = resource.uri or ""
+    return f"{resource.name}: {resource.kind} {place.rpartition('/')[2] or place}".rstrip()

@@ -1,0 +1,116 @@
+"""Elliptic-curve key pairs in PEM files, as OpenSSL writes them."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lathe.errors import UserError
+from lathe.inputs import read_text
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from securesystemslib.signer import CryptoSigner, SSlibKey
+
+SIGNING_KEY = "LATHE_SIGNING_KEY"
+"""Environment variable: the file of the private key that stages sign with."""
+
+PASSWORD = "LATHE_SIGNING_KEY_PASSWORD"
+"""Environment variable: the password of an encrypted private key."""
+
+CURVES = ("secp256r1", "secp384r1", "secp521r1")
+HOW = "make a pair with `lathe keygen key.pem`"
+
+
+def generate(private: Path) -> Path:
+    """Make a key pair: the private key (mode 600), and the public one beside it with the suffix
+    `.pub`, whose path is returned.
+
+    Raises:
+        UserError: one of the files exists.
+    """
+    from cryptography.hazmat.primitives import serialization as pem
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    public = public_path(private)
+    for path in (private, public):
+        if path.exists():
+            raise UserError(f"{path}: exists", "give another name, or move it away")
+    key = ec.generate_private_key(ec.SECP256R1())
+    private.parent.mkdir(parents=True, exist_ok=True)
+    secret = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
+    with os.fdopen(os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret)
+    form = pem.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem.Encoding.PEM, form))
+    return public
+
+
+def public_path(private: Path) -> Path:
+    """Where `generate` puts the public key."""
+    return private.with_suffix(".pub")
+
+
+def signing_key() -> Path | None:
+    """The file of the private key that the environment names; None if nothing is to be signed."""
+    name = os.environ.get(SIGNING_KEY)
+    return Path(name) if name else None
+
+
+def password() -> str | None:
+    """The password of the private key, from the environment."""
+    return os.environ.get(PASSWORD)
+
+
+def load_signer(private: Path) -> "CryptoSigner":
+    """A signer of DSSE envelopes with a private key.
+
+    Raises:
+        UserError: no such file, not a private key, a wrong password, or another kind of key.
+    """
+    from securesystemslib.signer import CryptoSigner
+
+    return CryptoSigner(load_private(private))
+
+
+def load_private(path: Path) -> "EllipticCurvePrivateKey":
+    """A private key; raises as `load_signer`."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    text, given = read_text(path, f"give a private key in PEM; {HOW}").encode(), password()
+    try:
+        key = load_pem_private_key(text, given.encode() if given else None)
+    except (ValueError, TypeError) as error:
+        encrypted = "encrypted" in str(error).lower() or "password" in str(error).lower()
+        hint = f"set {PASSWORD}" if encrypted else f"give a private key in PEM; {HOW}"
+        raise UserError(f"{path}: not a usable private key: {error}", hint) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in CURVES:
+        raise UserError(f"{path}: not an elliptic-curve key of {', '.join(CURVES)}", HOW)
+    return key
+
+
+def load_verifier(public: Path) -> "SSlibKey":
+    """The key that verifies DSSE envelopes: of a public key, or of an X.509 certificate.
+
+    Raises:
+        UserError: no such file, or neither of the two.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from cryptography.x509 import load_pem_x509_certificate
+    from securesystemslib.signer import SSlibKey
+
+    hint = "give the public key of the pair, as `lathe keygen` writes it beside the private one"
+    text = read_text(public, hint).encode()
+    try:
+        is_certificate = b"BEGIN CERTIFICATE" in text
+        key = (
+            load_pem_x509_certificate(text).public_key()
+            if is_certificate
+            else load_pem_public_key(text)
+        )
+    except ValueError:
+        raise UserError(f"{public}: not a public key or certificate in PEM", hint) from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
+        raise UserError(f"{public}: not an elliptic-curve key of {', '.join(CURVES)}", HOW)
+    return SSlibKey.from_crypto(key)

@@ -1,0 +1,98 @@
+"""What a release must show before it may serve: `Production.require`."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from lathe.errors import StageError, UserError
+from lathe.provenance.chain import Step, verify_chain
+from lathe.provenance.signature import Trust, verify
+
+T = TypeVar("T")
+
+REQUIREMENTS = ("signature", "chain", "gate", "proof")
+
+
+def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None:
+    """Check a release, or a model repository, against the requirements.
+
+    `signature`: all files are those that were signed. `chain`: so is every step since the corpus.
+    `gate`: the model passed its comparison with the baseline. `proof`: the exported graph computes
+    what the checkpoint does, within the proof's tolerance. The last two are read from the chain,
+    and imply it.
+
+    Raises:
+        UserError: no key, or an unknown requirement.
+        StageError: the folder fails; says which requirement, and why.
+    """
+    if not wanted:
+        return
+    if unknown := set(wanted) - set(REQUIREMENTS):
+        raise UserError(
+            f"Production.require: {min(unknown)}: not one of {', '.join(REQUIREMENTS)}", "leave it"
+        )
+    if not keys:
+        raise UserError(
+            f"Production.require is {', '.join(wanted)}, but there is no key to verify with",
+            "set Production.keys to the public keys that you trust",
+        )
+    if "signature" in wanted:
+        _attempt("signature", lambda: verify(folder, Trust(tuple(keys))))
+    if set(wanted) - {"signature"}:
+        chain = _attempt("chain", lambda: verify_chain(folder, keys))
+        if "gate" in wanted and (reason := _gate(chain)):
+            raise _refused("gate", f"{folder}: {reason}")
+        if "proof" in wanted and (reason := _proof(chain)):
+            raise _refused("proof", f"{folder}: {reason}")
+
+
+def _gate(chain: Step) -> str | None:
+    """Why the gate is not passed; None if it is."""
+    verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
+    if not verdicts:
+        return "no verdict of `lathe gate` is among its attestations"
+    served = _models(_export(chain))
+    for verdict in verdicts:
+        candidate = verdict.input("candidate")
+        if candidate and candidate[1] and served & _models(candidate[1]):
+            passed = verdict.statement.result("verdict").get("passed")
+            return None if passed is True else "the gate did not let this model pass"
+    return "the verdict of `lathe gate` is about another model"
+
+
+def _proof(chain: Step) -> str | None:
+    """Why the export is not proven; None if it is."""
+    export = _export(chain)
+    if export is None:
+        return "no attestation of `lathe export`"
+    return None if export.statement.result("proof") else "the export was never proven"
+
+
+def _export(chain: Step) -> Step | None:
+    """The export that a release, a deployment or an export is about."""
+    step: Step | None = chain
+    while step and step.statement.step != "export":
+        found = step.input("deployed") or step.input("exported")
+        step = found[1] if found else None
+    return step
+
+
+def _models(step: Step | None) -> set[str]:
+    """Digests of the model that a step measured or exported, and of what that was exported from."""
+    found = step and step.input("model")
+    if not found or not found[0].sha256:
+        return set()
+    resource, before = found
+    older = _models(before) if before and before.statement.step == "export" else set()
+    return {str(resource.sha256), *older}
+
+
+def _attempt(name: str, check: Callable[[], T]) -> T:
+    try:
+        return check()
+    except UserError as error:
+        raise _refused(name, error.what) from None
+
+
+def _refused(name: str, why: str) -> StageError:
+    return StageError(f"refused by Production.require ({name}): {why}")

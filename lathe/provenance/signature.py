@@ -1,0 +1,168 @@
+"""The signature of a folder, by OpenSSF Model Signing (https://github.com/sigstore/model-transparency)."""
+
+import base64
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lathe.errors import UserError
+from lathe.provenance.keys import load_private, load_verifier, password
+from lathe.storage import atomic_file, sha256
+from lathe.storage.attested import SIGNATURE
+from lathe.storage.files import files_below
+from lathe.storage.manifest import MARKER
+
+if TYPE_CHECKING:
+    from model_signing import hashing, signing, verifying
+
+SHOWN = 3
+HINT = "get the folder again from where it was signed"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Who signs: a private key, with an X.509 certificate for it if there is one; or, without
+    either, an identity that Sigstore asks for (keyless, over the network)."""
+
+    key: Path | None = None
+    certificate: Path | None = None
+    chain: tuple[Path, ...] = ()
+
+    def config(self) -> "signing.Config":
+        """The library's signer; raises UserError for a key that cannot be used."""
+        from model_signing import signing
+
+        config = signing.Config()
+        if self.key is None:
+            return config.use_sigstore_signer()
+        load_private(self.key)
+        if self.certificate is None:
+            return config.use_elliptic_key_signer(private_key=self.key, password=_password())
+        return config.use_certificate_signer(
+            private_key=self.key,
+            signing_certificate=self.certificate,
+            certificate_chain=self.chain,
+        )
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose signature counts: that of any of some public keys, of certificates below a root, or of
+    an identity at an OpenID issuer."""
+
+    keys: tuple[Path, ...] = ()
+    roots: tuple[Path, ...] = ()
+    identity: str | None = None
+    issuer: str | None = None
+
+    def configs(self) -> "list[verifying.Config]":
+        """The library's verifiers, one of which has to accept a signature.
+
+        Raises:
+            UserError: nobody is trusted, or a key cannot be used.
+        """
+        from model_signing.verifying import Config
+
+        for key in self.keys:
+            load_verifier(key)
+        found = [Config().use_elliptic_key_verifier(public_key=key) for key in self.keys]
+        if self.roots:
+            found.append(Config().use_certificate_verifier(certificate_chain=self.roots))
+        if self.identity and self.issuer:
+            identity, issuer = self.identity, self.issuer
+            found.append(Config().use_sigstore_verifier(identity=identity, oidc_issuer=issuer))
+        if not found:
+            raise UserError(
+                "nobody to trust is given",
+                "give --key PUBLIC.pub, --root ROOT.pem, or both --identity and --issuer",
+            )
+        return found
+
+
+def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
+    """Sign all files of a folder; writes and returns `model.sig` in it.
+
+    Args:
+        ignored: names of files that are not signed, such as logs.
+
+    Raises:
+        UserError: no such folder, or a key that cannot be used.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder", "give the folder of a model")
+    hashing = _hashing([SIGNATURE, MARKER, *ignored])
+    with atomic_file(folder / SIGNATURE) as work:  # it appears after the files have been read
+        signer.config().set_hashing_config(hashing).sign(folder, work)
+    return folder / SIGNATURE
+
+
+def verify(folder: Path, trust: Trust) -> int:
+    """Check every file of a folder against its signature; returns the number of signed files.
+
+    Raises:
+        UserError: no signature, not that of whom is trusted, or a file was changed, added or
+            removed; names it.
+    """
+    path = folder / SIGNATURE
+    if not path.is_file():
+        raise UserError(f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`")
+    failures = []
+    for config in trust.configs():
+        try:
+            config.set_hashing_config(_hashing([SIGNATURE])).verify(folder, path)
+            return len(_resources(path))
+        except Exception as error:  # the library raises whatever its parsers and OpenSSL raise
+            failures.append(error)
+    raise UserError(f"{folder}: {_reason(folder, path, failures[0])}", HINT)
+
+
+def _hashing(ignored: Collection[str]) -> "hashing.Config":
+    from model_signing import hashing
+
+    return hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
+
+
+def _password() -> Any:
+    """The library declares a string, and passes it to OpenSSL, which takes bytes."""
+    given = password()
+    return given.encode() if given else None
+
+
+def _reason(folder: Path, signature: Path, error: Exception) -> str:
+    """What is wrong: the files, where they differ from the (untrusted) list in the signature."""
+    try:
+        wrong = list(_differences(folder, signature))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return f"{SIGNATURE} is damaged"
+    if not wrong:
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"{SIGNATURE} is not by whom you trust, or is damaged ({text})"
+    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return f"not what was signed: {', '.join(wrong[:SHOWN])}{more}"
+
+
+def _differences(folder: Path, signature: Path) -> Iterator[str]:
+    signed = {resource["name"]: resource["digest"] for resource in _resources(signature)}
+    serialization = _payload(signature)["predicate"]["serialization"]
+    ignored = {SIGNATURE, *serialization.get("ignore_paths", [])}
+    found = {name: path for name, path in files_below(folder) if name not in ignored}
+    for name in sorted(signed.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is missing"
+        elif name not in signed:
+            yield f"{name} was added"
+        elif sha256(found[name]) != signed[name]:
+            yield f"{name} was changed"
+
+
+def _resources(signature: Path) -> list[dict[str, str]]:
+    resources: list[dict[str, str]] = _payload(signature)["predicate"]["resources"]
+    return resources
+
+
+def _payload(signature: Path) -> dict[str, Any]:
+    bundle = json.loads(signature.read_bytes())
+    values: dict[str, Any] = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    return values

@@ -1,0 +1,251 @@
+"""`attested`: a stage leaves an attestation in what it writes."""
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from lathe.artifacts import kinds
+from lathe.config.settings import Recipe
+from lathe.provenance import bundle, surroundings
+from lathe.provenance.envelope import Attestation, seal
+from lathe.provenance.keys import load_signer, signing_key
+from lathe.provenance.signature import Signer, sign
+from lathe.provenance.statement import (
+    BuildDefinition,
+    Digests,
+    Parameters,
+    Predicate,
+    Resource,
+    Run,
+    RunDetails,
+    Statement,
+)
+from lathe.storage import digest, is_remote, sha256
+from lathe.storage.attested import NAMES, SIGNATURE
+from lathe.storage.failures import shown
+from lathe.storage.files import files_below
+from lathe.storage.ownership import Kind, listed_files
+
+KINDS = (
+    *(kinds.CHECKPOINT, kinds.EXPORT, kinds.DATA, kinds.EVALUATION, kinds.SENSITIVITY),
+    *(kinds.SHARD, kinds.TOKENIZER, kinds.REPOSITORY),
+)
+CORPORA = (kinds.DATA, kinds.SHARD, kinds.TOKENIZER)
+"""Folders that are made from a corpus, whose metadata says which."""
+
+SIGNED = (kinds.CHECKPOINT, kinds.EXPORT, kinds.REPOSITORY)
+"""Folders with a model, which are signed as a whole as well."""
+
+WEIGHTS = "model.safetensors"
+VERDICT = "verdict"
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Results = Callable[[Path], Mapping[str, Mapping[str, Any]]]
+
+
+def attested(
+    step: str, *inputs: str, below: str = "", results: Results | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a stage write the attestation of what it has done, and sign it if there is a key.
+
+    Only the first process of several does. A stage that finds its output finished, and the
+    attestation with it, leaves both as they are.
+
+    Args:
+        step: the verb.
+        inputs: names of the stage's parameters that are inputs: folders, files, lists of them, and
+            pairs of a name and one.
+        below: the subfolder of `output` that the attestation is about.
+        results: figures of the finished output that later checks rely on, by name.
+    """
+
+    def decorate(stage: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(stage)
+
+        @functools.wraps(stage)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if os.environ.get("RANK", "0") != "0":
+                return stage(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            recipe, output = given.arguments["recipe"], given.arguments["output"]
+            started = _now()
+            found = [m for name in inputs for m in _materials(name, given.arguments[name])]
+            result = stage(*args, **kwargs)
+            if output is not None:
+                place = Path(output) / below if below else Path(output)
+                figures = results(place) if results else {}
+                attest(step, recipe, place, found, figures, started)
+            return result
+
+        return run
+
+    return decorate
+
+
+def attest(
+    step: str,
+    recipe: Recipe,
+    output: Path,
+    inputs: Sequence[tuple[Resource, Path | None]],
+    figures: Mapping[str, Mapping[str, Any]],
+    started: str,
+) -> None:
+    """Write the attestation of an output, and sign it if there is a key.
+
+    Args:
+        inputs: each with the folder or file whose attestations are carried on.
+    """
+    key, products = signing_key(), _products(output)
+    if products is None:
+        return
+    existing = bundle.read(output)
+    if existing and existing[0].statement.products == products:
+        attestations = existing
+        if key and not existing[0].is_signed:
+            attestations = [existing[0].signed(load_signer(key)), *existing[1:]]
+    else:
+        materials = [*(resource for resource, _ in inputs), *_corpus(output)]
+        statement = _statement(step, recipe, products, materials, figures, started)
+        own = seal(statement, load_signer(key) if key else None, str(output))
+        attestations = bundle.merged(own, [path for _, path in inputs if path])
+    _write(output, attestations)
+    if key and kind_of(output) in SIGNED:
+        sign_model(output, Signer(key))
+
+
+def sign_model(folder: Path, signer: Signer) -> Path:
+    """Sign a folder that Lathe wrote, without the logs in it."""
+    known = {*(_products(folder) or {}), *NAMES}
+    logs = [name for name, _ in files_below(folder) if name not in known]
+    return sign(folder, signer, logs if kind_of(folder) else ())
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """The kind of a folder that Lathe wrote; None for any other."""
+    return next((k for k in KINDS if listed_files(folder / k.metadata_file, k)), None)
+
+
+def _write(output: Path, attestations: Sequence[Attestation]) -> None:
+    if output.is_file():
+        bundle.embed(output, attestations)
+    else:
+        (output / SIGNATURE).unlink(missing_ok=True)  # it covers the attestations
+        bundle.write(output, attestations)
+
+
+def _products(output: Path) -> dict[str, str] | None:
+    """SHA-256 of the files of an output by name; None if there is none that Lathe has finished."""
+    if output.is_file():
+        return {output.name: digest(bundle.content(output).decode())}
+    kind = kind_of(output)
+    if kind is None:
+        return None
+    metadata = output / kind.metadata_file
+    return {**listed_files(metadata, kind), kind.metadata_file: sha256(metadata)}
+
+
+def _statement(
+    step: str,
+    recipe: Recipe,
+    products: Mapping[str, str],
+    inputs: Sequence[Resource],
+    figures: Mapping[str, Mapping[str, Any]],
+    started: str,
+) -> Statement:
+    values = recipe.model_dump(mode="json")
+    source = recipe.Prepare.source
+    values["Prepare"]["source"] = shown(source) if is_remote(source) else source
+    return Statement(
+        subject=[
+            Resource(name=name, digest=Digests(sha256=found)) for name, found in products.items()
+        ],
+        predicate=Predicate(
+            build_definition=BuildDefinition(
+                external_parameters=Parameters(step=step, recipe=values),
+                internal_parameters=surroundings.machine(),
+                resolved_dependencies=[*inputs, *surroundings.dependencies()],
+            ),
+            run_details=RunDetails(
+                builder=surroundings.builder(),
+                metadata=Run(
+                    invocation_id=os.environ.get(surroundings.RUN),
+                    started_on=started,
+                    finished_on=_now(),
+                ),
+                byproducts=[Resource(name=n, annotations=dict(v)) for n, v in figures.items()],
+            ),
+        ),
+    )
+
+
+def _materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
+    """What an argument of a stage refers to, and where its attestations are."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _materials(name, item[1] if isinstance(item, tuple) else item)
+    elif value and Path(value).exists():
+        path = Path(value)
+        yield material(name, path), path if _has_attestations(path) else None
+    elif value and is_remote(str(value)):
+        yield Resource(name=name, uri=shown(str(value)), annotations={"kind": "address"}), None
+
+
+def _corpus(output: Path) -> list[Resource]:
+    """The corpus that an output was made from, by the digest of its documents' text, which is the
+    same for a compressed and a plain file."""
+    kind = kind_of(output) if output.is_dir() else None
+    if kind not in CORPORA:
+        return []
+    values = json.loads((output / kind.metadata_file).read_bytes())
+    source = str(values.get("source"))
+    text = values.get("text_sha256")
+    for key in ("made_from", "trained_on"):
+        text = text or (values.get(key) or {}).get("text_sha256")
+    about: dict[str, Any] = {"kind": "corpus"}
+    if Path(source).is_file():
+        about["file_sha256"] = sha256(Path(source))
+        source = Path(source).resolve().as_uri()
+    own = Digests(sha256=text) if text else None
+    return [Resource(name="corpus", uri=source, digest=own, annotations=about)]
+
+
+def material(name: str, path: Path) -> Resource:
+    """An existing file or folder as a material."""
+    found = (kind_of(path) if path.is_dir() else None), path
+    if found[0] is not None:
+        what, own = found[0].name, sha256(path / found[0].metadata_file)
+    elif _is_verdict(path):
+        what, own = VERDICT, digest(bundle.content(path).decode())
+    elif path.is_file():
+        what, own = "file", sha256(path)
+    elif (path / WEIGHTS).is_file():
+        what, own = "model", sha256(path / WEIGHTS)
+    else:
+        listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
+        what, own = "folder", digest(listed)
+    where = path.resolve().as_uri()
+    return Resource(name=name, digest=Digests(sha256=own), uri=where, annotations={"kind": what})
+
+
+def _has_attestations(path: Path) -> bool:
+    return path.is_dir() or _is_verdict(path)
+
+
+def _is_verdict(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size > 1 << 24:
+        return False
+    try:
+        return bundle.EMBEDDED in json.loads(path.read_bytes())
+    except ValueError:
+        return False
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,130 @@
+"""What a step ran in: source code, libraries, image and machine."""
+
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import lathe
+from lathe.provenance.statement import Builder, Digests, Resource
+from lathe.storage import digest, sha256
+
+SOURCE = Path(lathe.__file__).resolve().parent
+PARTS = (SOURCE, SOURCE.parent / "components", SOURCE.parent / "pipelines")
+LOCK = SOURCE.parent / "images" / "train" / "requirements.lock"
+LIBRARIES = ("torch", "onnx", "onnxruntime", "paddlepaddle", "tokenizers", "numpy", "safetensors")
+REVISION = "LATHE_REVISION"
+"""Environment variable in images: the commit that they were built from."""
+
+IMAGE = "LATHE_IMAGE"
+"""Environment variable in pods: the image that the step was to run in."""
+
+RUN = "LATHE_RUN"
+"""Environment variable: the run of a pipeline that the step belongs to."""
+
+SPEC = "LATHE_PIPELINE_SHA256"
+"""Environment variable: the digest of the pipeline's specification."""
+
+
+def dependencies() -> list[Resource]:
+    """The code, libraries and image that this process runs."""
+    found = [
+        Resource(
+            name="lathe",
+            digest=Digests(sha256=source_digest(), git_commit=revision()),
+            annotations={"kind": "source code", "version": lathe.__version__},
+        ),
+        Resource(
+            name="installed libraries",
+            digest=Digests(sha256=digest("\n".join(installed()))),
+            annotations={"kind": "libraries"},
+        ),
+    ]
+    if LOCK.is_file():
+        own = Digests(sha256=sha256(LOCK))
+        found.append(Resource(name=LOCK.name, digest=own, annotations={"kind": "lock file"}))
+    if image := os.environ.get(IMAGE):
+        name, _, own_digest = image.partition("@sha256:")
+        given = Digests(sha256=own_digest) if own_digest else None
+        found.append(Resource(name=name, digest=given, annotations={"kind": "image"}))
+    if spec := os.environ.get(SPEC):
+        own = Digests(sha256=spec)
+        found.append(Resource(name="pipeline", digest=own, annotations={"kind": "pipeline"}))
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the threads that torch uses, which decide the last bits of a sum."""
+    values: dict[str, Any] = {
+        "machine": platform.machine(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+    if torch := sys.modules.get("torch"):
+        values["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            values["gpu"] = torch.cuda.get_device_name()
+    return values
+
+
+def builder() -> Builder:
+    """Who runs the step."""
+    where = "kubeflow" if "KUBERNETES_SERVICE_HOST" in os.environ else "local"
+    versions = {"lathe": lathe.__version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return Builder(id=f"urn:lathe:builder:{where}", version=versions)
+
+
+@cache
+def source_digest() -> str:
+    """Digest of the names and contents of Lathe's own files."""
+    files = [p for part in PARTS for p in sorted(part.rglob("*")) if p.is_file()]
+    files = [p for p in files if "__pycache__" not in p.parts]
+    return digest("".join(f"{sha256(p)}  {p.relative_to(SOURCE.parent)}\n" for p in files))
+
+
+@cache
+def installed() -> tuple[str, ...]:
+    """`name==version` of every library of this environment."""
+    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
+
+
+@cache
+def revision() -> str | None:
+    """The commit of the source code: the image's, or that of a clean checkout."""
+    if given := os.environ.get(REVISION):
+        return given
+    if not (SOURCE.parent / ".git").exists():
+        return None
+    names = [part.name for part in PARTS]
+    if _git("status", "--porcelain", "--", *names) != "":
+        return None
+    return _git("rev-parse", "HEAD") or None
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(SOURCE.parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
