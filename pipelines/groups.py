@@ -55,6 +55,7 @@ def judge(variants: tuple[str, ...]) -> Callable[..., Any]:
     """
     outputs = {f"{v}_evaluation": dsl.Dataset for v in variants}
     outputs |= {f"{v}_export": dsl.Model for v in variants} | {"deployed": dsl.Model}
+    outputs |= {"verdict": dsl.Artifact}
     # KFP reads the inputs and outputs from the signature, which depends on the variants.
     judged = NamedTuple("Judged", [*outputs.items(), ("passed", bool)])  # type: ignore[misc]
 
@@ -65,11 +66,14 @@ def judge(variants: tuple[str, ...]) -> Callable[..., Any]:
         results = steps.compare(recipe, models, data, cloze)
         last = {"exported": results["int8_export"], "model": models["int8"]}
         rehearsed = steps.rehearse(recipe, data=data, **last)
-        passed = steps.gate(
+        compared = steps.gate(
             recipe, baseline=results["dense_evaluation"], candidate=results["int8_evaluation"]
         )
         return judged(
-            **results, deployed=rehearsed.outputs["deployed"], passed=passed.outputs["Output"]
+            **results,
+            deployed=rehearsed.outputs["deployed"],
+            verdict=compared.outputs["verdict"],
+            passed=compared.outputs["Output"],
         )
 
     inputs: dict[str, Any] = {"recipe": str, "overrides": list[str], "cloze": str}
@@ -130,13 +134,14 @@ def judge_and_release(
     one and `production` names the releases."""
     steps, given = Steps(overrides), {"data": data, "cloze": cloze}
     judged = dict(groups().judge(models, recipe=recipe, overrides=overrides, **given).outputs)
-    passed = judged.pop("passed")
+    passed, verdict = judged.pop("passed"), judged.pop("verdict")
     steps.report(recipe, models, sensitivity=sensitivity, **judged)
     with (
         dsl.If(production != "", "to-production"),
         dsl.If(passed == True, "gate-passed"),  # noqa: E712
     ):
         candidate = {"deployed": judged["deployed"], "evaluation": judged["int8_evaluation"]}
+        candidate |= {"gate": verdict}
         steps.release(recipe, production=production, **candidate, **given)
 
 

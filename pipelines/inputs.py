@@ -29,6 +29,7 @@ STORE_SECONDS = 10.0
 GOAL = ("target", "budget")
 RESERVED = {"deployed", "serve"}  # names below run/ that have another meaning
 RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
+KEY = "signing.pem"
 
 
 class Problems:

@@ -25,6 +25,8 @@ import typer
 from lathe.data.newest import resolve
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
+from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
+from lathe.provenance.surroundings import RUN
 from lathe.report.notice import notice_of
 from lathe.storage import is_remote
 from lathe.tracking.webhook import ADDRESS, post
@@ -32,6 +34,7 @@ from pipelines.arguments import takes_arguments
 from pipelines.forecast import Forecast
 from pipelines.inputs import (
     CACHE,
+    KEY,
     LOCK,
     RUN_LOG,
     SERVES,
@@ -89,7 +92,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     with (
         _locked(folder) as lock,
         (folder / RUN_LOG).open("a", encoding="utf-8") as full,
-        _worker(command, lock) as worker,
+        _worker(command, lock, _attested_by(folder)) as worker,
         closing(screen),
     ):
         assert worker.stdout is not None
@@ -160,14 +163,25 @@ def _locked(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
+def _attested_by(folder: Path) -> dict[str, str]:
+    """Environment of the steps: the run's name, and the key that they sign with, which is one of
+    this run's own unless the user has one."""
+    key = signing_key() or folder / KEY
+    if not key.exists() and key == folder / KEY:
+        generate(key)
+    return {SIGNING_KEY: str(key.absolute()), RUN: folder.name}
+
+
 @contextmanager
-def _worker(command: list[str], lock: int) -> Iterator[subprocess.Popen[str]]:
+def _worker(
+    command: list[str], lock: int, variables: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
     """Start the worker process in its own session, holding the lock as well. Leaving the block ends
     everything that it started, and the kernel kills it if this process is killed."""
     worker = subprocess.Popen(
         tied(command),
         # Otherwise a folder named lathe in the working directory would shadow the package.
-        env=os.environ | {"PYTHONSAFEPATH": "1"},
+        env=os.environ | variables | {"PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",

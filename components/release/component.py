@@ -13,6 +13,7 @@ def release(
     deployed: dsl.Input[dsl.Model],
     evaluation: dsl.Input[dsl.Dataset],
     data: dsl.Input[dsl.Dataset],
+    gate: dsl.Input[dsl.Artifact],
     verdict: dsl.Output[dsl.Artifact],
     released: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
@@ -27,6 +28,7 @@ def release(
         deployed: The rehearsal of the deployment, with the repository.
         evaluation: Of the model, whose figures the release keeps.
         data: Token data set that it was evaluated on.
+        gate: The verdict of the gate that let the model pass, for Production.require.
         cloze: LAMBADA-format file that it was evaluated on; the data set's when empty.
         verdict: JSON file: pass, fail or inconclusive beside the live release, with the intervals.
         released: JSON file: the release, its address, and the one that was live before; none where
@@ -41,9 +43,9 @@ def release(
     from lathe.production.succeed import succeed
 
     with stage(recipe, [*overrides, f"Production.releases={production}"], restarts=0) as settings:
-        folders = local(deployed, evaluation, data)
+        *folders, passed = local(deployed, evaluation, data, gate)
         examples = input_path(cloze) if cloze else None
-        made = succeed(settings, *folders, examples, Path(verdict.path))
+        made = succeed(settings, *folders, examples, Path(verdict.path), passed)
         if made:
             Path(released.path).write_text(made.to_json())
             record(made.acceptance, metrics, verdict, released)

@@ -41,7 +41,9 @@ def sign(
     ] = None,
     chain: Annotated[
         list[Path] | None,
-        typer.Option(help="A certificate between that and the root; may be repeated."),
+        typer.Option(
+            metavar="PATH", help="A certificate between that and the root; may be repeated."
+        ),
     ] = None,
 ) -> None:
     """Sign a folder, and the attestations in it that nobody has signed.
@@ -68,7 +70,7 @@ def verify(
     ] = False,
     root: Annotated[
         list[Path] | None,
-        typer.Option(help="A root certificate to trust; may be repeated."),
+        typer.Option(metavar="PATH", help="A root certificate to trust; may be repeated."),
     ] = None,
     identity: Annotated[
         str | None, typer.Option(help="Who signed with Sigstore, such as a mail address.")

@@ -28,6 +28,9 @@ def publish(
     evaluation: Annotated[
         Path | None, input_option("Folder of `lathe evaluate`, whose figures the release keeps.")
     ] = None,
+    gate: Annotated[
+        Path | None, input_option("Verdict of `lathe gate`, for Production.require.")
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
@@ -41,7 +44,7 @@ def publish(
     settings = load(recipe, override)
     from lathe.production.publish import publish_release
 
-    _show_live(publish_release(settings, deployed, evaluation))
+    _show_live(publish_release(settings, deployed, evaluation, gate))
 
 
 @release.command(epilog="Example: lathe release rollback -o Production.releases=s3://models/rel")
@@ -53,7 +56,7 @@ def rollback(
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
-    """Make an earlier release live again."""
+    """Make a release live again that was live before."""
     settings = load(recipe, override)
     from lathe.production.publish import roll_back
 

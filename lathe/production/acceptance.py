@@ -12,6 +12,7 @@ from lathe.errors import StageError
 from lathe.production.golden import Golden
 from lathe.production.malformed import refusals
 from lathe.production.release import Releases
+from lathe.provenance.policy import require
 from lathe.serve.client import Client
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
 from lathe.serve.server import ANY_PORTS, start
@@ -38,7 +39,8 @@ class Acceptance:
 
 def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
     """Fetch a release and serve it; it must answer its golden prompts, keep the latency limits of
-    `recipe.Production` under load, and refuse malformed requests.
+    `recipe.Production` under load, and refuse malformed requests. Before, the fetched bytes have to
+    meet `Production.require`.
 
     Raises:
         UserError: the store does not answer, or Triton is not installed.
@@ -47,6 +49,8 @@ def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
     golden = releases.golden(release)
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
         repository = releases.fetch(release, Path(scratch) / "repository")
+        settings = recipe.Production
+        require(repository, settings.require, [Path(key) for key in settings.keys])
         serving = recipe.Serving.model_copy(update=ANY_PORTS)
         with (
             start(repository, serving, Path(scratch) / "server") as server,

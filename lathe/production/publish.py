@@ -7,6 +7,8 @@ it again resumes.
 
 import json
 import logging
+import shutil
+import tempfile
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from lathe.artifacts.release import content_of
 from lathe.cluster.deployment import Deployment, has_cluster
 from lathe.cluster.rollout import roll
 from lathe.config.settings import ProductionSettings, Recipe
@@ -21,6 +24,8 @@ from lathe.errors import UserError
 from lathe.production.acceptance import Acceptance, accept
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
+from lathe.provenance.policy import require
+from lathe.provenance.step import attest, materials, now
 from lathe.serve.repository import remove_bytecode, require_whole
 from lathe.tracking.models import register_release
 
@@ -51,7 +56,9 @@ class Production:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = None) -> Production:
+def publish_release(
+    recipe: Recipe, deployed: Path, evaluation: Path | None = None, verdict: Path | None = None
+) -> Production:
     """Publish what `lathe deploy` rehearsed, test the published bytes, make them live, and register
     them where there is a model registry.
 
@@ -59,17 +66,22 @@ def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = No
         recipe: groups Production and Serving (the model's name).
         deployed: output of `lathe deploy`.
         evaluation: evaluation folder of the checkpoint, whose figures are kept with the release.
+        verdict: file of `lathe gate`, which the release's attestation refers to.
 
     Raises:
         UserError: the store, the cluster or a folder is not usable.
-        StageError: the release fails its tests or does not become ready; the previous one stays
-            live.
+        StageError: the release fails its tests or `Production.require`, or does not become ready;
+            the previous one stays live.
     """
     releases, deployment = releases_of(recipe), _deployment(recipe.Production)
     golden = golden_of(deployed, evaluation)
     require_whole(deployed / REPOSITORY)
     remove_bytecode(deployed / REPOSITORY)  # of a server that still runs on it
-    release = releases.publish(deployed / REPOSITORY, golden)
+    with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
+        folder = Path(scratch) / recipe.Serving.model_name
+        _compose(recipe, folder, deployed, evaluation, verdict)
+        _require(recipe.Production, folder)
+        release = releases.publish(folder, golden)
     acceptance = accept(releases, release, recipe)
     before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
     address = releases.address(release)
@@ -78,18 +90,19 @@ def publish_release(recipe: Recipe, deployed: Path, evaluation: Path | None = No
 
 
 def roll_back(recipe: Recipe, to: str | None = None) -> Production:
-    """Make the previous release live again, or any other in the store.
+    """Make the previous release live again, or any other that was live.
 
     Args:
         to: its digest or a prefix of it.
 
     Raises:
-        UserError: there is no such release.
-        StageError: it does not become ready; the live one stays live.
+        UserError: there is no such release, or it was never live.
+        StageError: it fails `Production.require` or does not become ready; the live one stays live.
     """
     releases, deployment = releases_of(recipe), _deployment(recipe.Production)
+    pointer = releases.pointer()
+    previous = pointer.previous
     if to is None:
-        previous = releases.pointer().previous
         if not previous:
             raise UserError(
                 f"{releases.root}: no release was live before the current one",
@@ -97,8 +110,33 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
             )
         to = previous[0].release
     release = releases.find(to)
+    if release not in {placed.release for placed in (pointer.live, *previous) if placed}:
+        raise UserError(
+            f"{releases.address(release)} was never live: it may never have been tested",
+            "publish it with `lathe release publish`, which tests it",
+        )
+    if recipe.Production.require:
+        with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
+            _require(recipe.Production, releases.fetch(release, Path(scratch) / "repository"))
     before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
     return Production(release, releases.address(release), before, deployment is not None)
+
+
+def _compose(
+    recipe: Recipe, folder: Path, deployed: Path, evaluation: Path | None, verdict: Path | None
+) -> None:
+    """Copy the files of a repository to a new folder, and attest and sign them as a release."""
+    started, repository = now(), deployed / REPOSITORY
+    for name in content_of(repository):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(repository / name, folder / name)
+    given = {"deployed": repository, "evaluation": evaluation, "verdict": verdict}
+    inputs = [pair for name, path in given.items() for pair in materials(name, path)]
+    attest("release", recipe, folder, inputs, {}, started, content_of(folder))
+
+
+def _require(settings: ProductionSettings, folder: Path) -> None:
+    require(folder, settings.require, [Path(key) for key in settings.keys])
 
 
 def releases_table(recipe: Recipe) -> Table:

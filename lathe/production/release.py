@@ -4,37 +4,36 @@
     complete RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts and the figures of its
     evaluation RELEASES/MODEL/production.json             the live release and earlier ones
 
-In the repository `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum` gives DIGEST.
+In the repository
+`find * -type f ! -name provenance.intoto.jsonl ! -name model.sig | LC_ALL=C sort | xargs sha256sum`
+lists the files, and the SHA-256 of this list is DIGEST.
 """
 
 import logging
-import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from lathe.artifacts.release import NAME, name_of
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.inputs import first_mistake
 from lathe.production.golden import Golden
 from lathe.storage import (
-    digest,
     exists,
     fetch,
     is_store,
     list_uris,
     read_text,
     replace_text,
-    sha256,
     upload,
     write_text,
 )
 
 log = logging.getLogger("lathe")
 
-NAME = re.compile(r"sha256-[0-9a-f]{64}")
 POINTER = "production.json"
 SHORT = len("sha256-") + 12
 
@@ -186,11 +185,3 @@ def releases_of(recipe: Recipe) -> Releases:
             "set -o Production.releases=s3://bucket/prefix, or file:///folder",
         )
     return Releases(f"{root.rstrip('/')}/{recipe.Serving.model_name}")
-
-
-def name_of(repository: Path) -> str:
-    """`sha256-` and the digest of a folder's file names and contents. Files whose name begins with
-    a dot are excluded: they belong to the store."""
-    files = (p for p in repository.rglob("*") if p.is_file() and not p.name.startswith("."))
-    names = sorted(p.relative_to(repository).as_posix() for p in files)
-    return "sha256-" + digest("".join(f"{sha256(repository / n)}  {n}\n" for n in names))

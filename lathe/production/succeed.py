@@ -17,6 +17,7 @@ def succeed(
     data: Path | None,
     cloze: Path | None,
     verdict: Path,
+    gate: Path | None = None,
 ) -> Production | None:
     """Measure the live release as the candidate was, and publish the candidate if the gate passes
     it; None where the live one stays.
@@ -26,6 +27,7 @@ def succeed(
         evaluation: the candidate's evaluation folder.
         data, cloze: what it was evaluated on.
         verdict: JSON file to write, as `lathe.evaluate.gate` does.
+        gate: the verdict that let the candidate come this far.
 
     Raises:
         UserError, StageError: as `challenge` and `publish_release`.
@@ -36,4 +38,4 @@ def succeed(
     if not result.passed:
         log.info("not released: the live model stays")
         return None
-    return publish_release(recipe, deployed, evaluation)
+    return publish_release(recipe, deployed, evaluation, gate)

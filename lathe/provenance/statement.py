@@ -64,12 +64,10 @@ class Parameters(Part):
     Attributes:
         step: verb of the command line.
         recipe: all settings.
-        arguments: other arguments of the stage that are plain values.
     """
 
     step: str
     recipe: dict[str, Any] = {}
-    arguments: dict[str, Any] = {}
 
 
 class BuildDefinition(Part):

@@ -75,8 +75,8 @@ def attested(
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             recipe, output = given.arguments["recipe"], given.arguments["output"]
-            started = _now()
-            found = [m for name in inputs for m in _materials(name, given.arguments[name])]
+            started = now()
+            found = [m for name in inputs for m in materials(name, given.arguments[name])]
             result = stage(*args, **kwargs)
             if output is not None:
                 place = Path(output) / below if below else Path(output)
@@ -96,13 +96,15 @@ def attest(
     inputs: Sequence[tuple[Resource, Path | None]],
     figures: Mapping[str, Mapping[str, Any]],
     started: str,
+    products: Mapping[str, str] | None = None,
 ) -> None:
     """Write the attestation of an output, and sign it if there is a key.
 
     Args:
         inputs: each with the folder or file whose attestations are carried on.
+        products: SHA-256 of the output's files by name, for a folder without a metadata file.
     """
-    key, products = signing_key(), _products(output)
+    key, products = signing_key(), products or _products(output)
     if products is None:
         return
     existing = bundle.read(output)
@@ -116,7 +118,7 @@ def attest(
         own = seal(statement, load_signer(key) if key else None, str(output))
         attestations = bundle.merged(own, [path for _, path in inputs if path])
     _write(output, attestations)
-    if key and kind_of(output) in SIGNED:
+    if key and output.is_dir() and kind_of(output) in (*SIGNED, None):
         sign_model(output, Signer(key))
 
 
@@ -177,7 +179,7 @@ def _statement(
                 metadata=Run(
                     invocation_id=os.environ.get(surroundings.RUN),
                     started_on=started,
-                    finished_on=_now(),
+                    finished_on=now(),
                 ),
                 byproducts=[Resource(name=n, annotations=dict(v)) for n, v in figures.items()],
             ),
@@ -185,11 +187,11 @@ def _statement(
     )
 
 
-def _materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
+def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
     """What an argument of a stage refers to, and where its attestations are."""
     if isinstance(value, list | tuple):
         for item in value:
-            yield from _materials(name, item[1] if isinstance(item, tuple) else item)
+            yield from materials(name, item[1] if isinstance(item, tuple) else item)
     elif value and Path(value).exists():
         path = Path(value)
         yield material(name, path), path if _has_attestations(path) else None
@@ -247,5 +249,6 @@ def _is_verdict(path: Path) -> bool:
         return False
 
 
-def _now() -> str:
+def now() -> str:
+    """The time, in UTC."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

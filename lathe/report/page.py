@@ -24,6 +24,7 @@ from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
 from lathe.report.achieved import find_achieved
+from lathe.report.chain import chain_of
 from lathe.report.figures import Measure, comparison
 from lathe.report.summary import (
     Candidate,
@@ -78,6 +79,7 @@ def report(
         engines=_engines(candidates, sensitivity),
         recipes=_recipes(candidates),
         digests=_digests(candidates),
+        chain=chain_of(_attested(candidates, deployed)),
     )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")
@@ -171,6 +173,12 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
         found.append(("analyze", analysis.get("engine", "torch")))
     return found
+
+
+def _attested(candidates: Sequence[Candidate], deployed: Path | None) -> Path:
+    """The folder with the longest history: the deployment, or the last candidate."""
+    last = candidates[-1]
+    return deployed / "repository" if deployed else last.exported or last.model
 
 
 def _recipes(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:

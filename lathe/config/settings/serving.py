@@ -127,5 +127,12 @@ class ProductionSettings(Settings):
     kube context, or `lathe` if that names none."""
     deployment: KubernetesName | None = "lathe-serve"
     """Kubernetes Deployment to roll to a new release; null rolls none."""
+    require: list[Literal["signature", "chain", "gate", "proof"]] = Field(default=[])
+    """What a release must show before it is published, rolled back to, or served. `signature`: its
+    files are those that were signed. `chain`: every step since the corpus is attested and signed.
+    `gate`: the gate let its model pass. `proof`: its graph computes what the checkpoint does."""
+    keys: list[str] = Field(default=[])
+    """Files of the public keys that signatures and attestations are verified with; any of them may
+    have signed."""
     rollout_seconds: Seconds = 900.0
     """Longest time for a rollout, in seconds, after which the previous release is restored."""

@@ -1,0 +1,1 @@
+from tests.support.attested import made, made_once  # noqa: F401

@@ -1,0 +1,164 @@
+"""A chain of steps is verified back to the corpus; a missing, altered or forged part is an error."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from in_toto_attestation.v1 import statement as in_toto
+from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
+from securesystemslib.dsse import Envelope
+from securesystemslib.signer import CryptoSigner
+
+from lathe.errors import UserError
+from lathe.provenance.chain import family_tree, verify_chain
+from lathe.provenance.keys import generate, load_private, load_verifier
+from lathe.storage.attested import ATTESTATIONS
+from tests.support.attested import Made
+
+Lines = list[dict[str, object]]
+
+
+def statements(folder: Path) -> list[dict[str, object]]:
+    lines = (folder / ATTESTATIONS).read_text().splitlines()
+    return [json.loads(base64.b64decode(json.loads(line)["payload"])) for line in lines]
+
+
+def change(folder: Path, how: Callable[[Lines], Lines]) -> None:
+    path = folder / ATTESTATIONS
+    lines = how([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_it_leads_from_the_export_to_the_corpus(made: Made) -> None:
+    chain = verify_chain(made.onnx, [made.public])
+    assert [step.statement.step for step in chain.walk()] == ["export", "pretrain", "prepare"]
+    *_, first = chain.walk()
+    ((corpus, before),) = first.made_by
+    assert before is None and corpus.kind == "corpus"
+    digest = hashlib.sha256(made.corpus_bytes).hexdigest()
+    assert (corpus.annotations or {})["file_sha256"] == digest
+    text = json.loads((made.data / "data.json").read_text())["made_from"]["text_sha256"]
+    assert corpus.sha256 == text
+    from rich.console import Console
+
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(family_tree(chain))
+    assert "data: prepare" in shown.get() and "corpus: corpus corpus.txt" in shown.get()
+
+
+def test_a_verdict_leads_to_both_models(made: Made) -> None:
+    chain = verify_chain(made.folder / "verdict.json", [made.public])
+    steps = [step.statement.step for step in chain.walk()]
+    assert sorted(steps) == ["evaluate", "evaluate", "gate", "prepare", "pretrain", "pretrain"]
+    assert chain.statement.result("verdict") == {"verdict": "pass", "passed": True}
+
+
+def test_every_statement_is_one_of_in_toto(made: Made) -> None:
+    for values in statements(made.onnx):
+        subjects = values["subject"]
+        assert isinstance(subjects, list)
+        descriptors = [ResourceDescriptor(name=s["name"], digest=s["digest"]).pb for s in subjects]
+        statement = in_toto.Statement(descriptors, values["predicateType"], values["predicate"])
+        statement.validate()
+        assert values["predicateType"] == "https://slsa.dev/provenance/v1"
+
+
+def test_another_library_verifies_the_signatures(made: Made) -> None:
+    """With cryptography alone: the signature is of DSSE's pre-authentication encoding."""
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    public = load_private(made.folder / "key.pem").public_key()
+    for line in (made.onnx / ATTESTATIONS).read_text().splitlines():
+        envelope = json.loads(line)
+        payload, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"].encode()
+        encoded = b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+        (signature,) = envelope["signatures"]
+        public.verify(base64.b64decode(signature["sig"]), encoded, ec.ECDSA(hashes.SHA256()))
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json", "export.json"])
+def test_a_changed_file_is_named(made: Made, name: str) -> None:
+    path = made.onnx / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{name} is not what `export` attested"):
+        verify_chain(made.onnx, [made.public])
+
+
+def test_a_missing_file_is_named(made: Made) -> None:
+    (made.onnx / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        verify_chain(made.onnx, [made.public])
+
+
+def test_a_stripped_attestation_is_an_error(made: Made) -> None:
+    change(made.onnx, lambda lines: [lines[0], *lines[2:]])
+    with pytest.raises(UserError, match=r"of `(export|pretrain)` \(\w{12}\) has no attestation"):
+        verify_chain(made.onnx, [made.public])
+    (made.onnx / ATTESTATIONS).unlink()
+    with pytest.raises(UserError, match="no attestations"):
+        verify_chain(made.onnx, [made.public])
+
+
+def test_a_stripped_signature_is_an_error(made: Made) -> None:
+    change(made.onnx, lambda lines: [{**line, "signatures": []} for line in lines])
+    with pytest.raises(UserError, match="line 1: not signed"):
+        verify_chain(made.onnx, [made.public])
+
+
+def test_an_altered_statement_is_an_error(made: Made) -> None:
+    def faster(lines: Lines) -> Lines:
+        payload = base64.b64decode(str(lines[1]["payload"]))
+        altered = payload.replace(b'"seed":1', b'"seed":2').replace(b'"step":"', b'"step":"x')
+        return [lines[0], {**lines[1], "payload": base64.b64encode(altered).decode()}, *lines[2:]]
+
+    change(made.onnx, faster)
+    with pytest.raises(UserError, match="line 2: not by a key that you trust"):
+        verify_chain(made.onnx, [made.public])
+
+
+def test_the_signature_of_another_key_is_an_error(made: Made, tmp_path: Path) -> None:
+    public = generate(tmp_path / "mallory.pem")
+    with pytest.raises(UserError, match="not by a key that you trust"):
+        verify_chain(made.onnx, [public])
+    verify_chain(made.onnx, [public, made.public])  # one of them is enough
+
+    def forged(lines: Lines) -> Lines:
+        envelope = Envelope.from_dict(dict(lines[-1]))
+        envelope.signatures.clear()
+        envelope.sign(CryptoSigner(load_private(tmp_path / "mallory.pem")))
+        signature = envelope.to_dict()["signatures"][0]
+        signature["keyid"] = load_verifier(made.public).keyid
+        return [*lines[:-1], {**envelope.to_dict(), "signatures": [signature]}]
+
+    change(made.onnx, forged)
+    with pytest.raises(UserError, match="not by a key that you trust"):
+        verify_chain(made.onnx, [made.public])
+
+
+def test_the_attestations_of_another_model_are_an_error(made: Made) -> None:
+    (made.dense / ATTESTATIONS).rename(made.other / ATTESTATIONS)
+    with pytest.raises(UserError, match="is not what `pretrain` attested"):
+        verify_chain(made.other, [made.public])
+
+
+def test_a_changed_verdict_is_an_error(made: Made) -> None:
+    path = made.folder / "verdict.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "reasons": ["looks fine"]}))
+    with pytest.raises(UserError, match="is not what `gate` attested"):
+        verify_chain(path, [made.public])
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", "not json", '{"payload": "", "payloadType": "x"}'])
+def test_a_broken_line_is_one_error(made: Made, text: str) -> None:
+    path = made.onnx / ATTESTATIONS
+    path.write_text(f"{text}\n{path.read_text()}")
+    with pytest.raises(UserError, match="line 1: not"):
+        verify_chain(made.onnx, [made.public])

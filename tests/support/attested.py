@@ -1,0 +1,72 @@
+"""A small chain of real steps, from a corpus to an export that passed the gate, signed."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.prepare import prepare
+from lathe.data.sources import documents
+from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.gate import gate
+from lathe.export.export import export
+from lathe.provenance.keys import SIGNING_KEY, generate
+from lathe.train.pretrain import pretrain
+from tests.support.small_run import SMALL
+
+OVERRIDES = [
+    *SMALL,
+    *("Engine.max_steps=2", "Prepare.vocab_size=300", "Prepare.cloze_examples=20"),
+    *("Export.prompts=2", "Export.new_tokens=4", "Serving.threads=1"),
+    *("Gate.max_perplexity_increase=10.0", "Gate.max_accuracy_drop=1.0"),
+]
+
+
+@dataclass(frozen=True)
+class Made:
+    """Where the outputs of the steps are."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def public(self) -> Path:
+        return self.folder / "key.pub"
+
+    @property
+    def corpus_bytes(self) -> bytes:
+        return (self.folder / "corpus.txt").read_bytes()
+
+    def __getattr__(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    folder = tmp_path_factory.mktemp("attested")
+    recipe = load_recipe("tiny", OVERRIDES)
+    generate(folder / "key.pem")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIGNING_KEY, str(folder / "key.pem"))
+        text = "\n\n".join(islice(documents("python", "text"), 40))
+        (folder / "corpus.txt").write_text(text, encoding="utf-8")
+        data = folder / "data"
+        prepare(recipe, data, str(folder / "corpus.txt"))
+        for name in ("dense", "other"):
+            pretrain(recipe, data, folder / name)
+            evaluate(recipe, folder / name, folder / f"{name}-eval", data)
+        gate(recipe, folder / "dense-eval", folder / "other-eval", folder / "verdict.json")
+        export(recipe, folder / "other", data, folder / "onnx")
+        yield Made(folder, recipe)
+
+
+@pytest.fixture
+def made(made_once: Made, tmp_path: Path) -> Made:
+    """A copy that a test may change."""
+    shutil.copytree(made_once.folder, tmp_path / "made")
+    return Made(tmp_path / "made", made_once.recipe)
