@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from model_signing import hashing, signing, verifying
 
 SHOWN = 3
+MISMATCH = "Signature mismatch"
+"""Begins the library's message about files that differ from those that a valid signature lists."""
+
 HINT = "get the folder again from where it was signed"
 
 
@@ -115,6 +118,7 @@ def verify(folder: Path, trust: Trust) -> int:
             return len(_resources(path))
         except Exception as error:  # the library raises whatever its parsers and OpenSSL raise
             failures.append(error)
+    failures.sort(key=lambda error: not str(error).startswith(MISMATCH))
     raise UserError(f"{folder}: {_reason(folder, path, failures[0])}", HINT)
 
 
@@ -131,16 +135,17 @@ def _password() -> Any:
 
 
 def _reason(folder: Path, signature: Path, error: Exception) -> str:
-    """What is wrong: the files, where they differ from the (untrusted) list in the signature."""
-    try:
+    """What is wrong: the files, where a sound signature lists others."""
+    if str(error).startswith(MISMATCH):
         wrong = list(_differences(folder, signature))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        return f"not what was signed: {', '.join(wrong[:SHOWN])}{more}"
+    try:
+        _resources(signature)
+    except (ValueError, KeyError, TypeError):
         return f"{SIGNATURE} is damaged"
-    if not wrong:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"{SIGNATURE} is not by whom you trust, or is damaged ({text})"
-    more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    return f"not what was signed: {', '.join(wrong[:SHOWN])}{more}"
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"{SIGNATURE} is not by whom you trust, or is damaged ({text})"
 
 
 def _differences(folder: Path, signature: Path) -> Iterator[str]:
