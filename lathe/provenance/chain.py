@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MADE = {*(kind.name for kind in KINDS), VERDICT}
 """Kinds of materials that only a step can have made, which therefore need an attestation."""
 
+METADATA_FILES = {kind.metadata_file for kind in KINDS}
 SHORT = 12  # hex digits that are shown of a digest
 HINT = "get the folder again, or make it again from attested inputs"
 
@@ -85,13 +86,16 @@ def recorded_chain(folder: Path) -> Step | None:
 
 
 class _Chain:
-    """Attestations by the digests of what they attest."""
+    """Attestations by the digest that identifies what they attest: its metadata file's, or that of
+    an output that is one file."""
 
     def __init__(self, attestations: Sequence[Attestation]) -> None:
         self.by_digest: dict[str, Attestation] = {}
         for attestation in attestations:
-            for found in attestation.statement.products.values():
-                self.by_digest.setdefault(found, attestation)
+            products = attestation.statement.products
+            for name, found in products.items():
+                if name in METADATA_FILES or len(products) == 1:
+                    self.by_digest.setdefault(found, attestation)
         self.steps: dict[str, Step] = {}
 
     def step(self, attestation: Attestation, behind: tuple[str, ...]) -> Step:

@@ -1,4 +1,4 @@
-"""A chain of steps is verified back to the corpus; a missing, altered or forged part is an error."""
+"""A chain is verified back to the corpus; a missing, altered or forged part is an error."""
 
 import base64
 import hashlib

@@ -57,11 +57,13 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         (folder / "corpus.txt").write_text(text, encoding="utf-8")
         data = folder / "data"
         prepare(recipe, data, str(folder / "corpus.txt"))
-        for name in ("dense", "other"):
-            pretrain(recipe, data, folder / name)
+        for name, seed in (("dense", 1), ("other", 2)):
+            own = recipe.Global.model_copy(update={"seed": seed})
+            pretrain(recipe.model_copy(update={"Global": own}), data, folder / name)
             evaluate(recipe, folder / name, folder / f"{name}-eval", data)
         gate(recipe, folder / "dense-eval", folder / "other-eval", folder / "verdict.json")
         export(recipe, folder / "other", data, folder / "onnx")
+        export(recipe, folder / "dense", data, folder / "dense_onnx")
         yield Made(folder, recipe)
 
 

@@ -1,0 +1,251 @@
+"""A release that lacks what `Production.require` asks for never reaches a ready server."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lathe.artifacts.release import name_of
+from lathe.config.settings import ProductionSettings, Recipe, ServingSettings
+from lathe.errors import StageError, UserError
+from lathe.evaluate.gate import gate
+from lathe.production.deploy import deploy
+from lathe.production.publish import publish_release, roll_back
+from lathe.production.release import releases_of
+from lathe.provenance.__main__ import KEYS, REQUIRE, admit
+from lathe.provenance.keys import SIGNING_KEY, generate
+from lathe.provenance.policy import REQUIREMENTS, require
+from lathe.provenance.signature import Signer, sign
+from lathe.serve.environment import find_environment
+from lathe.serve.server import ANY_PORTS
+from lathe.storage import upload
+from lathe.storage.attested import ATTESTATIONS, SIGNATURE
+from tests.support.attested import Made
+
+pytestmark = pytest.mark.usefixtures("no_cluster")
+
+
+@pytest.fixture(scope="module")
+def made_release(
+    made_once: Made, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Made, Recipe, Path]]:
+    """A deployment, the recipe of its production, and the folder of its published release."""
+    try:
+        find_environment()
+    except UserError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("release")
+    made = Made(folder / "made", made_once.recipe)
+    shutil.copytree(made_once.folder, made.folder)
+    production = ProductionSettings(
+        releases=f"file://{folder}/releases",
+        burst_seconds=0.3,
+        burst_clients=2,
+        require=list(REQUIREMENTS),
+        keys=[str(made.public)],
+    )
+    serving = ServingSettings(**ANY_PORTS, threads=1)
+    recipe = made.recipe.model_copy(update={"Production": production, "Serving": serving})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
+        patch.delenv("KUBECONFIG", raising=False)
+        deploy(recipe, made.onnx, made.other, made.deployed, made.data)
+        live = publish_release(recipe, made.deployed, None, made.folder / "verdict.json")
+    yield made, recipe, folder / "releases" / "gpt" / live.release
+
+
+@pytest.fixture
+def release(made_release: tuple[Made, Recipe, Path], tmp_path: Path) -> Path:
+    """A copy of the release that a test may change; the name of a release is its digest."""
+    published = made_release[2]
+    return Path(shutil.copytree(published, tmp_path / "store" / published.name))
+
+
+@pytest.fixture
+def keys(made_release: tuple[Made, Recipe, Path]) -> list[Path]:
+    return [made_release[0].public]
+
+
+@pytest.fixture
+def pod(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the pod's first container."""
+    monkeypatch.setenv(REQUIRE, ",".join(REQUIREMENTS))
+    monkeypatch.setenv(KEYS, str(keys[0].parent))
+
+
+def put(release: Path, tmp_path: Path) -> str:
+    """Publish a tampered release with a manifest that agrees with it."""
+    (release / ".lathe.json").unlink(missing_ok=True)
+    uri = f"file://{tmp_path}/elsewhere/{release.name}/"
+    upload(release, uri)
+    return uri
+
+
+def test_a_release_that_shows_everything_is_served(
+    release: Path, keys: list[Path], pod: None, tmp_path: Path
+) -> None:
+    require(release, REQUIREMENTS, keys)
+    uri = put(release, tmp_path)
+    assert name_of(admit(uri, tmp_path / "models" / "release")) == release.name
+    admit(uri, tmp_path / "models" / "release")  # the container is restarted
+
+
+def test_a_flipped_byte_in_any_file_is_refused(
+    release: Path, keys: list[Path], tmp_path: Path, pod: None
+) -> None:
+    files = [p for p in release.rglob("*") if p.is_file() and p.name != ".lathe.json"]
+    assert len(files) >= 9
+    for path in files:
+        original = path.read_bytes()
+        for at in sorted({0, len(original) // 3, len(original) // 2, len(original) - 2}):
+            changed = bytearray(original)
+            changed[at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises((StageError, UserError)):
+                require(release, REQUIREMENTS, keys)
+        path.write_bytes(original)
+    require(release, REQUIREMENTS, keys)
+    (release / "gpt" / "config.pbtxt").write_text("other")
+    with pytest.raises(StageError, match="does not match the digest in its name"):
+        admit(put(release, tmp_path), tmp_path / "models" / "release")
+    assert not (tmp_path / "models" / "release").exists()
+
+
+def test_a_file_that_was_added_is_refused(release: Path, keys: list[Path]) -> None:
+    (release / "gpt" / "1" / "sitecustomize.py").write_text("print('hello')")
+    with pytest.raises(StageError, match=r"\(signature\).*sitecustomize\.py was added"):
+        require(release, REQUIREMENTS, keys)
+
+
+def test_stripped_of_its_attestations(release: Path, keys: list[Path]) -> None:
+    (release / ATTESTATIONS).unlink()
+    with pytest.raises(StageError, match=r"\(signature\).*provenance\.intoto\.jsonl is missing"):
+        require(release, REQUIREMENTS, keys)
+    with pytest.raises(StageError, match=r"\(chain\).*no attestations"):
+        require(release, ["gate"], keys)
+    (release / SIGNATURE).unlink()
+    with pytest.raises(StageError, match="not signed"):
+        require(release, ["signature"], keys)
+
+
+def test_signed_by_another_key(release: Path, keys: list[Path], tmp_path: Path) -> None:
+    generate(tmp_path / "mallory.pem")
+    sign(release, Signer(tmp_path / "mallory.pem"))
+    with pytest.raises(StageError, match="not by whom you trust"):
+        require(release, REQUIREMENTS, keys)
+    with pytest.raises(StageError, match=r"\(chain\)"):  # but the history is not hers
+        require(release, REQUIREMENTS, [tmp_path / "mallory.pub"])
+
+
+def test_a_valid_file_of_another_release(
+    release: Path, made_release: tuple[Made, Recipe, Path], keys: list[Path]
+) -> None:
+    """Everything of an export that is signed itself, in place of the release's own."""
+    made, _, _ = made_release
+    for name in ("model.onnx", "config.json", "export.json"):
+        shutil.copyfile(made.dense_onnx / name, release / "gpt" / "1" / name)
+    with pytest.raises(StageError, match="was changed"):
+        require(release, REQUIREMENTS, keys)
+    for name in (ATTESTATIONS, SIGNATURE):
+        shutil.copyfile(made.dense_onnx / name, release / name)
+    with pytest.raises(StageError, match="not what was signed"):
+        require(release, REQUIREMENTS, keys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"max_perplexity_increase": 0.0, "on_inconclusive": "stop"}, "did not let this model"),
+        (None, "no verdict of `lathe gate`"),
+    ],
+)
+def test_what_did_not_pass_the_gate_is_not_published(
+    made_release: tuple[Made, Recipe, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object] | None,
+    reason: str,
+) -> None:
+    made, recipe, _ = made_release
+    monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
+    verdict = None
+    if settings is not None:
+        verdict = tmp_path / "verdict.json"
+        strict = recipe.model_copy(update={"Gate": recipe.Gate.model_copy(update=settings)})
+        evaluations = (made.folder / f"{name}-eval" for name in ("dense", "other"))
+        assert not gate(strict, *evaluations, verdict).passed
+    with pytest.raises(StageError, match=rf"refused by Production\.require \(gate\).*{reason}"):
+        publish_release(recipe, made.deployed, None, verdict)
+
+
+def test_the_verdict_on_another_model_does_not_count(
+    made_release: tuple[Made, Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, recipe, _ = made_release
+    monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
+    dense = made.folder / "dense-eval"
+    assert gate(recipe, dense, dense, tmp_path / "verdict.json").passed
+    with pytest.raises(StageError, match="about another model"):
+        publish_release(recipe, made.deployed, None, tmp_path / "verdict.json")
+
+
+def test_a_release_that_was_never_live_is_no_way_back(
+    made_release: tuple[Made, Recipe, Path], tmp_path: Path
+) -> None:
+    _, recipe, published = made_release
+    releases = releases_of(recipe)
+    other = tmp_path / "other"
+    shutil.copytree(published, other)
+    (other / "gpt" / "config.pbtxt").write_text("# never tested\n")
+    (other / ".lathe.json").unlink(missing_ok=True)
+    name = releases.publish(other, releases.golden(published.name))
+    with pytest.raises(UserError, match="was never live"):
+        roll_back(recipe, name)
+    assert roll_back(recipe, published.name).release == published.name
+
+
+def test_the_tampered_live_release_is_not_rolled_back_to(
+    made_release: tuple[Made, Recipe, Path], tmp_path: Path
+) -> None:
+    _, recipe, published = made_release
+    root = tmp_path / "releases"
+    shutil.copytree(published.parents[1], root)
+    production = recipe.Production.model_copy(update={"releases": f"file://{root}"})
+    own = recipe.model_copy(update={"Production": production})
+    signature = root / "gpt" / published.name / SIGNATURE
+    signature.write_text(json.dumps({**json.loads(signature.read_text()), "mediaType": "x"}))
+    with pytest.raises((StageError, UserError)):
+        roll_back(own, published.name)
+
+
+def test_no_key_and_no_such_requirement(release: Path, keys: list[Path]) -> None:
+    with pytest.raises(UserError, match="no key to verify with"):
+        require(release, ["signature"], [])
+    with pytest.raises(UserError, match=r"Production\.require: magic"):
+        require(release, ["magic"], keys)
+    require(release, [], [])
+
+
+def test_the_pod_starts_it_with_what_the_server_has(
+    release: Path, keys: list[Path], tmp_path: Path
+) -> None:
+    uri = put(release, tmp_path)
+    root = Path(__file__).resolve().parents[2]
+    variables = {"PYTHONPATH": str(root), "HOME": str(tmp_path), KEYS: str(keys[0].parent)}
+    variables[REQUIRE] = "signature,chain,gate,proof"
+    command = [find_environment().python, "-m", "lathe.provenance", "fetch", uri]
+    command.append(str(tmp_path / "models" / "release"))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (keys_elsewhere := tmp_path / "keys").mkdir()
+    generate(keys_elsewhere / "mallory.pem")
+    command[-1] += "-again"
+    refused = subprocess.run(
+        command, env=variables | {KEYS: str(keys_elsewhere)}, capture_output=True, text=True
+    )
+    assert refused.returncode == 1
+    assert "refused by Production.require (signature)" in refused.stderr
+    assert not Path(command[-1]).exists()
