@@ -21,7 +21,7 @@ class Part(BaseModel):
     """Base class of the parts of a statement, whose keys are written in camel case."""
 
     model_config = ConfigDict(
-        extra="forbid", alias_generator=to_camel, populate_by_name=True, serialize_by_alias=True
+        extra="ignore", alias_generator=to_camel, populate_by_name=True, serialize_by_alias=True
     )
 
 
@@ -153,5 +153,5 @@ class Statement(Part):
         return self.model_dump_json(exclude_none=True).encode()
 
 
-ENVIRONMENT = ("source code", "libraries", "lock file", "image", "pipeline")
+ENVIRONMENT = ("source code", "libraries", "lock file", "image")
 """Kinds of dependencies that are not inputs."""

@@ -177,7 +177,7 @@ def _statement(
             run_details=RunDetails(
                 builder=surroundings.builder(),
                 metadata=Run(
-                    invocation_id=os.environ.get(surroundings.RUN),
+                    invocation_id=surroundings.run(),
                     started_on=started,
                     finished_on=now(),
                 ),

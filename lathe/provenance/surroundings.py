@@ -24,10 +24,8 @@ IMAGE = "LATHE_IMAGE"
 """Environment variable in pods: the image that the step was to run in."""
 
 RUN = "LATHE_RUN"
-"""Environment variable: the run of a pipeline that the step belongs to."""
-
-SPEC = "LATHE_PIPELINE_SHA256"
-"""Environment variable: the digest of the pipeline's specification."""
+"""Environment variable: the run of a pipeline that the step belongs to; on a cluster it is
+KFP_RUN_ID."""
 
 
 def dependencies() -> list[Resource]:
@@ -51,9 +49,6 @@ def dependencies() -> list[Resource]:
         name, _, own_digest = image.partition("@sha256:")
         given = Digests(sha256=own_digest) if own_digest else None
         found.append(Resource(name=name, digest=given, annotations={"kind": "image"}))
-    if spec := os.environ.get(SPEC):
-        own = Digests(sha256=spec)
-        found.append(Resource(name="pipeline", digest=own, annotations={"kind": "pipeline"}))
     return found
 
 
@@ -71,6 +66,11 @@ def machine() -> dict[str, Any]:
         if torch.cuda.is_available():
             values["gpu"] = torch.cuda.get_device_name()
     return values
+
+
+def run() -> str | None:
+    """The run of a pipeline that the step belongs to."""
+    return os.environ.get(RUN) or os.environ.get("KFP_RUN_ID")
 
 
 def builder() -> Builder:
