@@ -61,7 +61,7 @@ def quantize(
             whole.config = whole.config.with_quantization(plan_now)
 
         return TrainingJob(
-            "quantize", trainable, start.tokenizer, start.digest, after_step, before_save
+            "quantize", trainable, start.tokenizer, model, after_step, before_save
         )
 
     sources = [model, sensitivity] if sensitivity else [model]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lathe.artifacts.origin import Ancestor, Origin
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
@@ -18,7 +19,7 @@ from tests.conftest import small_config
 
 @pytest.fixture
 def folder(tmp_path: Path, small_gpt: GPT, byte_tokenizer: Tokenizer) -> Path:
-    save_checkpoint(tmp_path / "m", small_gpt, byte_tokenizer, "pretrain", Recipe(), "abc")
+    save_checkpoint(tmp_path / "m", small_gpt, byte_tokenizer, "pretrain", Recipe(), ORIGIN)
     return tmp_path / "m"
 
 
@@ -30,15 +31,19 @@ def hf_folder(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
     return tmp_path / "hf"
 
 
+ORIGIN = Origin(ancestors=[Ancestor(sha256=64 * "a", stage="pretrain", step=7)])
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def test_what_was_saved_is_told(folder: Path) -> None:
     meta = load_checkpoint(folder).meta
-    assert (meta["stage"], meta["parent"]) == ("pretrain", "abc")
+    assert (meta["stage"], meta["parent"]) == ("pretrain", ORIGIN.parent)
     assert meta["n_params"] == small_config().n_params()
-    assert set(meta["files"]) == {"model.safetensors", "config.json", "tokenizer.json"}
+    names = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    assert set(meta["files"]) == names
     assert {p.name for p in folder.iterdir()} == {*meta["files"], "lathe.json"}
 
 
