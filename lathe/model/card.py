@@ -24,6 +24,7 @@ README = "README.md"
 CARD = FileKind("a model card", is_sealed)
 TEMPLATE = "model/card.md.j2"
 TASK = "text-generation"
+HUB = "hf://"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 
@@ -51,6 +52,7 @@ def card_values(
     return {
         "front": write(front_matter(config, meta, origin)),
         "name": name or model_name(meta),
+        "served": model_name(meta),
         "version": meta.get("lathe"),
         "card": card,
         "config": config,
@@ -79,7 +81,8 @@ def model_name(meta: Mapping[str, Any]) -> str:
 def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     """The metadata of a card, as https://huggingface.co/docs/hub/model-cards defines it."""
     card = settings_of(meta)
-    hub = [c.source.removeprefix("hf://") for c in _corpora(origin) if _is_hub(c.source)]
+    sources = [corpus.source or "" for corpus in _corpora(origin)]
+    hub = [s.removeprefix(HUB).split(":")[0] for s in sources if s.startswith(HUB)]
     known = {
         **_license(card.license),
         "language": [card.language] if card.language else None,
@@ -192,7 +195,11 @@ def _linears(names: Iterable[str], n_layer: int) -> str:
             for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])
         ]
         shown = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
-        where = "all blocks" if len(found) == n_layer else f"block{'s' if len(found) > 1 else ''} {shown}"
+        where = (
+            "all blocks"
+            if len(found) == n_layer
+            else f"block{'s' if len(found) > 1 else ''} {shown}"
+        )
         parts.append(f"{linear} ({where})" if found else linear)
     return ", ".join(parts)
 
@@ -215,7 +222,3 @@ def _tags(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
 
 def _corpora(origin: Origin) -> list[Corpus]:
     return origin.data.corpora if origin.data else []
-
-
-def _is_hub(source: str | None) -> bool:
-    return source is not None and source.startswith("hf://")
