@@ -1,5 +1,6 @@
 """The bill of materials of a model: CycloneDX 1.6 with a model card (ML-BOM)."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -57,7 +58,6 @@ def _model(evidence: Evidence, card: CardSettings) -> Component:
                 hashes=[sha256_hash(graph)],
             )
         )
-    ancestors = [_ancestor(x, i) for i, x in enumerate(evidence.origin.ancestors, 1)]
     return Component(
         name=evidence.name,
         version=evidence.digest[:12],
@@ -67,7 +67,7 @@ def _model(evidence: Evidence, card: CardSettings) -> Component:
         licenses=licenses(card.license),
         authors=[OrganizationalContact(name=card.contact)] if card.contact else None,
         components=files,
-        pedigree=Pedigree(ancestors=ancestors) if ancestors else None,
+        pedigree=_pedigree(evidence.origin.ancestors),
         properties=properties(_facts(evidence)),
     )
 
@@ -104,15 +104,21 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
     return facts
 
 
-def _ancestor(ancestor: Ancestor, i: int) -> Component:
-    return Component(
+def _pedigree(ancestors: Sequence[Ancestor]) -> Pedigree | None:
+    """The nearest ancestor, which has the others in its own pedigree."""
+    if not ancestors:
+        return None
+    ancestor, *others = ancestors
+    component = Component(
         name=ancestor.hub or ancestor.stage or "not stated",
         version=ancestor.revision or ancestor.sha256[:12],
         type=ComponentType.MACHINE_LEARNING_MODEL,
-        bom_ref=f"ancestor:{i}",
+        bom_ref=f"ancestor:{ancestor.sha256[:12]}",
         hashes=[sha256_hash(ancestor.sha256)],
         properties=properties({"stage": ancestor.stage, "training-steps": ancestor.step}),
+        pedigree=_pedigree(others),
     )
+    return Pedigree(ancestors=[component])
 
 
 def _corpus(corpus: Corpus, ref: str) -> Component:
