@@ -10,6 +10,7 @@ from lathe.cli.app import app
 from lathe.cli.options import (
     RUN,
     Overrides,
+    RecipeName,
     input_argument,
     input_option,
     load,
@@ -33,10 +34,6 @@ Corpus = Annotated[
     Path | None,
     input_option("Training data of a checkpoint that does not say it (HF, earlier versions)."),
 ]
-GivenRecipe = Annotated[
-    str | None,
-    typer.Option("--recipe", "-r", help="Its group Card replaces that of the training's recipe."),
-]
 Timestamp = Annotated[
     datetime | None,
     typer.Option(
@@ -54,14 +51,15 @@ def card(
     gate: Gate = None,
     export: Exported = None,
     data: Corpus = None,
-    recipe: GivenRecipe = None,
+    recipe: RecipeName = "base",
     override: Overrides = None,
     output: Annotated[Path, output_option("Markdown file to write.")] = RUN / "README.md",
 ) -> None:
     """Write a model card: README.md with Hugging Face's metadata, figures and limits.
 
     Every checkpoint has one already, without figures. What cannot be measured, such as the licence
-    and the intended use, is in the recipe's group Card.
+    and the intended use, is in the group Card of the recipe that it was trained with; keys of that
+    group that are given here replace those.
     """
     evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
     from lathe.cards.card import model_card
@@ -79,7 +77,7 @@ def bom(
     gate: Gate = None,
     export: Exported = None,
     data: Corpus = None,
-    recipe: GivenRecipe = None,
+    recipe: RecipeName = "base",
     override: Overrides = None,
     timestamp: Timestamp = None,
     output: Annotated[Path, output_option("JSON file to write.")] = RUN / "bom.cdx.json",
@@ -130,10 +128,10 @@ def _evidence(
     gate: Path | None,
     export: Path | None,
     data: Path | None,
-    recipe: str | None,
+    recipe: str,
     override: list[str] | None,
 ) -> "Evidence":
-    settings = load(recipe or "base", override)
+    settings = load(recipe, override)
     from lathe.cards.evidence import read_evidence
 
     stated = settings.Card.model_dump(exclude_unset=True)

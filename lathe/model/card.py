@@ -123,7 +123,8 @@ def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
     if compress.get("Distill", {}).get("teacher"):
         yield "Distilled from a teacher while it was trained."
     if step is not None:
-        yield f"Trained for {step:,} steps in the stage `{stage}`."
+        trained = f"Trained for {step:,} step{'s' * (step != 1)}" if step else "Not trained"
+        yield f"{trained} in the stage `{stage}`."
     elif stage == "import":
         yield "Imported from a checkpoint of PaddleFleetX."
 
