@@ -11,16 +11,20 @@ from lathe.cards.evidence import read_evidence
 from lathe.cards.sbom import environment_sbom
 from lathe.model.card import CARD, README
 from lathe.storage import atomic_file, claim_output_file
-from lathe.storage.ownership import FileKind
+from lathe.storage.ownership import FileKind, Source
 
 MODEL_BOM, ENVIRONMENT_SBOM = "bom.cdx.json", "sbom.cdx.json"
 SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
 """In a checkout and in the image `train`; an installed package has none."""
 
 
-def write_document(output: Path, kind: FileKind, text: str) -> None:
-    """Write a card or a bill of materials; raises UserError if `output` is something else."""
-    claim_output_file(output, kind)
+def write_document(output: Path, kind: FileKind, text: str, *inputs: Source) -> None:
+    """Write a card or a bill of materials.
+
+    Raises:
+        UserError: `output` is something else, or is inside one of the `inputs`.
+    """
+    claim_output_file(output, kind, *inputs)
     with atomic_file(output) as work:
         work.write_text(text, encoding="utf-8")
 

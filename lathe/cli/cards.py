@@ -66,7 +66,7 @@ def card(
     from lathe.cards.release import write_document
     from lathe.model.card import CARD
 
-    write_document(output, CARD, model_card(evidence))
+    write_document(output, CARD, model_card(evidence), model, evaluation, export, data)
     show(card=output, model=evidence.name, figures=len(evidence.figures))
 
 
@@ -91,7 +91,8 @@ def bom(
     from lathe.cards.documents import BOM
     from lathe.cards.release import write_document
 
-    write_document(output, BOM, model_bom(evidence, timestamp))
+    text = model_bom(evidence, timestamp)
+    write_document(output, BOM, text, model, evaluation, export, data)
     show(bom=output, model=evidence.name, digest=evidence.digest)
 
 
@@ -118,7 +119,7 @@ def sbom(
     from lathe.cards.sbom import environment_sbom
 
     name = name or f"lathe-{lock.resolve().parent.name}"
-    write_document(output, BOM, environment_sbom(lock, name, image, timestamp))
+    write_document(output, BOM, environment_sbom(lock, name, image, timestamp), lock)
     show(sbom=output, environment=name)
 
 
