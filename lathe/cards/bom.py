@@ -13,7 +13,8 @@ from lathe.cards.documents import licenses, new_bom, properties, sha256_hash, to
 from lathe.cards.evidence import Evidence
 from lathe.cards.figures import Figure
 from lathe.config.settings import CardSettings
-from lathe.model.card import TASK, formats_of, losses_of, settings_of, source_name
+from lathe.model.card import TASK, losses_of, settings_of, source_name
+from lathe.model.formats import formats_of
 
 MODEL = "model"
 

@@ -7,16 +7,14 @@ training, so that the same training writes the same card. `lathe.cards.card` add
 import math
 import re
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
 from lathe.artifacts.origin import Corpus, Origin
 from lathe.config.settings import CardSettings, ServingSettings
 from lathe.config.text import write
-from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
-from lathe.model.quantization import LinearFormat
+from lathe.model.formats import formats_of
 from lathe.pages.markdown import is_sealed, render_markdown
 from lathe.storage.ownership import FileKind
 
@@ -141,18 +139,6 @@ def losses_of(meta: Mapping[str, Any]) -> dict[str, float]:
     return {said: value for said, value in found.items() if math.isfinite(value)}
 
 
-def formats_of(config: GPTConfig) -> dict[str, str]:
-    """The linears of each format: `INT8 per channel, INT8 inputs` -> `attn.c_attn (all blocks)`."""
-    plan = config.quantization
-    by_format: dict[str, list[str]] = {}
-    for name in (*config.linear_names(), HEAD):
-        found = plan.linears.get(name) if plan else None
-        by_format.setdefault(_format(found), []).append(name)
-    if plan and plan.position_embedding:
-        by_format["INT8 per position"] = [config.architecture.embeddings[1]]
-    return {form: _linears(names, config.n_layer) for form, names in by_format.items()}
-
-
 def source_name(corpus: Corpus) -> str:
     """The address of a corpus, or the name of a file or folder without its path."""
     if corpus.source is None:
@@ -164,45 +150,6 @@ def shown_counts(counts: Iterable[int]) -> str:
     """`12`, or `9 to 12` if layers differ."""
     least, most = min(known := list(counts)), max(known)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
-
-
-def _format(linear: LinearFormat | None) -> str:
-    if linear is None:
-        return "float"
-    weight = linear.weight
-    scales = {
-        "abs_max": "per tensor",
-        "channel_wise_abs_max": "per channel",
-        "group_wise": f"per group of {weight.group_size}",
-    }
-    inputs = {
-        None: "float inputs",
-        "int8": "INT8 inputs, static scale",
-        "dynamic_int8": "INT8 inputs, dynamic scales",
-    }
-    return f"INT{weight.bits} {scales[weight.quantize_type]}, {inputs[linear.activation]}"
-
-
-def _linears(names: Iterable[str], n_layer: int) -> str:
-    """Linears in short: `attn.c_attn (blocks 0-3, 5), lm_head`."""
-    blocks: dict[str, list[int]] = {}
-    for name in names:
-        _, block, linear = name.split(".", 2) if "." in name else ("", "", name)
-        blocks.setdefault(linear, []).extend([int(block)] if block else [])
-    parts = []
-    for linear, found in blocks.items():
-        runs = [
-            [block for _, block in run]
-            for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])
-        ]
-        shown = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
-        where = (
-            "all blocks"
-            if len(found) == n_layer
-            else f"block{'s' if len(found) > 1 else ''} {shown}"
-        )
-        parts.append(f"{linear} ({where})" if found else linear)
-    return ", ".join(parts)
 
 
 def _license(stated: str) -> dict[str, Any]:
