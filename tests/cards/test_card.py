@@ -13,9 +13,13 @@ from typer.testing import CliRunner
 from lathe.cards.card import model_card
 from lathe.cards.evidence import read_evidence
 from lathe.cli import app
+from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.model.card import CARD
-from tests.cards.conftest import Stages
+from lathe.model.config import read_config
+from lathe.train.pretrain import pretrain
+from tests.cards.conftest import QUICK, STATED, Stages
+from tests.support.small_run import SMALL
 
 FILES = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
 
@@ -136,6 +140,28 @@ def test_a_card_states_no_time_no_place_and_no_speed(stages: Stages) -> None:
         assert str(stages.data.parent) not in text
         assert "per second" not in text
         assert not re.search(r"\b20\d\d-\d\d-\d\d\b", text)
+
+
+def test_the_same_training_writes_the_same_card(stages: Stages, tmp_path: Path) -> None:
+    pretrain(load_recipe("tiny", [*SMALL, *STATED, *QUICK]), stages.data, tmp_path / "again")
+    first = json.loads((stages.models["dense"] / "lathe.json").read_text())["metrics"]
+    again = json.loads((tmp_path / "again" / "lathe.json").read_text())["metrics"]
+    assert first["tokens_per_second"] != again["tokens_per_second"]
+    assert of_folder(tmp_path / "again") == of_folder(stages.models["dense"])
+
+
+def test_what_the_card_tells_to_run_exists(stages: Stages) -> None:
+    folder = stages.models["dense"]
+    text = of_folder(folder) + model_card(read_evidence(stages.exported))
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
+    verbs = set(re.findall(r"^lathe ([a-z-]+)", text, re.M)) - {"verify"}
+    assert {"generate", "export", "deploy", "client"} <= verbs <= known
+    load, ask, *_ = re.findall(r"```python\n(.*?)```", text, re.S)
+    found: dict[str, Any] = {}
+    exec(load.replace("FOLDER", str(folder)), found)
+    assert found["checkpoint"].model.config == read_config(folder)
+    exec(ask.partition("with")[0], found)
+    assert found["Client"]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from tests.cards.conftest import Stages
 from tests.cards.test_bom import values_of
 from tests.support.command_line import lathe
 
-LOCK = Path(__file__).parents[2] / "images" / "serve" / "requirements.lock"
-
 
 def test_bom(stages: Stages, tmp_path: Path) -> None:
     model, exported = stages.models["int8"], stages.exported
@@ -25,11 +23,14 @@ def test_bom(stages: Stages, tmp_path: Path) -> None:
     assert "timestamp" in values_of((tmp_path / "b.json").read_text())["metadata"]
 
 
-def test_sbom(tmp_path: Path) -> None:
-    done = lathe("sbom", str(LOCK), "--output", "s.json", cwd=tmp_path)
+def test_sbom(tmp_path: Path, small_lock: Path) -> None:
+    lock = tmp_path / "serve" / "requirements.lock"
+    lock.parent.mkdir()
+    small_lock.rename(lock)
+    done = lathe("sbom", str(lock), "--output", "s.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "sbom: s.json\nenvironment: lathe-serve\n"
-    assert (tmp_path / "s.json").read_text() == environment_sbom(LOCK, "lathe-serve")
+    assert (tmp_path / "s.json").read_text() == environment_sbom(lock, "lathe-serve")
 
 
 def test_a_file_in_a_checkpoint_and_a_folder_that_is_none_are_refused(

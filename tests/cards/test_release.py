@@ -12,7 +12,7 @@ from tests.cards.test_bom import values_of
 from tests.cards.test_card import parsed
 
 
-def write(stages: Stages, folder: Path, lock: Path = SERVE_LOCK) -> list[str]:
+def write(stages: Stages, folder: Path, lock: Path) -> list[str]:
     folder.mkdir(exist_ok=True)
     model, evaluation = stages.models["int8"], stages.evaluations["int8"]
     return write_release_documents(
@@ -20,11 +20,15 @@ def write(stages: Stages, folder: Path, lock: Path = SERVE_LOCK) -> list[str]:
     )
 
 
-def test_they_are_written_again_the_same(stages: Stages, tmp_path: Path) -> None:
+def test_the_lock_file_of_the_serving_environment_is_at_hand_in_a_checkout() -> None:
+    assert SERVE_LOCK.is_file()
+
+
+def test_they_are_written_again_the_same(stages: Stages, tmp_path: Path, small_lock: Path) -> None:
     names = ["README.md", "bom.cdx.json", "sbom.cdx.json"]
-    assert write(stages, tmp_path / "a") == names
+    assert write(stages, tmp_path / "a", small_lock) == names
     before = {name: (tmp_path / "a" / name).read_bytes() for name in names}
-    write(stages, tmp_path / "a")
+    write(stages, tmp_path / "a", small_lock)
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert parsed((tmp_path / "a" / "README.md").read_text()).eval_results
     for name in names[1:]:
@@ -40,10 +44,12 @@ def test_without_the_lock_file_there_is_no_bill_of_the_environment(
 
 
 @pytest.mark.parametrize("name", ["README.md", "bom.cdx.json", "sbom.cdx.json"])
-def test_a_file_of_somebody_elses_stays(stages: Stages, tmp_path: Path, name: str) -> None:
+def test_a_file_of_somebody_elses_stays(
+    stages: Stages, tmp_path: Path, small_lock: Path, name: str
+) -> None:
     (tmp_path / "a").mkdir()
     mine = tmp_path / "a" / name
     mine.write_text('{"bomFormat": "CycloneDX", "serialNumber": "urn:uuid:mine"}\n')
     with pytest.raises(UserError, match="exists, and is not"):
-        write(stages, tmp_path / "a")
+        write(stages, tmp_path / "a", small_lock)
     assert [path.name for path in (tmp_path / "a").iterdir()] == [name]

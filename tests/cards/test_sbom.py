@@ -56,8 +56,8 @@ def test_it_says_what_depends_on_what() -> None:
     assert {ref for ref in of if ref.startswith("pkg:")} == wanted  # nothing is there for nothing
 
 
-def test_it_is_the_same_again_and_may_be_an_images() -> None:
-    lock, digest = IMAGES / "paddle" / "requirements.lock", "d" * 64
+def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
+    lock, digest = small_lock, "d" * 64
     image = f"registry.example.com:5000/team/lathe-paddle:1@sha256:{digest}"
     text = environment_sbom(lock, "paddle", image)
     assert text == environment_sbom(lock, "paddle", image)
@@ -90,6 +90,13 @@ def test_what_is_no_lock_file_is_refused(tmp_path: Path, text: str, message: str
         read_lock(tmp_path / "a.lock")
 
 
-def test_an_image_needs_its_digest() -> None:
+def test_a_version_of_another_index_is_written_as_the_url_needs_it(small_lock: Path) -> None:
+    bom = values_of(environment_sbom(small_lock, "small"))
+    component = next(c for c in bom["components"] if c["name"] == "markupsafe")
+    assert component["purl"] == "pkg:pypi/markupsafe@3.0.4%2Bcpu"
+    assert component["version"] == "3.0.4+cpu"
+
+
+def test_an_image_needs_its_digest(small_lock: Path) -> None:
     with pytest.raises(UserError, match="not an image by digest"):
-        environment_sbom(IMAGES / "serve" / "requirements.lock", "serve", "lathe-serve:1")
+        environment_sbom(small_lock, "serve", "lathe-serve:1")
