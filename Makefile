@@ -221,6 +221,12 @@ push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
 	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --push=$(call quote,$(REGISTRY)) \
 	  --options=$(call quote,$(PUSH_OPTIONS))
 
+.PHONY: sbom
+sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=cpu|cuda)
+	for image in train serve paddle; do \
+	  $(BIN)/python -m lathe sbom images/$$image/$(LOCK) --output build/sbom/$$image.cdx.json || exit 1; \
+	done
+
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,9 +20,11 @@ OURS = {"lathe", "components", "pipelines"}
 NEEDS_CLUSTER = ("lathe/cluster/", "components/", "pipelines/")
 ALSO_IN_PADDLE = {"lathe/train/trace.py"}  # tensorboardX, where torch is absent
 PACKAGES = {  # of modules that are named otherwise
+    "cyclonedx": "cyclonedx-python-lib",
     "google": "protobuf",
     "grpc": "grpcio",
     "mlflow": "mlflow-skinny",
+    "packageurl": "packageurl-python",
     "paddle": "paddlepaddle",
     "yaml": "pyyaml",
 }

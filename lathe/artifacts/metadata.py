@@ -92,6 +92,7 @@ class DataMetadata(Metadata):
     cloze_examples: Count | None = None
     made_from: dict[str, Any] | None = None
     source: str | None = None
+    license: str | None = None
     format: Literal["megatron", "paddle"] | None = None
     blend: list[Part] = []
     files: Files | None = None

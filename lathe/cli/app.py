@@ -22,7 +22,7 @@ app = typer.Typer(
 
 VERBS = (
     "data", "training", "compression", "evaluation", "exporting", "serving", "releases",
-    "provenance", "recipes",
+    "provenance", "cards", "recipes",
 )  # fmt: skip
 """The modules of this package that have verbs, in the order of `lathe --help`."""
 

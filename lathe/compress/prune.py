@@ -95,7 +95,7 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", pruned, left.tokenizer, inputs["model"])
+        return TrainingJob("prune", pruned, left.tokenizer, model)
 
     share = _share(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])

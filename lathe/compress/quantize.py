@@ -87,7 +87,7 @@ def quantize(
             "quantize",
             trainable,
             start.tokenizer,
-            start.digest,
+            model,
             after_step=after_step,
             before_save=before_save,
         )

@@ -126,7 +126,7 @@ def write_data_set(
         "cloze_examples": settings.cloze_examples,
         "heldout_characters": settings.heldout_characters,
     }
-    metadata = _whole(output, made_from)
+    metadata = _whole(output, made_from, settings)
     if metadata is not None:
         _check_parts(metadata, text.source, dataset.max_seq_len)
         log.info("%s: already prepared from the same text and settings, kept", output)
@@ -139,6 +139,7 @@ def write_data_set(
         write_tokens(writer, batches, spool.documents, text.doing)
     metadata = {
         "source": text.source,
+        **_stated(settings),
         "made_from": made_from,
         "boundaries": boundaries,
         "format": settings.format,
@@ -189,13 +190,20 @@ def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
             log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
 
 
-def _whole(output: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
+def _stated(settings: PrepareSettings) -> dict[str, str]:
+    return {"license": settings.license} if settings.license else {}
+
+
+def _whole(
+    output: Path, made_from: dict[str, Any], settings: PrepareSettings
+) -> dict[str, Any] | None:
     """The metadata of a folder made from the same inputs, if none of its files has changed."""
     try:
         metadata = read_intact(output, DATA.metadata_file, DataMetadata, HINT)
     except UserError:
         return None
     same = bool(metadata.files) and metadata.raw.get("made_from") == made_from
+    same &= metadata.license == (settings.license or None)
     return metadata.raw if same else None
 
 

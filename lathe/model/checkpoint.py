@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import eos_id
 from lathe.model import fake_quant
@@ -74,7 +75,7 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     stage: str,
     recipe: Recipe,
-    parent: str | None = None,
+    origin: Origin | None = None,
     metrics: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept.
@@ -87,7 +88,7 @@ def save_checkpoint(
         tensors = {prefix + name: t.contiguous() for name, t in HFTensors(model).items()}
         save_file(tensors, path, {"format": "pt"})
 
-    write_folder(folder, write_weights, model.config, tokenizer, stage, recipe, parent, metrics)
+    write_folder(folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics)
 
 
 def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The files of a checkpoint folder, for any framework.
 
-They are `config.json`, `model.safetensors` (HF names and layout), `tokenizer.json`, and
-`lathe.json`, which is written last: a folder that Lathe wrote without it is not a checkpoint.
-Nothing is ever unpickled.
+They are `config.json`, `model.safetensors` (HF names and layout), `tokenizer.json`, `README.md`
+(the model card), and `lathe.json`, which is written last: a folder that Lathe wrote without it is
+not a checkpoint. Nothing is ever unpickled.
 """
 
 import json
@@ -18,11 +18,13 @@ from tokenizers import Tokenizer
 import lathe
 from lathe.artifacts.kinds import CHECKPOINT, read_json, read_metadata
 from lathe.artifacts.metadata import CheckpointMetadata
+from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
 from lathe.model.architecture import Architecture
+from lathe.model.card import CARD, README, card_of_checkpoint
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config
 from lathe.storage import sha256
@@ -202,11 +204,12 @@ def write_folder(
     tokenizer: Tokenizer,
     stage: str,
     recipe: Recipe,
-    parent: str | None = None,
+    origin: Origin | None = None,
     metrics: dict[str, Any] | None = None,
     engine: str = "torch",
 ) -> None:
-    """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept.
+    """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept, among them a
+    `README.md` that Lathe did not write.
 
     Args:
         write_weights: writes `model.safetensors` to the given path.
@@ -224,16 +227,20 @@ def write_folder(
         )
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
-        meta = {
+        meta: dict[str, Any] = {
             "lathe": lathe.__version__,
             "stage": stage,
             "engine": engine,
-            "parent": parent,
+            **(origin or Origin()).to_json(),
             "n_params": config.n_params(),
             "metrics": metrics or {},
-            "files": {name: sha256(work / name) for name in names},
+            "files": {},
             "recipe": _without_secrets(recipe),
         }
+        if not (folder / README).exists() or CARD.is_one(folder / README):
+            (work / README).write_text(card_of_checkpoint(config, meta), encoding="utf-8")
+            names.append(README)
+        meta["files"] = {name: sha256(work / name) for name in names}
         (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         (folder / MARKER).unlink(missing_ok=True)
         for name in [*names, MARKER]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
+from lathe.artifacts.origin import Origin
 from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig, read_config
@@ -68,7 +69,7 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     stage: str,
     recipe: Recipe,
-    parent: str | None = None,
+    origin: Origin | None = None,
     metrics: dict[str, Any] | None = None,
     weights: Arrays | None = None,
 ) -> None:
@@ -81,7 +82,7 @@ def save_checkpoint(
         save_file({prefix + name: array for name, array in files.items()}, path, {"format": "pt"})
 
     write_folder(
-        folder, write_weights, model.config, tokenizer, stage, recipe, parent, metrics, "paddle"
+        folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics, "paddle"
     )
 
 

@@ -59,7 +59,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", small, dense.tokenizer, dense.digest)
+        return TrainingJob("prune", small, dense.tokenizer, model)
 
     inputs = {"model": checkpoint_digest(model)}
     return run_training(recipe, data, output, inputs, make, [model])

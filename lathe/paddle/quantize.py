@@ -60,9 +60,7 @@ def quantize(
             plan_now = fake_quant.with_scales(whole, plan)
             whole.config = whole.config.with_quantization(plan_now)
 
-        return TrainingJob(
-            "quantize", trainable, start.tokenizer, start.digest, after_step, before_save
-        )
+        return TrainingJob("quantize", trainable, start.tokenizer, model, after_step, before_save)
 
     sources = [model, sensitivity] if sensitivity else [model]
     return run_training(recipe, data, output, inputs, make, sources)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from lathe.config.settings import ModelSettings, Recipe
 from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER
+from lathe.model.lineage import origin_of
 from lathe.paddle.checkpoint import save_checkpoint
 from lathe.paddle.gpt import GPT
 from lathe.paddle.parallel import whole_weights
@@ -37,7 +38,7 @@ class TrainingJob:
     stage: str
     model: GPT
     tokenizer: Tokenizer
-    parent: str | None = None
+    parent: Path | None = None
     after_step: Callable[[Workers], None] | None = None
     before_save: Callable[[GPT], None] | None = None
 
@@ -80,6 +81,7 @@ def run_training(
             work = make(workers)
             config = work.model.config
             tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+            origin = origin_of(work.parent, tokens)
 
             def observe() -> None:
                 if work.after_step is not None:
@@ -100,7 +102,7 @@ def run_training(
                     "tokens_per_second": at.speed,
                     "n_params": config.n_params(),
                 }
-                parts = work.model, work.tokenizer, work.stage, recipe, work.parent, figures
+                parts = work.model, work.tokenizer, work.stage, recipe, origin, figures
                 save_checkpoint(output, *parts, weights)
                 remove_states(output)
             return _agreed(workers, output)

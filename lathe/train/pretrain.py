@@ -37,7 +37,7 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
         if init is not None:
             start = load_checkpoint(init)
             model = with_dropout(start.model, settings)
-            return TrainingJob("pretrain", model, start.tokenizer, start.digest)
+            return TrainingJob("pretrain", model, start.tokenizer, init)
         config = model_config(recipe, TokenDataset.open(data).vocab_size)
         with torch.device("meta"):
             model = new_model(config, settings)

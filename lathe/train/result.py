@@ -36,7 +36,7 @@ FREE: Any = {
     **dict.fromkeys(
         (
             *("Distributed", "Launch", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
-            *("Sensitivity", "Prepare"),
+            *("Sensitivity", "Prepare", "Card"),
         ),
         True,
     ),

@@ -11,12 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed import ProcessGroup
 
+from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.model.lineage import origin_of
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.capacity import require_batches
@@ -43,6 +45,7 @@ class TrainingJob:
     """A model to train, its hooks, and the metadata of its checkpoint.
 
     Attributes:
+        parent: folder of the checkpoint that it was made from.
         model: whole, on the CPU; on the meta device where `weights` gives the values.
         weights: see `lathe.train.parallel.Weights`; None: the model's own.
         after_step: called with a part of the model, as this process trains it, and the group of
@@ -53,7 +56,7 @@ class TrainingJob:
     stage: str
     model: GPT
     tokenizer: Tokenizer
-    parent: str | None = None
+    parent: Path | None = None
     weights: Weights | None = None
     after_step: Callable[[GPT, ProcessGroup], None] | None = None
     before_save: Callable[[GPT], None] | None = None
@@ -94,6 +97,7 @@ def run_training(
             work = make()
             config = work.model.config
             tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+            origin = origin_of(work.parent, tokens)
             # Not kept in a variable: the whole weights are freed when the stages have their parts.
             stages = build_stages(
                 work.model, work.weights or _own_weights(work.model), recipe, workers
@@ -109,7 +113,7 @@ def run_training(
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
             at = trainer.run()
             if workers.is_first:
-                _write_checkpoint(recipe, output, work, at, trainer.states.folder.newest())
+                _write_checkpoint(recipe, output, work, origin, at, trainer.states.folder.newest())
             return workers.agree(lambda: read_result(output))
 
 
@@ -133,7 +137,7 @@ def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Wor
 
 
 def _write_checkpoint(
-    recipe: Recipe, output: Path, work: TrainingJob, at: Progress, state: Path
+    recipe: Recipe, output: Path, work: TrainingJob, origin: Origin, at: Progress, state: Path
 ) -> None:
     """The whole model, gathered from the last saved state, which is then deleted."""
     model = work.model.to_empty(device="cpu")
@@ -151,5 +155,5 @@ def _write_checkpoint(
         "tokens_per_second": at.speed,
         "n_params": model.config.n_params(),
     }
-    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, work.parent, figures)
+    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, figures)
     remove_states(output)

@@ -14,6 +14,7 @@ from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
+from lathe.model.lineage import training_data
 from lathe.storage import sha256
 
 
@@ -181,3 +182,14 @@ def test_long_held_out_documents_give_equal_shares(tmp_path: Path, corpus: str) 
     cut = prepare(recipe(heldout_characters=1200), tmp_path / "cut", corpus).folder / "heldout.txt"
     assert len(cut.read_text()) <= 1200 + 2 * 20 < len(whole.read_text())
     assert all(part in whole.read_text() for part in cut.read_text().split("\n\n"))
+
+
+def test_the_licence_of_the_corpus_is_kept(tmp_path: Path, corpus: str) -> None:
+    done = prepare(recipe(), tmp_path / "out", corpus)
+    assert "license" not in TokenDataset.open(done.folder).metadata
+    stated = prepare(recipe(license="CC-BY-4.0"), tmp_path / "out", corpus)
+    assert not stated.reused
+    data = TokenDataset.open(done.folder)
+    assert data.metadata["license"] == "CC-BY-4.0"
+    assert training_data(data).corpora[0].license == "CC-BY-4.0"
+    assert prepare(recipe(license="CC-BY-4.0"), tmp_path / "out", corpus).reused

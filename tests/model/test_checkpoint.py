@@ -9,16 +9,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lathe.artifacts.origin import Ancestor, Origin
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.model.lineage import origin_of, read_origin
 from tests.conftest import small_config
 
 
 @pytest.fixture
 def folder(tmp_path: Path, small_gpt: GPT, byte_tokenizer: Tokenizer) -> Path:
-    save_checkpoint(tmp_path / "m", small_gpt, byte_tokenizer, "pretrain", Recipe(), "abc")
+    save_checkpoint(tmp_path / "m", small_gpt, byte_tokenizer, "pretrain", Recipe(), ORIGIN)
     return tmp_path / "m"
 
 
@@ -30,16 +33,51 @@ def hf_folder(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
     return tmp_path / "hf"
 
 
+ORIGIN = Origin(ancestors=[Ancestor(sha256=64 * "a", stage="pretrain", step=7)])
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def test_what_was_saved_is_told(folder: Path) -> None:
     meta = load_checkpoint(folder).meta
-    assert (meta["stage"], meta["parent"]) == ("pretrain", "abc")
+    assert (meta["stage"], meta["parent"]) == ("pretrain", ORIGIN.parent)
     assert meta["n_params"] == small_config().n_params()
-    assert set(meta["files"]) == {"model.safetensors", "config.json", "tokenizer.json"}
+    names = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
+    assert set(meta["files"]) == names
     assert {p.name for p in folder.iterdir()} == {*meta["files"], "lathe.json"}
+
+
+def test_a_readme_of_somebody_elses_stays(folder: Path, small_gpt: GPT) -> None:
+    tokenizer, readme = Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "README.md"
+    first = readme.read_bytes()
+    save_checkpoint(folder, small_gpt, tokenizer, "prune", Recipe())
+    assert readme.read_bytes() != first  # Lathe's own is replaced
+    readme.write_text("# My notes\n")
+    save_checkpoint(folder, small_gpt, tokenizer, "prune", Recipe())
+    assert readme.read_text() == "# My notes\n"
+    assert "README.md" not in load_checkpoint(folder).meta["files"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(folder: Path) -> None:
+    meta = json.loads((folder / "lathe.json").read_text())
+    for key in ("ancestors", "data"):
+        del meta[key]
+    del meta["files"]["README.md"], meta["recipe"]["Card"], meta["recipe"]["Prepare"]["license"]
+    (folder / "README.md").unlink()
+    (folder / "lathe.json").write_text(json.dumps(meta))
+    assert load_checkpoint(folder).meta == meta
+    assert [x.sha256 for x in read_origin(meta, folder).ancestors] == [ORIGIN.parent]
+
+
+def test_a_model_of_the_hub_is_told_by_its_name(tmp_path: Path, hf_folder: Path) -> None:
+    folder = tmp_path / "models--openai-community--gpt2" / "snapshots" / ("c" * 40)
+    folder.parent.mkdir(parents=True)
+    hf_folder.rename(folder)
+    origin = origin_of(folder, None)
+    assert (origin.base_model, origin.ancestors[0].revision) == ("openai-community/gpt2", "c" * 40)
+    assert origin.parent == checkpoint_digest(folder)
 
 
 def test_truncated_weights(folder: Path, hf_folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The typed settings of every stage, in the groups and key names of PaddleFleetX.
 
-`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving`, `Gate` and `Production` are Lathe's own
-groups. A key's description is the text below it, which `lathe recipe --explain KEY` prints and
+`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving`, `Gate`, `Card` and `Production` are Lathe's
+own groups. A key's description is the text below it, which `lathe recipe --explain KEY` prints and
 `docs/reference/settings.md` is generated from.
 """
 
@@ -15,7 +15,7 @@ from lathe.config.settings.compression import (
 )
 from lathe.config.settings.data import DataPart, Dataset, DataSettings, PrepareSettings
 from lathe.config.settings.machines import DistributedSettings, LaunchSettings, Sharding
-from lathe.config.settings.quality import GateSettings, OfflineEvalSettings
+from lathe.config.settings.quality import CardSettings, GateSettings, OfflineEvalSettings
 from lathe.config.settings.serving import (
     ExportSettings,
     GenerationSettings,
@@ -34,6 +34,7 @@ from lathe.config.settings.training import (
 )
 
 __all__ = [
+    "CardSettings",
     "CompressSettings",
     "DataPart",
     "DataSettings",
@@ -98,5 +99,7 @@ class Recipe(Settings):
     """The Triton server."""
     Gate: GateSettings = GateSettings()
     """Margins of the quality gate."""
+    Card: CardSettings = CardSettings()
+    """What a model's card says of its use."""
     Production: ProductionSettings = ProductionSettings()
     """Releases and their acceptance."""

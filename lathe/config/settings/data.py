@@ -63,6 +63,9 @@ class PrepareSettings(Settings):
     source: Text = "python"
     """The corpus: a file or folder of text or JSONL, an http(s):// or s3:// address, hf://NAME, the
     newest one of newest:PLACE, or `python`, the English prose that ships with Python."""
+    license: str = ""
+    """Licence of the corpus, which the data set and the cards of its models state: an SPDX
+    identifier such as CC-BY-4.0, or the licence's name; empty where it is not known."""
     text_key: Text = "text"
     """Key of a JSONL object, or column of a Hugging Face data set, that holds the text."""
     tokenizer: Text = "train"

@@ -1,4 +1,4 @@
-"""How good a model is, and how much worse another one may be."""
+"""How good a model is, how much worse another one may be, and what its card says of its use."""
 
 from typing import Annotated, Literal
 
@@ -44,3 +44,19 @@ class GateSettings(Settings):
     on_inconclusive: Literal["pass", "fail"] = "pass"
     """What to decide where the interval lies on both sides of the limit, so that nothing is
     proven."""
+
+
+class CardSettings(Settings):
+    """What a model's card and bill of materials say that cannot be measured. An empty text is not
+    stated. The group is Lathe's own."""
+
+    license: str = ""
+    """Licence of the model: an SPDX identifier such as Apache-2.0, or the licence's name."""
+    language: Annotated[str, Field(pattern=r"^([a-z]{2,3}|multilingual)?$")] = ""
+    """Language of the model's text, as an ISO 639 code such as en, or `multilingual`."""
+    intended_use: str = ""
+    """What the model is for."""
+    out_of_scope: str = ""
+    """What the model must not be used for."""
+    contact: str = ""
+    """Whom to ask about the model: a name, an address or both."""

@@ -1,0 +1,99 @@
+"""The figures of an evaluation, with confidence intervals."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from scipy.stats import binomtest  # type: ignore[import-untyped]
+
+from lathe.evaluate.measures import Accuracy, Measure
+from lathe.evaluate.results import measured
+
+CONFIDENCE = 0.95
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of an evaluation.
+
+    Attributes:
+        label: its name in tables.
+        interval: of `CONFIDENCE`; None if the spread is not known.
+        n: units that it averages; `unit` says what they are.
+        source, sha256: the file that it was measured on.
+    """
+
+    label: str
+    measure: Measure
+    value: float
+    stderr: float | None
+    interval: Interval | None
+    n: int
+    unit: str
+    source: str
+    sha256: str
+
+    @property
+    def kind(self) -> str:
+        """`accuracy` or `perplexity`, as Hugging Face's metrics are called."""
+        return "accuracy" if isinstance(self.measure, Accuracy) else "perplexity"
+
+    @property
+    def shown(self) -> str:
+        """The figure as text for a table."""
+        return self.measure.show(self.value)
+
+    @property
+    def shown_interval(self) -> str:
+        """The interval as text for a table."""
+        if self.interval is None:
+            return "not known"
+        low, high = (self.measure.show(end) for end in self.interval)
+        return f"{low} to {high}"
+
+
+def figures_of(metrics: Mapping[str, Any], folder: Path) -> Iterator[Figure]:
+    """Every figure in `metrics.json` by which models are compared.
+
+    Args:
+        folder: the evaluation folder, for messages.
+
+    Raises:
+        UserError: a task that this version does not know, or one without its figures.
+    """
+    for result in measured(metrics, folder):
+        entry = metrics["tasks"].get(result.name, {})
+        n = int(result.figures[result.task.unit])
+        for measure, value, stderr in result.scores():
+            yield Figure(
+                label=result.label(measure),
+                measure=measure,
+                value=value,
+                stderr=stderr,
+                interval=interval(measure, value, stderr, n),
+                n=n,
+                unit=result.task.unit,
+                source=entry.get("source") or metrics["sources"].get(result.name) or result.name,
+                sha256=result.digest or "",
+            )
+
+
+def interval(measure: Measure, value: float, stderr: float | None, n: int) -> Interval | None:
+    """The confidence interval of a figure: of an accuracy Wilson's score interval (Wilson 1927),
+    of a perplexity the normal one of its logarithm, whose standard error is `stderr / value`.
+
+    Args:
+        n: examples of the accuracy.
+    """
+    if isinstance(measure, Accuracy):
+        found = binomtest(round(value * n), n).proportion_ci(CONFIDENCE, method="wilson")
+        return float(found.low), float(found.high)
+    if stderr is None:
+        return None
+    ratio = math.exp(NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * stderr / value)
+    return value / ratio, value * ratio

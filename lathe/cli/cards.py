@@ -1,0 +1,139 @@
+"""Verbs that write model cards and bills of materials."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lathe.cli.app import app
+from lathe.cli.options import (
+    RUN,
+    Overrides,
+    RecipeName,
+    input_argument,
+    input_option,
+    load,
+    model_argument,
+    output_option,
+)
+from lathe.console import show
+
+if TYPE_CHECKING:
+    from lathe.cards.evidence import Evidence
+
+Subject = Annotated[
+    Path, model_argument("Folder of a checkpoint, HF GPT-2 or `lathe export` alone.")
+]
+Evaluation = Annotated[Path | None, input_option("Folder of `lathe evaluate`, of this model.")]
+Gate = Annotated[
+    Path | None, input_option("JSON file of `lathe gate`, with this model as the candidate.")
+]
+Exported = Annotated[Path | None, input_option("Folder of `lathe export`, of this checkpoint.")]
+Corpus = Annotated[
+    Path | None,
+    input_option("Training data of a checkpoint that does not say it (HF, earlier versions)."),
+]
+Timestamp = Annotated[
+    datetime | None,
+    typer.Option(
+        metavar="TIME",
+        formats=["%Y-%m-%dT%H:%M:%S%z"],
+        help="Time of the document, as 2026-01-31T12:00:00+0000; left out unless given.",
+    ),
+]
+
+
+@app.command(epilog="Example: lathe card run/int8 --evaluation run/int8-eval -o Card.license=MIT")
+def card(
+    model: Subject = RUN / "int8",
+    evaluation: Evaluation = None,
+    gate: Gate = None,
+    export: Exported = None,
+    data: Corpus = None,
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: Annotated[Path, output_option("Markdown file to write.")] = RUN / "README.md",
+) -> None:
+    """Write a model card: README.md with Hugging Face's metadata, figures and limits.
+
+    Every checkpoint has one already, without figures. What cannot be measured, such as the licence
+    and the intended use, is in the group Card of the recipe that it was trained with; keys of that
+    group that are given here replace those.
+    """
+    evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
+    from lathe.cards.card import model_card
+    from lathe.cards.release import write_document
+    from lathe.model.card import CARD
+
+    write_document(output, CARD, model_card(evidence), model, evaluation, export, data)
+    show(card=output, model=evidence.name, figures=len(evidence.figures))
+
+
+@app.command(epilog="Example: lathe bom run/int8 --export run/int8-onnx --output bom.cdx.json")
+def bom(
+    model: Subject = RUN / "int8",
+    evaluation: Evaluation = None,
+    gate: Gate = None,
+    export: Exported = None,
+    data: Corpus = None,
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    timestamp: Timestamp = None,
+    output: Annotated[Path, output_option("JSON file to write.")] = RUN / "bom.cdx.json",
+) -> None:
+    """Write a model's bill of materials: files, training data, ancestors, figures (CycloneDX 1.6).
+
+    The same model and figures give the same bytes, the serial number too.
+    """
+    evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
+    from lathe.cards.bom import model_bom
+    from lathe.cards.documents import BOM
+    from lathe.cards.release import write_document
+
+    text = model_bom(evidence, timestamp)
+    write_document(output, BOM, text, model, evaluation, export, data)
+    show(bom=output, model=evidence.name, digest=evidence.digest)
+
+
+@app.command(epilog="Example: lathe sbom images/serve/requirements.lock --output serve.cdx.json")
+def sbom(
+    lock: Annotated[Path, input_argument("Lock file: pinned packages with their hashes.")],
+    name: Annotated[
+        str | None, typer.Option(help="Of the environment; default lathe- and the lock's folder.")
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(metavar="NAME@sha256:DIGEST", help="The container image made of it."),
+    ] = None,
+    timestamp: Timestamp = None,
+    output: Annotated[Path, output_option("JSON file to write.")] = RUN / "sbom.cdx.json",
+) -> None:
+    """Write the bill of materials of an environment, from its lock file (CycloneDX 1.6).
+
+    It lists every package by its URL with the SHA-256 of each file that may be installed, and what
+    depends on what. `make sbom` writes those of all environments.
+    """
+    from lathe.cards.documents import BOM
+    from lathe.cards.release import write_document
+    from lathe.cards.sbom import environment_sbom
+
+    name = name or f"lathe-{lock.resolve().parent.name}"
+    write_document(output, BOM, environment_sbom(lock, name, image, timestamp), lock)
+    show(sbom=output, environment=name)
+
+
+def _evidence(
+    model: Path,
+    evaluation: Path | None,
+    gate: Path | None,
+    export: Path | None,
+    data: Path | None,
+    recipe: str,
+    override: list[str] | None,
+) -> "Evidence":
+    settings = load(recipe, override)
+    from lathe.cards.evidence import read_evidence
+
+    stated = settings.Card.model_dump(exclude_unset=True)
+    return read_evidence(model, evaluation, gate, export, data, stated)

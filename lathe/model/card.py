@@ -1,0 +1,172 @@
+"""The model card of a checkpoint: a README.md with Hugging Face's metadata at its top.
+
+It says what `config.json` and `lathe.json` say and nothing of the time, the place or the speed of a
+training, so that the same training writes the same card. `lathe.cards.card` adds figures.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from lathe.artifacts.origin import Corpus, Origin
+from lathe.config.settings import CardSettings, ServingSettings
+from lathe.config.text import write
+from lathe.model.config import GPTConfig
+from lathe.model.formats import formats_of
+from lathe.pages.markdown import is_sealed, render_markdown
+from lathe.storage.ownership import FileKind
+
+README = "README.md"
+CARD = FileKind("a model card", is_sealed)
+TEMPLATE = "model/card.md.j2"
+TASK = "text-generation"
+HUB = "hf://"
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
+
+
+def card_of_checkpoint(config: GPTConfig, meta: Mapping[str, Any]) -> str:
+    """The card of a checkpoint that has not been measured.
+
+    Args:
+        meta: `lathe.json`; `files` is not read.
+    """
+    keys = {key: meta[key] for key in ("ancestors", "data") if meta.get(key)}
+    values = card_values(config, meta, Origin.model_validate(keys))
+    return render_markdown(TEMPLATE, **values)
+
+
+def card_values(
+    config: GPTConfig, meta: Mapping[str, Any], origin: Origin, name: str | None = None
+) -> dict[str, Any]:
+    """What the template says of a model.
+
+    Args:
+        meta: `lathe.json`; empty for a model of Hugging Face's form.
+        name: the model's; default the recipe's `Serving.model_name`.
+    """
+    card = settings_of(meta)
+    return {
+        "front": write(front_matter(config, meta, origin)),
+        "name": name or model_name(meta),
+        "served": model_name(meta),
+        "version": meta.get("lathe"),
+        "card": card,
+        "config": config,
+        "heads": shown_counts(config.n_head),
+        "channels": shown_counts(config.n_inner),
+        "is_readable_by_transformers": is_plain(config),
+        "steps": list(steps_of(config, meta)),
+        "losses": losses_of(meta),
+        "formats": formats_of(config),
+        "origin": origin,
+        "corpora": [(corpus, source_name(corpus)) for corpus in _corpora(origin)],
+    }
+
+
+def settings_of(meta: Mapping[str, Any]) -> CardSettings:
+    """The recipe's group Card, with defaults for checkpoints of earlier versions."""
+    return CardSettings.model_validate(meta.get("recipe", {}).get("Card", {}))
+
+
+def model_name(meta: Mapping[str, Any]) -> str:
+    """The recipe's `Serving.model_name`."""
+    default = ServingSettings().model_name
+    return str(meta.get("recipe", {}).get("Serving", {}).get("model_name", default))
+
+
+def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
+    """The metadata of a card, as https://huggingface.co/docs/hub/model-cards defines it."""
+    card = settings_of(meta)
+    sources = [corpus.source or "" for corpus in _corpora(origin)]
+    hub = [s.removeprefix(HUB).split(":")[0] for s in sources if s.startswith(HUB)]
+    known = {
+        **_license(card.license),
+        "language": [card.language] if card.language else None,
+        "library_name": "transformers" if is_plain(config) else "lathe",
+        "pipeline_tag": TASK,
+        "tags": ["lathe", "gpt2", *_tags(config, meta)],
+        "base_model": origin.base_model,
+        "datasets": list(dict.fromkeys(hub)),
+    }
+    return {key: value for key, value in known.items() if value}
+
+
+def is_plain(config: GPTConfig) -> bool:
+    """Whether transformers' GPT-2 computes what the checkpoint does."""
+    return config.is_uniform and config.quantization is None
+
+
+def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
+    """A sentence for each thing that was done to the model."""
+    recipe, step = meta.get("recipe", {}), meta.get("metrics", {}).get("step")
+    stage = meta.get("stage")
+    compress = recipe.get("Compress", {})
+    full = config.n_embd // config.head_dim
+    if stage == "prune" or set(config.n_head) != {full}:
+        how = compress.get("Prune", {}).get("criterion")
+        by = f", by the criterion `{how}`" if stage == "prune" and how else ""
+        yield (
+            f"Pruned{by}: its layers keep {shown_counts(config.n_head)} of {full} attention heads "
+            f"and {shown_counts(config.n_inner)} FFN channels."
+        )
+    if config.quantization is not None:
+        rounding = compress.get("Quantization", {}).get("rounding", "nearest")
+        how = "with GPTQ" if rounding == "gptq" else "to nearest"
+        yield (
+            f"Quantized: {len(config.quantization.linears)} of "
+            f"{len(config.linear_names()) + 1} linears, first rounded {how}."
+        )
+    if compress.get("Distill", {}).get("teacher"):
+        yield "Distilled from a teacher while it was trained."
+    if step is not None:
+        trained = f"Trained for {step:,} step{'s' * (step != 1)}" if step else "Not trained"
+        yield f"{trained} in the stage `{stage}`."
+    elif stage == "import":
+        yield "Imported from a checkpoint of PaddleFleetX."
+
+
+def losses_of(meta: Mapping[str, Any]) -> dict[str, float]:
+    """The losses in `lathe.json`, in nats per token, that were measured."""
+    names = {
+        "first_eval_loss": "validation loss before the first step",
+        "eval_loss": "validation loss after the last step",
+        "loss": "training loss of the last step",
+    }
+    metrics = meta.get("metrics", {})
+    found = {said: metrics[key] for key, said in names.items() if metrics.get(key) is not None}
+    return {said: value for said, value in found.items() if math.isfinite(value)}
+
+
+def source_name(corpus: Corpus) -> str:
+    """The address of a corpus, or the name of a file or folder without its path."""
+    if corpus.source is None:
+        return "not stated"
+    return corpus.source if "://" in corpus.source else PurePath(corpus.source).name
+
+
+def shown_counts(counts: Iterable[int]) -> str:
+    """`12`, or `9 to 12` if layers differ."""
+    least, most = min(known := list(counts)), max(known)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _license(stated: str) -> dict[str, Any]:
+    """Hugging Face knows licences by SPDX identifiers in small letters, and others by name."""
+    if not stated:
+        return {}
+    if IDENTIFIER.fullmatch(stated):
+        return {"license": stated.lower()}
+    return {"license": "other", "license_name": stated}
+
+
+def _tags(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
+    if meta.get("stage") == "prune" or not config.is_uniform:
+        yield "pruned"
+    if config.quantization is not None:
+        yield f"int{config.quantization.weight_bits}"
+
+
+def _corpora(origin: Origin) -> list[Corpus]:
+    return origin.data.corpora if origin.data else []

@@ -1,0 +1,59 @@
+"""The formats of a model's linears in words, for its card and its bill of materials."""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from lathe.model.architecture import HEAD
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import LinearFormat
+
+
+def formats_of(config: GPTConfig) -> dict[str, str]:
+    """The linears of each format: `INT8 per channel, INT8 inputs` -> `attn.c_attn (all blocks)`."""
+    plan = config.quantization
+    by_format: dict[str, list[str]] = {}
+    for name in (*config.linear_names(), HEAD):
+        found = plan.linears.get(name) if plan else None
+        by_format.setdefault(_format(found), []).append(name)
+    if plan and plan.position_embedding:
+        by_format["INT8 per position"] = [config.architecture.embeddings[1]]
+    return {form: _linears(names, config.n_layer) for form, names in by_format.items()}
+
+
+def _format(linear: LinearFormat | None) -> str:
+    if linear is None:
+        return "float"
+    weight = linear.weight
+    scales = {
+        "abs_max": "per tensor",
+        "channel_wise_abs_max": "per channel",
+        "group_wise": f"per group of {weight.group_size}",
+    }
+    inputs = {
+        None: "float inputs",
+        "int8": "INT8 inputs, static scale",
+        "dynamic_int8": "INT8 inputs, dynamic scales",
+    }
+    return f"INT{weight.bits} {scales[weight.quantize_type]}, {inputs[linear.activation]}"
+
+
+def _linears(names: Iterable[str], n_layer: int) -> str:
+    """Linears in short: `attn.c_attn (blocks 0-3, 5), lm_head`."""
+    blocks: dict[str, list[int]] = {}
+    for name in names:
+        _, block, linear = name.split(".", 2) if "." in name else ("", "", name)
+        blocks.setdefault(linear, []).extend([int(block)] if block else [])
+    parts = []
+    for linear, found in blocks.items():
+        runs = [
+            [block for _, block in run]
+            for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])
+        ]
+        shown = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+        where = (
+            "all blocks"
+            if len(found) == n_layer
+            else f"block{'s' if len(found) > 1 else ''} {shown}"
+        )
+        parts.append(f"{linear} ({where})" if found else linear)
+    return ", ".join(parts)

@@ -1,0 +1,78 @@
+"""Where a checkpoint comes from: its ancestors, and the data that it is trained on."""
+
+import re
+from pathlib import Path
+
+from lathe.artifacts.kinds import checked
+from lathe.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
+from lathe.data.tokens import TokenDataset
+from lathe.model.folder import MARKER, checkpoint_digest, read_marker, resolve
+
+SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
+"""The end of the path of a model in the cache of the Hugging Face hub."""
+
+
+def origin_of(parent: Path | None, data: TokenDataset | None) -> Origin:
+    """The origin of what is made from the model in `parent` by training on `data`.
+
+    Raises:
+        UserError: `parent` is not a complete checkpoint.
+    """
+    ancestors = ancestors_of(parent) if parent is not None else []
+    return Origin(ancestors=ancestors, data=training_data(data) if data is not None else None)
+
+
+def ancestors_of(folder: Path) -> list[Ancestor]:
+    """The model in `folder` and the models that it was made from, the nearest first.
+
+    Raises:
+        UserError: not a complete checkpoint.
+    """
+    meta = read_marker(folder)
+    name, revision = hub_name(folder) or (None, None)
+    own = Ancestor(
+        sha256=checkpoint_digest(folder),
+        stage=meta.get("stage"),
+        step=meta.get("metrics", {}).get("step"),
+        hub=name,
+        revision=revision,
+    )
+    return [own, *read_origin(meta, folder).ancestors]
+
+
+def hub_name(folder: Path) -> tuple[str, str] | None:
+    """Name and revision of a model in the cache of the Hugging Face hub; None elsewhere."""
+    found = SNAPSHOT.search(resolve(folder).absolute().as_posix())
+    return (found[1].replace("--", "/"), found[2]) if found else None
+
+
+def read_origin(meta: dict[str, object], folder: Path) -> Origin:
+    """The origin that the metadata of a checkpoint states; earlier versions wrote the digest of the
+    parent alone.
+
+    Raises:
+        UserError: a value is wrong.
+    """
+    found = {key: meta[key] for key in ("ancestors", "data") if meta.get(key)}
+    if "ancestors" not in found and meta.get("parent"):
+        found["ancestors"] = [{"sha256": meta["parent"]}]
+    return checked(found, Origin, str(folder / MARKER), "copy the checkpoint again")
+
+
+def training_data(data: TokenDataset) -> TrainingData:
+    """What is known of a data set and of its parts."""
+    return TrainingData(
+        sha256=data.digest,
+        corpora=[
+            Corpus(
+                sha256=part.digest,
+                documents=part.metadata["documents"],
+                tokens=part.metadata["tokens"],
+                text_sha256=(part.metadata.get("made_from") or {}).get("text_sha256"),
+                source=part.metadata.get("source"),
+                license=part.metadata.get("license"),
+                weight=weight,
+            )
+            for weight, part in data.parts
+        ],
+    )
