@@ -10,7 +10,7 @@ from components.supervise import CRASHED, supervise
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.console import end_cleanly_on_sigterm, print_any_text
-from lathe.data.run_inputs import Contents, require_unchanged
+from lathe.data.contents import Contents, require_unchanged
 from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_tied_shell
 from lathe.launch.shape import WorkerFailed

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
-from lathe.data.run_inputs import content
+from lathe.data.contents import content
 from lathe.errors import UserError
 from lathe.storage import atomic_file, digest, is_remote, sha256
 from lathe.storage.contents import unknown

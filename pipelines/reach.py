@@ -118,55 +118,48 @@ class _Walk:
     def __init__(self, facts: Mapping[str, Facts], verb: str) -> None:
         self.modules: set[str] = set()
         self._facts, self._verb = facts, verb
-        self._done: dict[str, set[str]] = {}
+        self._runs: list[tuple[str, Unit]] = []
+        self._asleep: dict[str, list[tuple[str, Unit]]] = {}
         self._mentioned: set[str] = set()
+        self._named: set[str] = set()
 
     def run(self, module: str) -> None:
         """Reach everything from a module."""
         self._add(module)
-        before = -1
-        while before != (before := self._size()):
-            for name in list(self.modules):
-                self._visit(name)
+        for name, unit in self._runs:  # which grows
+            for mention in unit.mentions - self._mentioned:
+                self._mentioned.add(mention)
+                self._runs += self._asleep.pop(mention, [])
+            for imported in unit.imports:
+                beside = name.rpartition(".")[0] if imported.startswith(".") else ""
+                self._add(beside + imported)
 
     def mentioned_outside(self, prefix: str) -> set[str]:
         """The identifiers in what is reached of modules whose name does not begin so."""
-        return {
-            mention
-            for module, units in self._done.items()
-            if not module.startswith(prefix)
-            for unit in self._facts[module].units
-            if unit.name in units
-            for mention in unit.mentions
-        }
-
-    def _size(self) -> int:
-        return len(self._mentioned) + sum(map(len, self._done.values())) + len(self.modules)
-
-    def _visit(self, module: str) -> None:
-        done = self._done.setdefault(module, set())
-        for unit in self._facts[module].units:
-            if unit.name in done or not self._runs(unit):
-                continue
-            done.add(unit.name)
-            self._mentioned |= unit.mentions
-            for name in unit.imports:
-                beside = module.rpartition(".")[0] if name.startswith(".") else ""
-                self._add(beside + name)
-        if prefix := DYNAMIC.get(module):
-            for name in self._facts:
-                if name.startswith(prefix):
-                    self._add(name)
-
-    def _runs(self, unit: Unit) -> bool:
-        if unit.is_verb:
-            return unit.name == self._verb
-        return not unit.name or unit.name.startswith("__") or unit.name in self._mentioned
+        units = (unit for module, unit in self._runs if not module.startswith(prefix))
+        return {mention for unit in units for mention in unit.mentions}
 
     def _add(self, name: str) -> None:
         """Add a module and the packages that it is in; of another name, those that it begins with
         and that are modules."""
+        if name in self._named:
+            return
+        self._named.add(name)
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
-            if (module := ".".join(parts[:end])) in self._facts:
+            module = ".".join(parts[:end])
+            if module in self._facts and module not in self.modules:
                 self.modules.add(module)
+                for unit in self._facts[module].units:
+                    self._sort(module, unit)
+                for other in self._facts if module in DYNAMIC else ():
+                    if other.startswith(DYNAMIC[module]):
+                        self._add(other)
+
+    def _sort(self, module: str, unit: Unit) -> None:
+        """What runs at import, or has been mentioned, is reached; the rest once it is mentioned."""
+        is_meant = unit.name == self._verb if unit.is_verb else unit.name in self._mentioned
+        if is_meant or not unit.name or unit.name.startswith("__"):
+            self._runs.append((module, unit))
+        elif not unit.is_verb:
+            self._asleep.setdefault(unit.name, []).append((module, unit))

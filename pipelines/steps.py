@@ -12,7 +12,7 @@ from components.deploy.component import deploy
 from components.evaluate.component import evaluate
 from components.export.component import export
 from components.gate.component import gate
-from components.inputs.component import inputs
+from components.inputs.component import inputs as run_inputs
 from components.join.component import join
 from components.prepare.component import prepare
 from components.pretrain.component import pretrain
@@ -41,7 +41,7 @@ def look_up(recipes: list[Any], overrides: Any, **given: Any) -> Mapping[str, An
     that every run does itself, or what a local run has looked up already."""
     if known := compiled_variant().inputs:
         return known
-    task = waiting(inputs(recipes=recipes, overrides=overrides, **given), hours=0.5)
+    task = waiting(run_inputs(recipes=recipes, overrides=overrides, **given), hours=0.5)
     found: Mapping[str, Any] = _of_this_run(task).outputs
     return found
 

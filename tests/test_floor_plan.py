@@ -18,7 +18,7 @@ LAYERS = (
     {"launch", "evaluate"},
     {"compress", "cluster"},
     {"backends", "report", "production"},
-    {"search"},
+    {"search", "certify"},
     {"cli"},
     {"paddle", "__main__"},
 )

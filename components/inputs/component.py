@@ -29,8 +29,10 @@ def inputs(
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
 
     Returns:
-        The address of the corpus, of several the newest one; and by address what identifies the
-        contents of the text, of the weights, and of all that evaluations read.
+        corpus: Where the text is; of `newest:PLACE`, what is the newest one now.
+        text: By address, what identifies the text, the tokenizer and the model that brings one.
+        weights: By address, what identifies the weights that the run starts from, and a teacher.
+        scored: The same of all that evaluations read.
     """
     from components.stage import log_plainly, stage
     from lathe.config.recipe import load_recipe

@@ -35,7 +35,7 @@ def tokenize(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.data.run_inputs import require_unchanged
+    from lathe.data.contents import require_unchanged
     from lathe.data.shard import Shard
     from lathe.data.tokenize import tokenize
 

@@ -34,8 +34,8 @@ def tokenizer(
     from components.artifacts import local, record
     from components.stage import stage
     from lathe.artifacts.remote import input_path
+    from lathe.data.contents import require_unchanged
     from lathe.data.corpus_tokenizer import make_tokenizer
-    from lathe.data.run_inputs import require_unchanged
 
     with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)

@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 
 VERBS = (
-    "data", "training", "compression", "evaluation", "exporting", "serving", "releases", "recipes",
+    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving", "releases", "recipes",
 )  # fmt: skip
 """The modules of this package that have verbs, in the order of `lathe --help`."""
 

@@ -1,21 +1,15 @@
 """What a run of a pipeline reads from outside, and what identifies the bytes there."""
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lathe.config.settings import Recipe
+from lathe.data.contents import Contents, content
 from lathe.data.newest import resolve
-from lathe.errors import StageError
-from lathe.storage.contents import UNKNOWN, content_of, unknown
 
-HUB = "hf://"
 PAIR = ("vocab.json", "merges.txt")
 """The two files of a tokenizer, of which either stands for both."""
-
-Contents = dict[str, str]
-"""By path or address, what `lathe.storage.contents.content_of` says of it."""
 
 
 @dataclass(frozen=True)
@@ -65,29 +59,6 @@ def look_up(
         weights=weights,
         scored=weights | _contents(measured),
     )
-
-
-def content(place: str) -> str:
-    """As `content_of`, of what may also be the name of a corpus or of a model on a hub."""
-    if place == "python":
-        return f"python {sys.version}"
-    name = place.removeprefix(HUB)
-    if name == place:
-        return content_of(place)
-    folder = Path(name.partition(":")[0])
-    return content_of(str(folder)) if folder.is_dir() else unknown()
-
-
-def require_unchanged(contents: Contents) -> None:
-    """Check that places still have the contents that were seen when the run began.
-
-    Raises:
-        StageError: one has others.
-        UserError: one is missing, or a store does not answer.
-    """
-    for place, seen in contents.items():
-        if not seen.startswith(UNKNOWN) and content(place) != seen:
-            raise StageError(f"{place}: it has changed since this run began; start another run")
 
 
 def _tokenizer(place: str) -> Iterator[str]:
