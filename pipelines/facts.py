@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -120,7 +121,7 @@ def _note(node: ast.AST, unit: Unit) -> None:
             unit.mentions.add(name)
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             values = [part.value if isinstance(part, ast.Constant) else None for part in parts]
-            for flag, name in zip(values, values[1:], strict=False):
+            for flag, name in pairwise(values):
                 if flag == "-m" and isinstance(name, str):
                     unit.imports |= {name, f"{name}.__main__"}
         case ast.Constant(value=str(text)):

@@ -82,7 +82,8 @@ class Steps:
 
     def export(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(export, f"export-{variant}")
-        return on_cpu(with_engine(self._of_weights(component, recipe, **inputs)), hours=2, copies=10)
+        task = with_engine(self._of_weights(component, recipe, **inputs))
+        return on_cpu(task, hours=2, copies=10)
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return _of_this_run(waiting(self._task(gate, recipe, **inputs), hours=0.5))

@@ -16,7 +16,9 @@ def inputs(
     model: str = "",
     init: str = "",
     cloze: str = "",
-) -> NamedTuple("RunInputs", [("corpus", str), ("text", dict), ("weights", dict), ("scored", dict)]):
+) -> NamedTuple(
+    "RunInputs", [("corpus", str), ("text", dict), ("weights", dict), ("scored", dict)]
+):
     """Identify the bytes that a run reads from outside, so that other bytes are another input.
 
     Args:

@@ -20,6 +20,7 @@ from lathe.train.saved import PARTIAL, committed_steps
 Kind = Literal["one rank", "all ranks", "during a save"]
 KINDS: tuple[Kind, ...] = ("one rank", "all ranks", "during a save")
 POLL_SECONDS = 0.0005
+TRACE = "train.jsonl"
 TAIL_BYTES = 4000
 
 
@@ -80,6 +81,8 @@ class Training:
 
     def __init__(self, command: list[str], output: Path, log: Path) -> None:
         self.output, self.log, self.began = output, log, time.monotonic()
+        self._trace_before = _stamp(output / TRACE)
+        self._first: tuple[float, int] | None = None  # time and step of this attempt's first sign
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
@@ -132,16 +135,17 @@ class Training:
             left = [pid for pid in left if _is_alive(pid)]
 
     def _is_time(self, planned: PlannedKill) -> bool:
-        if last_step(self.output) < planned.step:
+        if _stamp(self.output / TRACE) == self._trace_before:  # an earlier attempt's
+            return False
+        now, step = time.monotonic(), last_step(self.output)
+        self._first = self._first or (now, step)
+        if step < planned.step:
             return False
         if planned.kind == "during a save":
             return bool(self._partial())
-        time.sleep(planned.wait * self._seconds_a_step())
+        began, first = self._first
+        time.sleep(planned.wait * (now - began) / max(step - first, 1))
         return True
-
-    def _seconds_a_step(self) -> float:
-        done = last_step(self.output)
-        return min((time.monotonic() - self.began) / done, 1.0) if done else 0.1
 
     def _partial(self) -> list[str]:
         return sorted(path.name for path in (self.output / "state").glob(f"*{PARTIAL}"))
@@ -157,10 +161,14 @@ def last_step(output: Path) -> int:
     """The last step that a training has logged; 0 before the first."""
     step = 0
     with suppress(OSError):
-        for line in reversed((output / "train.jsonl").read_bytes().splitlines()):
+        for line in reversed((output / TRACE).read_bytes().splitlines()):
             with suppress(ValueError, TypeError, KeyError):
                 return int(json.loads(line)["step"])
     return step
+
+
+def _stamp(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def _saved_step(output: Path) -> int:

@@ -21,7 +21,8 @@ app = typer.Typer(
 )
 
 VERBS = (
-    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving", "releases", "recipes",
+    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
+    "releases", "recipes",
 )  # fmt: skip
 """The modules of this package that have verbs, in the order of `lathe --help`."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from lathe.data.run_inputs import look_up
 from lathe.config.recipe import load_recipe
+from lathe.data.run_inputs import look_up
 from pipelines.cache import CheckedCache, key_parts
 from pipelines.log import StageLog
 from pipelines.reach import Sources

@@ -67,7 +67,7 @@ def digests(root: Path, components: list[str]) -> dict[str, str]:
 
 
 def changed_by(root: Path, components: list[str], path: str, added: str) -> set[str]:
-    """The components whose digest changes with these lines at a file's end, which are taken back."""
+    """The components whose digest changes with these lines at a file's end."""
     file, before = root / path, digests(root, components)
     text = file.read_text()
     file.write_text(text + added)
@@ -192,7 +192,7 @@ def _mentioned(text: str, module: str) -> Iterator[str]:
     if '"-m", "lathe"' in text:
         yield "lathe.__main__"
     if module in DYNAMIC:
-        yield from (f"{DYNAMIC[module]}{path.stem}" for path in (REPOSITORY / "lathe/cli").iterdir())
+        yield from (f"{DYNAMIC[module]}{p.stem}" for p in (REPOSITORY / "lathe/cli").iterdir())
 
 
 def test_computed_imports_are_known():

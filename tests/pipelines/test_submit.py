@@ -44,7 +44,9 @@ def test_what_is_sent(kfp, tmp_path):
     assert pipeline["display_name"] == "lathe-qat"
     assert version["display_name"] == "0123456789ab"
     assert version["name"] == "lathe-qat-0123456789ab"
-    compiler.Compiler().compile(build("qat", Variant(code=code_digests())), str(tmp_path / "qat.yaml"))
+    compiler.Compiler().compile(
+        build("qat", Variant(code=code_digests())), str(tmp_path / "qat.yaml")
+    )
     assert upload_request.body == (tmp_path / "qat.yaml").read_bytes()
 
     (run,) = kfp.runs.values()
