@@ -36,7 +36,9 @@ def inputs(
         weights: By address, what identifies the weights that the run starts from, and a teacher.
         scored: The same of all that evaluations read.
     """
-    from components.stage import log_plainly, stage
+    import logging
+
+    from components.stage import stage
     from lathe.config.recipe import load_recipe
     from lathe.data.run_inputs import look_up
 
@@ -44,5 +46,5 @@ def inputs(
         settings = [load_recipe(recipe, overrides) for recipe in recipes]
         found = look_up(settings, corpus, tokenizer, model, init, cloze)
         for place, content in (found.text | found.scored).items():
-            log_plainly().info("%s: %s", place, content)
+            logging.getLogger("lathe").info("%s: %s", place, content)
         return (found.corpus, found.text, found.weights, found.scored)
