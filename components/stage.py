@@ -10,6 +10,7 @@ from components.supervise import CRASHED, supervise
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.console import end_cleanly_on_sigterm, print_any_text
+from lathe.data.contents import Contents, require_unchanged
 from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_tied_shell
 from lathe.launch.shape import WorkerFailed
@@ -37,10 +38,16 @@ def log_plainly() -> logging.Logger:
 
 
 @contextmanager
-def stage(recipe: str, overrides: Sequence[str], restarts: int | None = None) -> Iterator[Recipe]:
+def stage(
+    recipe: str,
+    overrides: Sequence[str],
+    contents: Contents | None = None,
+    restarts: int | None = None,
+) -> Iterator[Recipe]:
     """Yield the recipe; a mistake of the user ends the process with its message and status 2.
 
     Args:
+        contents: what has to be at the addresses that the step reads.
         restarts: how often a step that is killed in its pod starts again; `Launch.restarts` of the
             recipe where None.
     """
@@ -50,6 +57,7 @@ def stage(recipe: str, overrides: Sequence[str], restarts: int | None = None) ->
     try:
         settings = load_recipe(recipe, overrides)
         supervise(settings.Launch.restarts if restarts is None else restarts, MARK)
+        require_unchanged(contents or {})
         with tracking.tracked(recipe, settings):
             yield settings
     except ENDINGS as error:

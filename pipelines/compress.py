@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from pipelines.steps import Steps, imported
+from pipelines.steps import Steps, imported, look_up
 
 
 def compress(
@@ -31,9 +31,11 @@ def compress(
         ratios: Shares of heads and channels to prune, one a trial.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
-    steps = Steps(overrides)
+    recipes = [recipe, prune_recipe, qat_recipe]
+    found = look_up(recipes, overrides, corpus=corpus, model=model, cloze=cloze)
+    steps = Steps(overrides, found)
     dense = imported(model)
-    data = steps.prepare(recipe, corpus=corpus, model=dense).outputs["data"]
+    data = steps.prepare(recipe, model=dense).outputs["data"]
     scored = steps.evaluate("dense", recipe, model=dense, data=data, cloze=cloze)
     exported = steps.export("dense", recipe, model=dense, data=data)
     with dsl.ParallelFor(ratios, name="trials") as ratio:

@@ -1,7 +1,7 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
 from pipelines.groups import groups, judge_and_release
-from pipelines.steps import Steps
+from pipelines.steps import Steps, look_up
 
 
 def full(
@@ -29,17 +29,15 @@ def full(
             goes live; none does when empty.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
-    trained = (
-        groups()
-        .train(recipe=recipe, overrides=overrides, corpus=corpus, tokenizer=tokenizer, model=model)
-        .outputs
-    )
+    given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
+    found = look_up([recipe, prune_recipe, qat_recipe], overrides, **given)
+    read = {key: found[key] for key in ("corpus", "text", "weights")}
+    start = {"tokenizer": tokenizer, "model": model}
+    trained = groups().train(recipe=recipe, overrides=overrides, **start, **read).outputs
     data, dense = trained["data"], trained["model"]
-    pruned = Steps(overrides).prune(prune_recipe, model=dense, data=data).outputs["pruned"]
-    quantized = (
-        groups()
-        .quantization(recipe=qat_recipe, overrides=overrides, model=pruned, data=data)
-        .outputs
-    )
+    pruned = Steps(overrides, found).prune(prune_recipe, model=dense, data=data).outputs["pruned"]
+    inputs = {"model": pruned, "data": data, "weights": found["weights"]}
+    quantized = groups().quantization(recipe=qat_recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "pruned": pruned, "int8": quantized["model"]}
-    judge_and_release(recipe, overrides, models, quantized["sensitivity"], data, cloze, production)
+    made = {"sensitivity": quantized["sensitivity"], "data": data}
+    judge_and_release(recipe, overrides, models, made, found, cloze, production)

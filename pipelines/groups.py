@@ -1,7 +1,7 @@
 """The parts of the larger pipelines, each a pipeline of its own and one node of the graph."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -26,10 +26,18 @@ class Quantized(NamedTuple):
     sensitivity: dsl.Dataset
 
 
-def train(recipe: str, overrides: list[str], corpus: str, tokenizer: str, model: str) -> Trained:
+def train(
+    recipe: str,
+    overrides: list[str],
+    corpus: str,
+    tokenizer: str,
+    model: str,
+    text: dict,  # type: ignore[type-arg]
+    weights: dict,  # type: ignore[type-arg]
+) -> Trained:
     """Prepare the data and train a GPT on it."""
-    steps = Steps(overrides)
-    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer).outputs["data"]
+    steps = Steps(overrides, {"corpus": corpus, "text": text, "weights": weights})
+    data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     trained = steps.pretrain(recipe, data=data, init=model)
     return Trained(data=data, model=trained.outputs["model"])
 
@@ -39,9 +47,10 @@ def quantization(
     overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
+    weights: dict,  # type: ignore[type-arg]
 ) -> Quantized:
     """Rank the linear layers by what INT8 costs in them, and train the model in INT8."""
-    steps = Steps(overrides)
+    steps = Steps(overrides, {"weights": weights})
     ranked = steps.analyze(recipe, model=model, data=data).outputs["sensitivity"]
     int8 = steps.quantize(recipe, model=model, data=data, sensitivity=ranked)
     return Quantized(model=int8.outputs["quantized"], sensitivity=ranked)
@@ -59,10 +68,11 @@ def judge(variants: tuple[str, ...]) -> Callable[..., Any]:
     # KFP reads the inputs and outputs from the signature, which depends on the variants.
     judged = NamedTuple("Judged", [*outputs.items(), ("passed", bool)])  # type: ignore[misc]
 
-    def judge(recipe, overrides, cloze, data, *given):  # type: ignore[no-untyped-def]
+    def judge(recipe, overrides, cloze, data, weights, scored, *given):  # type: ignore[no-untyped-def]
         """Measure the models, rehearse the deployment of the INT8 one, and say whether it is as
         good as the dense one."""
-        steps, models = Steps(overrides), dict(zip(variants, given, strict=True))
+        steps = Steps(overrides, {"weights": weights, "scored": scored})
+        models = dict(zip(variants, given, strict=True))
         results = steps.compare(recipe, models, data, cloze)
         last = {"exported": results["int8_export"], "model": models["int8"]}
         rehearsed = steps.rehearse(recipe, data=data, **last)
@@ -77,7 +87,8 @@ def judge(variants: tuple[str, ...]) -> Callable[..., Any]:
         )
 
     inputs: dict[str, Any] = {"recipe": str, "overrides": list[str], "cloze": str}
-    inputs |= {"data": dsl.Input[dsl.Dataset]} | {v: dsl.Input[dsl.Model] for v in variants}
+    inputs |= {"data": dsl.Input[dsl.Dataset], "weights": dict, "scored": dict}
+    inputs |= {v: dsl.Input[dsl.Model] for v in variants}
     keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
     judge.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, keyword, annotation=kind) for name, kind in inputs.items()],
@@ -125,17 +136,25 @@ def judge_and_release(
     recipe: str,
     overrides: list[str],
     models: dict[str, Any],
-    sensitivity: Any,
-    data: Any,
+    made: dict[str, Any],
+    found: Mapping[str, Any],
     cloze: str,
     production: str,
 ) -> None:
     """Judge the models, report on them, and make the INT8 one live if it is as good as the dense
-    one and `production` names the releases."""
-    steps, given = Steps(overrides), {"data": data, "cloze": cloze}
-    judged = dict(groups().judge(models, recipe=recipe, overrides=overrides, **given).outputs)
+    one and `production` names the releases.
+
+    Args:
+        made: the outputs `data` and `sensitivity` of earlier steps.
+        found: what the run reads from outside; see `look_up`.
+    """
+    steps, given = Steps(overrides, found), {"data": made["data"], "cloze": cloze}
+    read = {key: found[key] for key in ("weights", "scored")}
+    judged = dict(
+        groups().judge(models, recipe=recipe, overrides=overrides, **given, **read).outputs
+    )
     passed, verdict = judged.pop("passed"), judged.pop("verdict")
-    steps.report(recipe, models, sensitivity=sensitivity, **judged)
+    steps.report(recipe, models, sensitivity=made["sensitivity"], **judged)
     with (
         dsl.If(production != "", "to-production"),
         dsl.If(passed == True, "gate-passed"),  # noqa: E712

@@ -1,7 +1,7 @@
 """Run one pipeline with KFP's own local runner, every stage a subprocess of this Python.
 
-`python -m pipelines.local NAME ROOT CACHE SHARDS ARGUMENTS` (ARGUMENTS is JSON) is the process that
-`pipelines.run` starts, reads and, if need be, ends.
+`python -m pipelines.local NAME ROOT CACHE SHARDS INPUTS ARGUMENTS` (the last two are JSON) is the
+process that `pipelines.run` starts, reads and, if need be, ends.
 """
 
 import json
@@ -20,8 +20,13 @@ from pipelines.compile import build
 from pipelines.resources import Variant
 
 
-def run(name: str, root: str, cache: str, shards: int, arguments: dict[str, Any]) -> None:
+def run(
+    name: str, root: str, cache: str, shards: int, inputs: dict[str, Any], arguments: dict[str, Any]
+) -> None:
     """Run pipeline `name`; outputs go to `root`, finished tasks are cached in `cache`.
+
+    Args:
+        inputs: what the run reads from outside; see `lathe.data.run_inputs.RunInputs`.
 
     Raises:
         RuntimeError: a task failed.
@@ -29,7 +34,7 @@ def run(name: str, root: str, cache: str, shards: int, arguments: dict[str, Any]
     # "python" is not in the image's name; accelerators have no effect on a laptop.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    pipeline = build(name, Variant(shards=shards))
+    pipeline = build(name, Variant(shards=shards, inputs=inputs))
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():
@@ -55,4 +60,4 @@ _run = kfp_subprocess.run_local_subprocess
 
 
 if __name__ == "__main__":
-    run(*sys.argv[1:4], int(sys.argv[4]), json.loads(sys.argv[5]))
+    run(*sys.argv[1:4], int(sys.argv[4]), *map(json.loads, sys.argv[5:]))

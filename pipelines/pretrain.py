@@ -1,6 +1,6 @@
 """Text -> trained model, evaluated."""
 
-from pipelines.steps import Steps
+from pipelines.steps import Steps, look_up
 
 
 def pretrain(
@@ -21,7 +21,8 @@ def pretrain(
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    steps = Steps(overrides)
-    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer).outputs["data"]
+    given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
+    steps = Steps(overrides, look_up([recipe], overrides, **given))
+    data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     trained = steps.pretrain(recipe, data=data, init=model).outputs["model"]
     steps.evaluate("dense", recipe, model=trained, data=data, cloze=cloze)

@@ -1,6 +1,6 @@
 """Model -> pruned model beside the dense one."""
 
-from pipelines.steps import Steps, imported
+from pipelines.steps import Steps, imported, look_up
 
 
 def prune(
@@ -21,9 +21,10 @@ def prune(
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    steps = Steps(overrides)
+    given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
+    steps = Steps(overrides, look_up([recipe], overrides, **given))
     dense = imported(model)
-    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer, model=dense).outputs["data"]
+    data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
     models = {"dense": dense, "pruned": pruned}
     steps.report(recipe, models, **steps.compare(recipe, models, data, cloze))

@@ -1,7 +1,7 @@
 """Model -> INT8 model on Triton."""
 
 from pipelines.groups import groups, judge_and_release
-from pipelines.steps import Steps, imported
+from pipelines.steps import Steps, imported, look_up
 
 
 def qat(
@@ -25,11 +25,13 @@ def qat(
             goes live; none does when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    steps = Steps(overrides)
+    given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
+    found = look_up([recipe], overrides, **given)
+    steps = Steps(overrides, found)
     dense = imported(model)
-    data = steps.prepare(recipe, corpus=corpus, tokenizer=tokenizer, model=dense).outputs["data"]
-    quantized = (
-        groups().quantization(recipe=recipe, overrides=overrides, model=dense, data=data).outputs
-    )
+    data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
+    inputs = {"model": dense, "data": data, "weights": found["weights"]}
+    quantized = groups().quantization(recipe=recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "int8": quantized["model"]}
-    judge_and_release(recipe, overrides, models, quantized["sensitivity"], data, cloze, production)
+    given = {"sensitivity": quantized["sensitivity"], "data": data}
+    judge_and_release(recipe, overrides, models, given, found, cloze, production)

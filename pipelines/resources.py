@@ -3,6 +3,7 @@
 The local runner ignores them.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -69,8 +70,9 @@ class Variant:
     """What a pipeline is compiled for.
 
     Attributes:
-        fresh: whether `prepare` reads the corpus in every run, so that a changed corpus at the same
-            address is noticed and the stages run again.
+        inputs: what `look_up` finds, where it is known; otherwise a step of the run finds it.
+        code: digests of what each component's result depends on, which its cache key gets where
+            the image is not named by its digest.
         sizes: what the steps need; None where the model is not known.
         shards: in which the corpus is tokenized, each by a step of its own.
         finished: outputs of the steps that an earlier run has finished, which are not done again.
@@ -78,7 +80,8 @@ class Variant:
     """
 
     pool: Pool = Pool()
-    fresh: bool = False
+    inputs: Mapping[str, Any] | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
     sizes: Sizes | None = None
     shards: int = 1
     finished: Mapping[str, Outputs] = field(default_factory=dict)
@@ -125,12 +128,21 @@ def compiled_variant() -> Variant:
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
     """The task of a step; in its place, the outputs of an earlier run that has finished it."""
     found = _VARIANT.get().finished.get(component.name)
-    return Finished(component, found) if found else component(**inputs)
+    return Finished(component, found) if found else _with_code(component)(**inputs)
 
 
-def cached_unless_fresh(task: PipelineTask) -> PipelineTask:
-    """For the step that reads the corpus."""
-    return task.set_caching_options(not _VARIANT.get().fresh)
+def _with_code(component: Any) -> Any:
+    """The component, whose arguments say which code it is where its image's name does not;
+    Pipelines' cache key has the arguments, and KFP passes over those it does not know."""
+    digest = _VARIANT.get().code.get(component.python_func.__name__)
+    images = [component.component_spec.implementation.container.image]
+    images += [PADDLE] if _VARIANT.get().pool.engine == "paddle" else []
+    if digest is None or all("@sha256:" in image for image in images):
+        return component
+    clone = copy.deepcopy(component)
+    container = clone.component_spec.implementation.container
+    container.args = [*container.args, "--code", digest]
+    return clone
 
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:

@@ -7,28 +7,28 @@ finished stages are not repeated.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lathe.data.newest import resolve
+from lathe.config.settings import Recipe
+from lathe.data.run_inputs import RunInputs, look_up
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe.provenance.surroundings import RUN
 from lathe.report.notice import notice_of
-from lathe.storage import is_remote
 from lathe.tracking.webhook import ADDRESS, post
 from pipelines.arguments import takes_arguments
 from pipelines.forecast import Forecast
@@ -51,8 +51,10 @@ from pipelines.told import fail, told
 RUNS = Path("run")
 DEPLOYED = RUNS / "deployed"
 GRACE_SECONDS = 15.0
+TRAINS = ("pretrain", "full")
+"""The pipelines that train from weights, and do not begin with a model."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class StageFailed(StageError):
@@ -76,15 +78,14 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     """
     recipes = check(name, folder, arguments)
     screen = Screen()
-    corpus = arguments.get("corpus") or json.loads(recipes[0])["Prepare"]["source"]
-    if (found := resolve(corpus)) != corpus:
-        screen.show(f"{corpus} is {found}")
-        arguments = arguments | {"corpus": found}
+    inputs = _look_up(name, arguments, recipes)
+    corpus = arguments.get("corpus") or recipes[0].Prepare.source
+    if corpus != inputs.corpus:
+        screen.show(f"{corpus} is {inputs.corpus}")
     folder = folder.absolute()
-    cache = folder / CACHE / fingerprint(arguments, recipes)
-    command = [sys.executable, "-u", "-m", "pipelines.local"]
-    shards = json.loads(recipes[0])["Launch"]["shards"]
-    command += [name, str(folder), str(cache), str(shards), json.dumps(arguments)]
+    command = [sys.executable, "-u", "-m", "pipelines.local", name, str(folder)]
+    command += [str(folder / CACHE), str(recipes[0].Launch.shards)]
+    command += [json.dumps(asdict(inputs)), json.dumps(arguments)]
     forecast = Forecast() if name == "full" and not any(arguments.values()) else None
     log = StageLog(forecast)
     if forecast:
@@ -104,12 +105,20 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
                 break
         else:
             worker.wait()
+        for shown in log.reuse():
+            screen.show(shown)
     if log.failed or worker.returncode:
         raise StageFailed(f"{log.error()}\nthe whole log: {folder / RUN_LOG}")
 
 
-def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[str]:
-    """Run all preflight checks; returns the resolved recipes as JSON.
+def _look_up(name: str, arguments: Mapping[str, Any], recipes: Sequence[Recipe]) -> RunInputs:
+    given = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
+    start = "init" if name in TRAINS else "model"
+    return look_up(recipes, **given, **{start: arguments.get("model", "")})
+
+
+def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
+    """Run all preflight checks; returns the resolved recipes.
 
     Raises:
         ExceptionGroup: of UserErrors, all that is wrong.
@@ -126,19 +135,7 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[str]:
     if name in SERVES:
         inputs.check(str(DEPLOYED), check_link, DEPLOYED)
     inputs.finish()
-    return [recipe.model_dump_json() for recipe in recipes.values()]
-
-
-def fingerprint(arguments: dict[str, Any], recipes: Sequence[str]) -> str:
-    """Digest of everything that a stage's result depends on and KFP's cache key omits."""
-    parts = ("lathe", "components", "pipelines")
-    files = [f for part in parts for f in sorted((REPOSITORY / part).rglob("*.py"))]
-    for value in arguments.values():
-        if isinstance(value, str) and not is_remote(value):
-            path = Path(value)
-            files += sorted(path.rglob("*")) if path.is_dir() else [path]
-    stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.exists()]
-    return hashlib.sha256(json.dumps([recipes, stamps]).encode()).hexdigest()[:16]
+    return list(recipes.values())
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def set_command(
     name = f"lathe-{pipeline}"
     with told():
         times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
-        submission = prepare(pipeline, arguments, root, fresh=True, strict=strict)
+        submission = prepare(pipeline, arguments, root, strict=strict)
         with answers():
             replaced = set_schedule(submission, name, cron)
     print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")

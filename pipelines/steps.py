@@ -1,6 +1,7 @@
 """The steps that the pipelines share: a component with its inputs and resources."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from kfp import dsl
@@ -11,6 +12,7 @@ from components.deploy.component import deploy
 from components.evaluate.component import evaluate
 from components.export.component import export
 from components.gate.component import gate
+from components.inputs.component import inputs as run_inputs
 from components.join.component import join
 from components.prepare.component import prepare
 from components.pretrain.component import pretrain
@@ -22,7 +24,6 @@ from components.tokenize.component import tokenize
 from components.tokenizer.component import tokenizer
 from pipelines.finished import turn_of
 from pipelines.resources import (
-    cached_unless_fresh,
     compiled_variant,
     on_cpu,
     on_gpu,
@@ -35,37 +36,54 @@ from pipelines.resources import (
 PREPARE = "prepare"
 
 
-class Steps:
-    """Steps of one pipeline, each with the recipe that it is given and the same overrides."""
+def look_up(recipes: list[Any], overrides: Any, **given: Any) -> Mapping[str, Any]:
+    """What a run reads from outside, and what identifies the bytes there: the outputs of a step
+    that every run does itself, or what a local run has looked up already."""
+    if known := compiled_variant().inputs:
+        return known
+    task = waiting(run_inputs(recipes=recipes, overrides=overrides, **given), hours=0.5)
+    found: Mapping[str, Any] = _of_this_run(task).outputs
+    return found
 
-    def __init__(self, overrides: list[str]) -> None:
-        self.overrides = overrides
+
+class Steps:
+    """Steps of one pipeline, each with the recipe that it is given and the same overrides.
+
+    Args:
+        found: see `look_up`; a part of a pipeline needs what its own steps read.
+    """
+
+    def __init__(self, overrides: list[str], found: Mapping[str, Any]) -> None:
+        self.overrides, self.found = overrides, found
 
     def prepare(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         variant = compiled_variant()
         if variant.shards > 1 and PREPARE not in variant.finished:
             return self._prepare_in_shards(recipe, **inputs)
-        return self._read_corpus(prepare, recipe, **inputs)
+        return self._read_text(prepare, recipe, **inputs)
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_training_nodes(self._task(pretrain, recipe, **inputs), hours=240)
+        return on_training_nodes(self._of_weights(pretrain, recipe, **inputs), hours=240)
 
     def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_training_nodes(self._by_engine(prune, recipe, **inputs), hours=72)
+        return on_training_nodes(with_engine(self._of_weights(prune, recipe, **inputs)), hours=72)
 
     def analyze(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_gpu(self._by_engine(analyze, recipe, **inputs), hours=6, copies=6)
+        return on_gpu(with_engine(self._of_weights(analyze, recipe, **inputs)), hours=6, copies=6)
 
     def quantize(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return on_training_nodes(self._by_engine(quantize, recipe, **inputs), hours=72)
+        task = with_engine(self._of_weights(quantize, recipe, **inputs))
+        return on_training_nodes(task, hours=72)
 
     def evaluate(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(evaluate, f"evaluate-{variant}")
-        return on_gpu(self._by_engine(component, recipe, **inputs), hours=6, copies=3)
+        task = self._task(component, recipe, contents=self.found["scored"], **inputs)
+        return on_gpu(with_engine(task), hours=6, copies=3)
 
     def export(self, variant: str, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         component = _named(export, f"export-{variant}")
-        return on_cpu(self._by_engine(component, recipe, **inputs), hours=2, copies=10)
+        task = with_engine(self._of_weights(component, recipe, **inputs))
+        return on_cpu(task, hours=2, copies=10)
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return _of_this_run(waiting(self._task(gate, recipe, **inputs), hours=0.5))
@@ -99,7 +117,7 @@ class Steps:
             }
         return results
 
-    def _prepare_in_shards(self, recipe: str, corpus: Any, **inputs: Any) -> dsl.PipelineTask:
+    def _prepare_in_shards(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         """The same in a step for each shard, of those that are not tokenized yet; the last step has
         the name and the outputs of the one that does it alone."""
         of, finished = compiled_variant().shards, compiled_variant().finished
@@ -107,20 +125,19 @@ class Steps:
         done = [finished[turn_of(n)]["tokens"] for n in numbers if turn_of(n) in finished]
         given: dict[str, Any] = {"finished": done}
         if left := [n for n in numbers if turn_of(n) not in finished]:
-            chosen = self._read_corpus(tokenizer, recipe, corpus=corpus, **inputs)
+            chosen = self._read_text(tokenizer, recipe, **inputs)
             with dsl.ParallelFor(left, name="shards") as number:
                 own = {"tokenizer": chosen.outputs["vocabulary"], "shard": number, "of": of}
-                shard = self._read_corpus(tokenize, recipe, corpus=corpus, **own)
+                shard = self._read_text(tokenize, recipe, **own)
             given["shards"] = dsl.Collected(shard.outputs["tokens"])
         return on_cpu(self._task(_named(join, PREPARE), recipe, **given), hours=4, copies=2)
 
-    def _read_corpus(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return cached_unless_fresh(
-            on_cpu(self._task(component, recipe, **inputs), hours=4, copies=2)
-        )
+    def _read_text(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        text = {"corpus": self.found["corpus"], "contents": self.found["text"]}
+        return on_cpu(self._task(component, recipe, **text, **inputs), hours=4, copies=2)
 
-    def _by_engine(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        return with_engine(self._task(component, recipe, **inputs))
+    def _of_weights(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return self._task(component, recipe, contents=self.found["weights"], **inputs)
 
     def _task(self, component: Any, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return task_of(component, recipe=recipe, overrides=self.overrides, **inputs)

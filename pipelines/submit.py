@@ -23,6 +23,7 @@ from pipelines.compile import FUNCTIONS, build
 from pipelines.finished import Outputs
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
+from pipelines.reach import code_digests
 from pipelines.resources import SERVICE_ACCOUNT, Variant
 from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.told import told
@@ -78,7 +79,6 @@ def prepare(
     name: str,
     arguments: dict[str, Any],
     root: str,
-    fresh: bool = False,
     strict: bool = False,
     finished: Mapping[str, Outputs] | None = None,
 ) -> Submission:
@@ -99,10 +99,10 @@ def prepare(
     if name not in FUNCTIONS:
         preflight.finish()
     try:
-        variant = choose_variant(name, arguments, fresh)
+        variant = choose_variant(name, arguments)
     except UserError:  # which the check of the recipes tells
         variant = Variant()
-    variant = replace(variant, finished=finished or {})
+    variant = replace(variant, finished=finished or {}, code=code_digests())
     preflight.recipes(name, arguments, variant)
     preflight.nodes(variant.pool, strict)
     pipeline = build(name, variant)

@@ -22,10 +22,9 @@ def version_name(variant: Variant) -> str:
     Without a repository, as in an image, `unversioned`: the content then makes the difference.
     """
     parts = [_commit()]
-    if replace(variant, fresh=False) != Variant():
+    variant = replace(variant, code={})  # which the commit stands for
+    if variant != Variant():
         parts.append(digest(repr(variant))[:SHORT])
-    if variant.fresh:
-        parts.append("fresh")
     return "-".join(parts)
 
 

@@ -12,7 +12,6 @@ import typer
 
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
-from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
 from lathe.storage import fetch
@@ -60,9 +59,9 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) -> Variant:
-    """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is silent;
-    fresh also where the newest corpus of a place is to be read.
+def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
+    """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is
+    silent.
 
     Raises:
         UserError: that recipe is wrong.
@@ -70,7 +69,6 @@ def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) ->
     names, overrides = list(recipe_names(name, arguments).values()), arguments["overrides"]
     recipe = load_recipe(names[0], overrides)
     launch, told = recipe.Launch, recipe.Launch.model_fields_set
-    corpus = arguments.get("corpus") or recipe.Prepare.source
     pool = Pool(
         nodes=launch.nodes,
         gpus=launch.gpus_per_node if "gpus_per_node" in told else Pool.gpus,
@@ -83,7 +81,6 @@ def choose_variant(name: str, arguments: dict[str, Any], fresh: bool = False) ->
     machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
     return Variant(
         pool,
-        fresh=fresh or corpus.startswith(NEWEST),
         sizes=_sizes(arguments, machines),
         shards=launch.shards,
         notify=launch.notify,

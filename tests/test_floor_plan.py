@@ -19,7 +19,7 @@ LAYERS = (
     {"launch", "evaluate"},
     {"compress", "cluster", "cards"},
     {"backends", "report", "production"},
-    {"search"},
+    {"search", "certify"},
     {"cli"},
     {"paddle", "__main__"},
 )

@@ -14,6 +14,7 @@ def analyze(
     sensitivity: dsl.Output[dsl.Dataset],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
+    contents: dict = {},  # noqa: B006
 ):
     """Rank the linear layers by what INT8 costs in each and choose the fewest to leave in float.
 
@@ -25,6 +26,8 @@ def analyze(
         sensitivity: Folder with the ranked list and the layers to skip.
         page: The cost of INT8 in every layer, and the distributions of weights and inputs.
         metrics: Baseline, budget, predicted cost, and rank correlation with the estimate.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     import shutil
     from pathlib import Path
@@ -34,7 +37,7 @@ def analyze(
     from lathe import backends
     from lathe.compress.sensitivity.result import PAGE
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         folder = Path(sensitivity.path)
         result = backends.of(settings).analyze(settings, *local(model, data), folder)
         shutil.copyfile(folder / PAGE, page.path)

@@ -14,6 +14,7 @@ def evaluate(
     evaluation: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
     cloze: str = "",
+    contents: dict = {},  # noqa: B006
 ):
     """Score a model: strict LAMBADA accuracy and WikiText-style perplexity.
 
@@ -25,6 +26,8 @@ def evaluate(
         cloze: LAMBADA-format JSONL file; the data set's held-out examples when empty.
         evaluation: Folder with metrics.json, examples.jsonl and blocks.jsonl.
         metrics: Accuracy and perplexity with their standard errors.
+        contents: What identifies the weights that the run starts from and the examples, by address,
+            on which the result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
@@ -33,7 +36,7 @@ def evaluate(
     from lathe import backends
     from lathe.artifacts.remote import input_path
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         examples = input_path(cloze) if cloze else None
         folder, corpus = local(model, data)
         result = backends.of(settings).evaluate(

@@ -13,6 +13,7 @@ def export(
     data: dsl.Input[dsl.Dataset],
     exported: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    contents: dict = {},  # noqa: B006
 ):
     """Write the ONNX graph and prove that it gives the checkpoint's logits and tokens.
 
@@ -23,6 +24,8 @@ def export(
         data: Token data set whose held-out text gives the prompts of the proof.
         exported: Folder with model.onnx, its configuration and tokenizer, and the proof.
         metrics: Bytes and largest difference of the logits.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
@@ -30,7 +33,7 @@ def export(
     from components.stage import stage
     from lathe import backends
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         result = backends.of(settings).export(settings, *local(model, data), Path(exported.path))
         exported.metadata["format"] = "onnx"
         record(result, metrics, exported)

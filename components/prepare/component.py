@@ -14,6 +14,7 @@ def prepare(
     corpus: str = "",
     tokenizer: str = "",
     model: dsl.Input[dsl.Model] = None,
+    contents: dict = {},  # noqa: B006
 ):
     """Tokenize a corpus.
 
@@ -25,16 +26,20 @@ def prepare(
         model: A model that the data is for, whose tokenizer is taken.
         data: Token data set, tokenizer, held-out text and cloze examples.
         metrics: Documents, tokens and vocabulary size.
+        contents: What identifies the text, the tokenizer and the model, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import stage
     from lathe.artifacts.remote import input_path
+    from lathe.data.contents import require_unchanged
     from lathe.data.prepare import prepare
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)
         given = input_path(tokenizer) if tokenizer else of_model
         result = prepare(settings, Path(data.path), corpus or None, given and str(given))
+        require_unchanged(contents)
         record(result, metrics, data)

@@ -14,6 +14,7 @@ def pretrain(
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     init: str = "",
+    contents: dict = {},  # noqa: B006
 ):
     """Train a GPT, from scratch or from a checkpoint.
 
@@ -25,6 +26,8 @@ def pretrain(
         model: Checkpoint folder with the training log.
         page: The loss curve.
         metrics: Steps, loss, perplexity at the first and last evaluation, tokens a second.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
@@ -34,7 +37,7 @@ def pretrain(
     from lathe.artifacts.remote import input_path
     from lathe.train.pretrain import pretrain
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         command = ["pretrain", "--data", data, "--output", model, *options(recipe, overrides)]
         command += ["--init", init] if init else []
 

@@ -17,6 +17,7 @@ def prune(
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     ratio: Optional[float] = None,  # noqa: UP045 (KFP knows no `float | None`)
+    contents: dict = {},  # noqa: B006
 ):
     """Remove whole attention heads and feed-forward channels, then finetune.
 
@@ -29,6 +30,8 @@ def prune(
         page: The loss curve.
         metrics: Parameters before and after, loss and perplexity.
         ratio: Replaces the recipe's Compress.Prune.ratio, where given.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
@@ -39,7 +42,7 @@ def prune(
 
     if ratio is not None:
         overrides = [*overrides, f"Compress.Prune.ratio={ratio}"]
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         command = ["prune", model, "--data", data, "--output", pruned]
         command += options(recipe, overrides)
 

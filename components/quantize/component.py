@@ -15,6 +15,7 @@ def quantize(
     quantized: dsl.Output[dsl.Model],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
+    contents: dict = {},  # noqa: B006
 ):
     """Train with fake quantization: INT8 weights and activations.
 
@@ -27,6 +28,8 @@ def quantize(
         quantized: Checkpoint folder with the quantization plan.
         page: The loss curve.
         metrics: Loss and perplexity.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
@@ -35,7 +38,7 @@ def quantize(
     from components.training import train
     from lathe import backends
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         command = ["quantize", model, "--data", data, "--sensitivity", sensitivity]
         command += ["--output", quantized, *options(recipe, overrides)]
 

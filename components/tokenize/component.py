@@ -15,6 +15,7 @@ def tokenize(
     tokens: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
     corpus: str = "",
+    contents: dict = {},  # noqa: B006
 ):
     """Tokenize one shard of a corpus.
 
@@ -27,16 +28,20 @@ def tokenize(
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokens: The shard's tokens and documents.
         metrics: The shard's number, documents and tokens.
+        contents: What identifies the text, the tokenizer and the model, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import stage
+    from lathe.data.contents import require_unchanged
     from lathe.data.shard import Shard
     from lathe.data.tokenize import tokenize
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         (folder,) = local(tokenizer)
         part = Shard(shard, of)
         result = tokenize(settings, Path(tokens.path), part, corpus or None, str(folder))
+        require_unchanged(contents)
         record(result, metrics, tokens)

@@ -14,6 +14,7 @@ def tokenizer(
     corpus: str = "",
     tokenizer: str = "",
     model: dsl.Input[dsl.Model] = None,
+    contents: dict = {},  # noqa: B006
 ):
     """Train the tokenizer of a corpus, or take the given one.
 
@@ -25,18 +26,22 @@ def tokenizer(
         model: A model that the data is for, whose tokenizer is taken.
         vocabulary: Folder with the tokenizer and where it comes from.
         metrics: Vocabulary size.
+        contents: What identifies the text, the tokenizer and the model, by address, on which the
+            result depends; the step fails if it finds something else there.
     """
     from pathlib import Path
 
     from components.artifacts import local, record
     from components.stage import stage
     from lathe.artifacts.remote import input_path
+    from lathe.data.contents import require_unchanged
     from lathe.data.corpus_tokenizer import make_tokenizer
 
-    with stage(recipe, overrides) as settings:
+    with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)
         given = input_path(tokenizer) if tokenizer else of_model
         result = make_tokenizer(
             settings, Path(vocabulary.path), corpus or None, given and str(given)
         )
+        require_unchanged(contents)
         record(result, metrics, vocabulary)

@@ -31,6 +31,7 @@ TYPES = {
     "Float": "number",
     "List[String]": "list of strings",
     "List[Float]": "list of numbers",
+    "Dict": "table",
 }
 VALUES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
@@ -207,7 +208,7 @@ def _type(part: Any) -> str:
 def _default(part: Any) -> str:
     if not part.optional:
         return ""
-    if part.default in (None, "") or isinstance(part.default, list):
+    if part.default in (None, "") or isinstance(part.default, list | dict):
         return ", optional"
     shown = f"`{part.default}`" if isinstance(part.default, str) else f"{part.default:g}"
     return f", default {shown}"
@@ -221,8 +222,10 @@ def _described(name: str) -> dict[str, str]:
 def _described_by(text: str) -> dict[str, str]:
     """The sections Args and Returns of a docstring."""
     sections = dict(re.findall(r"^(Args|Returns):\n((?:    .*\n?|\n)+)", text, re.MULTILINE))
-    found = dict(re.findall(r"^    (\w+): ((?:.*\n?)(?:      .*\n?)*)", sections["Args"], re.M))
-    return found | {"Output": sections.get("Returns", "")}
+    returned = sections.get("Returns", "")
+    named = re.compile(r"^    (\w+): ((?:.*\n?)(?:      .*\n?)*)", re.M)
+    found = dict(named.findall(sections["Args"])) | dict(named.findall(returned))
+    return found | {"Output": returned}
 
 
 def _table(heads: tuple[str, ...], rows: Rows) -> str:

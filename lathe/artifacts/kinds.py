@@ -51,6 +51,9 @@ def _is_page(path: Path) -> bool:
 
 VERDICT = FileKind("a verdict", _has_keys("verdict", "passed", "reasons"))
 PAGE = FileKind("a page", _is_page)
+RESUME_CERTIFICATE = FileKind(
+    "a certificate of resuming", _has_keys("certifies", "kills", "uninterrupted", "resumed")
+)
 SEARCH = FileKind("a search's result", _has_keys("goal", "dense", "trials"))
 DEPLOYMENT = FileKind("a deployment's report", _has_keys("prompts", "serving", "samples"))
 

@@ -21,8 +21,8 @@ app = typer.Typer(
 )
 
 VERBS = (
-    "data", "training", "compression", "evaluation", "exporting", "serving", "releases",
-    "provenance", "cards", "recipes",
+    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
+    "releases", "provenance", "cards", "recipes",
 )  # fmt: skip
 """The modules of this package that have verbs, in the order of `lathe --help`."""
 

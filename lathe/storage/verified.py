@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,20 @@ def remember(path: Path, what: str) -> None:
         _remember(_note(path, what), _state(path))
 
 
+def known_sha256(path: Path) -> str:
+    """The SHA-256 of a file; that of a large one is remembered as `once` remembers a success."""
+    if path.stat().st_size < LARGE:
+        return sha256(path)
+    state, note = _state(path), _note(path, "sha256")
+    with suppress(OSError, ValueError):
+        if note and (kept := json.loads(note.read_bytes())) and kept[:-1] == state:
+            return str(kept[-1])
+    found = _read(path)
+    if _state(path) == state:
+        _remember(note, [*state, found])
+    return found
+
+
 def cache_folder() -> Path | None:
     """Lathe's cache folder, which may be deleted at any time; None without a home directory."""
     with suppress(RuntimeError):
@@ -75,7 +89,7 @@ def _note(path: Path, what: str) -> Path | None:
     return folder and folder / "verified" / digest(f"{path.resolve()} {what}")
 
 
-def _remember(note: Path | None, state: list[int]) -> None:
+def _remember(note: Path | None, state: Sequence[object]) -> None:
     with suppress(OSError):
         if note:
             with atomic_file(note) as work:
@@ -83,9 +97,13 @@ def _remember(note: Path | None, state: list[int]) -> None:
 
 
 def _has_digest(expected: str, path: Path) -> bool:
+    return _read(path) == expected
+
+
+def _read(path: Path) -> str:
     if path.stat().st_size < WITH_BAR:
-        return sha256(path) == expected
+        return sha256(path)
     from lathe.progress import bar  # needs rich, which a bare image lacks
 
     with bar(f"verify {path.name}"):
-        return sha256(path) == expected
+        return sha256(path)

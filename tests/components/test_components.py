@@ -10,7 +10,7 @@ from components.images import TRAIN
 
 FOLDER = Path(__file__).parents[2] / "components"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/component.py"))
-STAGES = [name for name in NAMES if name != "notify"]
+STAGES = [name for name in NAMES if name not in ("inputs", "notify")]
 
 
 @pytest.fixture(params=NAMES)
@@ -52,3 +52,13 @@ def test_readme_names_every_input_and_output(name):
     component = getattr(importlib.import_module(f"components.{name}.component"), name)
     for part in (*component.component_spec.inputs, *component.component_spec.outputs):
         assert f"`{part}`" in readme, part
+
+
+def test_what_a_run_reads_is_looked_up_by_a_step(tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("one")
+    from components.inputs.component import inputs
+
+    given = {"recipes": ["tiny", "tiny-qat"], "overrides": ["Engine.max_steps=1"]}
+    found = inputs.python_func(**given, corpus=f"newest:{tmp_path}")
+    assert found[0] == str(corpus) and found[1].keys() == {str(corpus)} and found[2] == {}

@@ -1,4 +1,5 @@
-"""A run folder whose cache, or what the cache names, was damaged: done again, and no traceback."""
+"""What a finished task of a local run is known by, and a cache that was damaged: done again, and no
+traceback."""
 
 import json
 from pathlib import Path
@@ -6,8 +7,14 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from pipelines.cache import CheckedCache
+from lathe.config.recipe import load_recipe
+from lathe.data.run_inputs import look_up
+from pipelines.cache import CheckedCache, key_parts
 from pipelines.log import StageLog
+from pipelines.reach import Sources
+from tests.pipelines.test_run import start
+
+COMMAND = ["sh", "--executor_input", "{{$}}", "--function_to_execute", "pretrain"]
 
 
 @pytest.fixture
@@ -19,18 +26,23 @@ def model(tmp_path):
     return folder
 
 
+@pytest.fixture(scope="module")
+def sources():
+    return Sources()
+
+
 @pytest.fixture
-def cache(tmp_path, model):
+def cache(tmp_path, model, sources, monkeypatch):
     """One that remembers the task `pretrain` under `key_of`."""
+    monkeypatch.setattr("pipelines.cache.Sources", lambda: sources)
     made = CheckedCache(str(tmp_path / "cache"))
     made.put(key_of(made), {"model": dsl.Model(name="model", uri=str(model)), "Output": 3})
     return made
 
 
-def key_of(cache: CheckedCache) -> str:
-    return cache.compute_key(
-        component_name="comp-pretrain", image="image", full_command=["sh"], arguments={}
-    )
+def key_of(cache: CheckedCache, **arguments: object) -> str:
+    given = {"recipe": "tiny", "overrides": []} | arguments
+    return cache.compute_key("comp-pretrain", "image", COMMAND, given)
 
 
 def entry(cache: CheckedCache) -> Path:
@@ -87,3 +99,102 @@ def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
         f"{weights} has changed",
         f"{weights} is missing",
     ]
+
+
+@pytest.mark.parametrize(
+    "arguments, changed",
+    [
+        ({"overrides": ["Optimizer.lr.max_lr=1e-3"]}, "recipe Optimizer"),
+        ({"contents": {"s3://b/gpt": "etag 1"}}, "contents of s3://b/gpt"),
+        ({"init": "s3://b/gpt"}, "input init"),
+    ],
+)
+def test_a_task_that_is_not_the_same_says_what_changed(cache, arguments, changed, caplog):
+    with caplog.at_level("INFO"):
+        assert cache.get(key_of(cache, **arguments)) is None
+    assert caplog.messages == [f"Task pretrain is done again: changed: {changed}"]
+
+
+def test_a_setting_that_its_code_does_not_read_changes_nothing(cache):
+    assert cache.get(key_of(cache, overrides=["Production.burst_clients=3"])) is not None
+    assert cache.get(key_of(cache, overrides=["Engine.max_steps=60"])) is None
+
+
+def test_a_setting_written_otherwise_is_the_same(cache):
+    settings = load_recipe("tiny", []).model_dump_json(indent=1)
+    assert cache.get(key_of(cache, recipe=settings)) is not None
+
+
+def test_an_artifact_is_known_by_its_bytes(tmp_path, sources):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "tokens.bin").write_bytes(b"1234")
+
+    def known() -> str:
+        given = {"recipe": "tiny", "overrides": [], "data": dsl.Dataset(uri=str(folder))}
+        return key_parts(sources.reached("evaluate"), given)["input data"]
+
+    before = known()
+    (folder / "tokens.bin").write_bytes(b"1235")
+    assert known() != before
+    (folder / "tokens.bin").write_bytes(b"1234")
+    assert known() == before
+
+
+def test_one_byte_of_the_corpus_behind_the_same_path_is_another_input(tmp_path):
+    corpus, recipe = tmp_path / "corpus.txt", load_recipe("tiny", [])
+    corpus.write_text("one")
+    before = look_up([recipe], str(corpus))
+    assert look_up([recipe], str(corpus)) == before
+    corpus.write_text("ona")
+    after = look_up([recipe], str(corpus))
+    assert (before.text, before.scored) != (after.text, after.scored) == (after.text, {})
+
+
+def test_the_table_says_of_every_step_whether_it_was_reused_or_why_not():
+    log = StageLog()
+    lines = [
+        "Task prepare cache hit (key=0); skipping execution.",
+        "Task tokenize is done again: changed: code",
+        "Executing task 'tokenize'",
+        "Task tokenize is done again: changed: code",
+        "Executing task 'tokenize'",
+        "Executing task 'gate'",
+    ]
+    for line in lines:
+        list(log.feed(f"INFO:root:{line}\n"))
+    assert list(log.reuse()) == [
+        "prepare   reused",
+        "tokenize  changed: code (2 times)",
+        "gate      done in every run",
+    ]
+
+
+def test_a_first_run_has_nothing_to_say_of_reuse():
+    log = StageLog()
+    list(log.feed("INFO:root:Task prepare is done for the first time\n"))
+    list(log.feed("INFO:root:Executing task 'prepare'\n"))
+    assert list(log.reuse()) == []
+
+
+@pytest.mark.slow
+def test_only_what_depends_on_an_edit_is_done_again(tmp_path, recipe, corpus):
+    def run(*overrides: str) -> list[str]:
+        arguments = ["--recipe", recipe, "--corpus", corpus, "--name", "one"]
+        process = start(tmp_path, "pretrain", *arguments, *overrides)
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, out + err
+        table = [line for line in out.splitlines() if "  " in line and not line.startswith(" ")]
+        return [line.split(maxsplit=1)[1] for line in table[:3]]
+
+    run()
+    assert run() == ["reused"] * 3
+    assert run("-o", "Gate.max_accuracy_drop=0.5") == ["reused"] * 3
+    assert run("-o", "Optimizer.lr.max_lr=1e-3") == [
+        "reused",
+        "changed: recipe Optimizer",
+        "changed: input model",
+    ]
+    first = corpus / "00.txt"
+    first.write_text(first.read_text().replace("T", "t", 1))
+    assert run("-o", "Optimizer.lr.max_lr=1e-3")[0] == f"changed: contents of {corpus}"

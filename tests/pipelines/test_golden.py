@@ -66,9 +66,9 @@ def test_the_graph_in_the_ui_fits_on_a_screen(compiled, name):
         assert "report" in spec["root"]["dag"]["tasks"]
 
 
-def test_a_run_of_full_that_is_released_starts_22_pods_one_after_the_other(compiled):
+def test_a_run_of_full_that_is_released_starts_24_pods_one_after_the_other(compiled):
     spec = load(compiled["full"])
-    assert pods_in_sequence(spec, spec["root"]) == 22
+    assert pods_in_sequence(spec, spec["root"]) == 24
 
 
 def pods_in_sequence(spec, component):

@@ -37,10 +37,11 @@ def test_made_updated_and_removed(kfp):
     assert parameters["corpus"] == "s3://texts/new/"
     assert "Launch.gpus_per_node=2" in parameters["overrides"]
     version = kfp.versions[first["pipeline_version_reference"]["pipeline_version_id"]]
-    assert version["display_name"].endswith("-fresh")
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
-    prepare = spec["components"]["comp-train"]["dag"]["tasks"]["prepare"]
-    assert "enableCache" not in prepare.get("cachingOptions", {})
+    tasks = spec["root"]["dag"]["tasks"]
+    assert "enableCache" not in tasks["inputs"]["cachingOptions"]  # every run looks them up itself
+    read = tasks["train"]["inputs"]["parameters"]["text"]["taskOutputParameter"]
+    assert read == {"outputParameterKey": "text", "producerTask": "inputs"}
 
     result = schedule("set", "full", "--cron", DAILY, *corpus)
     assert f"schedule lathe-full: updated, {DAILY}" in result.output
@@ -63,7 +64,7 @@ def test_with_paddle(kfp):
     assert "Compress.engine=paddle" in parameters["overrides"]
     assert parameters["prune_recipe"] == "tiny-prune-paddle"
     (version,) = kfp.versions.values()
-    assert re.fullmatch("0123456789ab-[0-9a-f]{8}-fresh", version["display_name"])
+    assert re.fullmatch("0123456789ab-[0-9a-f]{8}", version["display_name"])
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
     executors = spec["deploymentSpec"]["executors"]
     assert executors["exec-prune"]["container"]["image"] == PADDLE

@@ -51,9 +51,9 @@ def test_a_step_a_shard_between_the_tokenizer_and_the_data(tmp_path, name):
     tasks = steps_of(spec)
     loop_name, loop = loop_of(tasks)
     assert loop["parameterIterator"]["items"]["raw"] == "[1, 2, 3]"
-    assert loop["dependentTasks"] == ["tokenizer"]
+    assert loop["dependentTasks"][-1] == "tokenizer"
     assert "iteratorPolicy" not in loop  # all at once
-    assert tasks["prepare"]["dependentTasks"] == [loop_name]
+    assert loop_name in tasks["prepare"]["dependentTasks"]
     assert tasks["prepare"]["inputs"]["artifacts"]["shards"]["taskOutputArtifact"] == {
         "outputArtifactKey": "pipelinechannel--tokenize-tokens",
         "producerTask": loop_name,
@@ -97,11 +97,15 @@ def test_the_default_has_no_shards():
     assert "tokenize" not in mermaid("full")
 
 
-def test_a_schedule_reads_the_corpus_again_in_every_shard(tmp_path):
-    spec, _ = compiled(tmp_path, "pretrain", Variant(shards=2, fresh=True))
+def test_every_shard_depends_on_the_contents_of_the_corpus(tmp_path):
+    spec, _ = compiled(tmp_path, "pretrain", Variant(shards=2))
     tasks = steps_of(spec)
-    cached = {step: "enableCache" in tasks[step]["cachingOptions"] for step in STEPS}
-    assert cached == {"tokenizer": False, "tokenize": False, "prepare": True}
+    assert tasks["tokenizer"]["inputs"]["parameters"]["contents"]["taskOutputParameter"] == {
+        "outputParameterKey": "text",
+        "producerTask": "inputs",
+    }
+    given = tasks["tokenize"]["inputs"]["parameters"]["contents"]
+    assert given == {"componentInputParameter": "pipelinechannel--inputs-text"}
 
 
 SHARDED = PARAMETERS | {"overrides": [*PARAMETERS["overrides"], "Launch.shards=4"]}

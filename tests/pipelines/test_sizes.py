@@ -35,9 +35,9 @@ def mib(amount: str) -> float:
 
 
 def test_every_step_of_the_default_run_fits_a_node_of_2_cores_and_8_gb(tmp_path: Path) -> None:
-    variant = choose_variant("full", {"overrides": [NO_GPUS]}, fresh=False)
+    variant = choose_variant("full", {"overrides": [NO_GPUS]})
     asked = resources(tmp_path, variant)
-    assert len(asked) == 15
+    assert len(asked) == 16
     for step, amounts in asked.items():
         cores = amounts["resourceCpuRequest"]
         assert cores in ("100m", "500m"), step
@@ -75,7 +75,7 @@ def test_training_on_cpus_asks_for_what_a_run_was_measured_to_take() -> None:
 
 def test_options_replace_the_estimate(tmp_path: Path) -> None:
     overrides = ["Launch.cpus_per_node=3", "Launch.memory_per_node=5Gi", NO_GPUS]
-    asked = resources(tmp_path, choose_variant("full", {"overrides": overrides}, fresh=False))
+    asked = resources(tmp_path, choose_variant("full", {"overrides": overrides}))
     for step in ("prepare", "pretrain", "evaluate-int8", "rehearse"):
         assert asked[step]["resourceCpuRequest"] == "3"
         assert asked[step]["resourceMemoryRequest"] == asked[step]["resourceMemoryLimit"] == "5Gi"
@@ -84,7 +84,7 @@ def test_options_replace_the_estimate(tmp_path: Path) -> None:
 
 def test_the_workers_of_a_trainjob_get_what_the_model_needs() -> None:
     overrides = ["Launch.nodes=2", NO_GPUS]
-    variant = choose_variant("full", {"overrides": overrides}, fresh=False)
+    variant = choose_variant("full", {"overrides": overrides})
     (memory,) = (o for o in variant.overrides if o.startswith("Launch.memory_per_node="))
     assert 2 < mib(memory.partition("=")[2]) / 1024 < 4
     assert "Launch.cpus_per_node=1" in variant.overrides
@@ -94,6 +94,6 @@ def test_an_unknown_model_has_no_limit(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("pipelines.variants.STORE_SECONDS", 0.5)
     given = {"model": "s3://models/gpt", "overrides": []}
-    variant = choose_variant("qat", given, fresh=False)
+    variant = choose_variant("qat", given)
     assert variant == Variant(Pool())
     assert "resourceMemoryLimit" not in resources(tmp_path, variant)["pretrain"]

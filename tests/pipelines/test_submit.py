@@ -16,6 +16,7 @@ from lathe.config.recipe import load_recipe
 from lathe.storage import list_uris
 from pipelines import upload
 from pipelines.compile import build
+from pipelines.reach import code_digests
 from pipelines.resources import Pool, Variant
 from pipelines.server import VARIABLES
 from pipelines.submit import app
@@ -43,7 +44,9 @@ def test_what_is_sent(kfp, tmp_path):
     assert pipeline["display_name"] == "lathe-qat"
     assert version["display_name"] == "0123456789ab"
     assert version["name"] == "lathe-qat-0123456789ab"
-    compiler.Compiler().compile(build("qat"), str(tmp_path / "qat.yaml"))
+    compiler.Compiler().compile(
+        build("qat", Variant(code=code_digests())), str(tmp_path / "qat.yaml")
+    )
     assert upload_request.body == (tmp_path / "qat.yaml").read_bytes()
 
     (run,) = kfp.runs.values()
@@ -441,7 +444,7 @@ def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeyp
     git("commit", "-qm", "one")
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     assert upload.version_name(Variant()) == commit
-    assert upload.version_name(Variant(fresh=True)) == f"{commit}-fresh"
+    assert upload.version_name(Variant(code={"prepare": "0" * 64})) == commit
     names = set()
     for file, text in (("a", "2"), ("a", "3"), ("b", "new"), ("b", "newer")):
         (tmp_path / file).write_text(text)

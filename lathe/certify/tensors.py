@@ -1,0 +1,67 @@
+"""The tensors of two checkpoints, byte by byte."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import deserialize
+
+from lathe.model.folder import WEIGHTS
+from lathe.storage import sha256
+
+WIDTHS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+@dataclass(frozen=True)
+class Digests:
+    """SHA-256 of a checkpoint's weights: the file, and the bytes of every tensor by name."""
+
+    file: str
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor, in the order of names, that two checkpoints do not share.
+
+    Attributes:
+        largest: absolute difference of two elements; None where the shapes or types differ, or
+            one has no such tensor.
+        elements: that differ.
+    """
+
+    tensor: str
+    largest: float | None
+    elements: int | None
+
+
+def digests_of(checkpoint: Path) -> Digests:
+    """The digests of a checkpoint folder's weights."""
+    tensors = {name: hashlib.sha256(part["data"]).hexdigest() for name, part in _read(checkpoint)}
+    return Digests(sha256(checkpoint / WEIGHTS), tensors)
+
+
+def first_difference(one: Path, other: Path) -> Difference | None:
+    """The first tensor that differs; None where all are the same to the bit."""
+    first, second = dict(_read(one)), dict(_read(other))
+    for name in sorted({*first, *second}):
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None or (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
+            return Difference(name, None, None)
+        if a["data"] != b["data"]:
+            x, y = _values(a), _values(b)
+            return Difference(name, float(np.max(np.abs(x - y))), int(np.sum(x != y)))
+    return None
+
+
+def _read(checkpoint: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-arg]
+    yield from sorted(deserialize((checkpoint / WEIGHTS).read_bytes()))
+
+
+def _values(part: dict) -> np.ndarray:  # type: ignore[type-arg]
+    values = np.frombuffer(part["data"], WIDTHS[part["dtype"]])
+    if part["dtype"] == "BF16":  # the upper half of a float32
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float64)

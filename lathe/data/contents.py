@@ -1,0 +1,35 @@
+"""What identifies the bytes that a step reads from outside, by path, address or name."""
+
+import sys
+from pathlib import Path
+
+from lathe.errors import StageError
+from lathe.storage.contents import UNKNOWN, content_of, unknown
+
+HUB = "hf://"
+
+Contents = dict[str, str]
+"""By path, address or name, what `content` says of it."""
+
+
+def content(place: str) -> str:
+    """As `content_of`, of what may also be the name of a corpus or of a model on a hub."""
+    if place == "python":
+        return f"python {sys.version}"
+    name = place.removeprefix(HUB)
+    if name == place:
+        return content_of(place)
+    folder = Path(name.partition(":")[0])
+    return content_of(str(folder)) if folder.is_dir() else unknown()
+
+
+def require_unchanged(contents: Contents) -> None:
+    """Check that places still have the contents that were seen when the run began.
+
+    Raises:
+        StageError: one has others.
+        UserError: one is missing, or a store does not answer.
+    """
+    for place, seen in contents.items():
+        if not seen.startswith(UNKNOWN) and content(place) != seen:
+            raise StageError(f"{place}: it has changed since this run began; start another run")

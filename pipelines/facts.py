@@ -1,0 +1,160 @@
+"""What one Python file imports, defines and mentions, read from its syntax without running it."""
+
+import ast
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from lathe.storage import atomic_file
+from lathe.storage.verified import cache_folder
+
+FORMAT = 1
+"""To be raised when this module reads a file in another way."""
+
+PLACES = re.compile(r"\b(?:lathe|components)(?:\.\w+)+")
+REGISTERED = ("dsl.component",)
+"""Decorators through which a function is called by somebody who does not mention its name."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Unit(BaseModel):
+    """A top-level function or class; what runs when the file is imported has the name ``.
+
+    Attributes:
+        imports: dotted names, of modules or of what is in them.
+        mentions: identifiers, by which it may call other units, or read a group of the recipe.
+        is_verb: whether it is a command of a command line, called where its name is typed.
+    """
+
+    name: str
+    is_verb: bool = False
+    imports: set[str] = set()
+    mentions: set[str] = set()
+
+
+class Facts(BaseModel):
+    """Of a file.
+
+    Attributes:
+        digest: of its syntax: comments and layout do not count, docstrings do.
+    """
+
+    digest: str
+    units: list[Unit]
+
+
+def facts_of(source: bytes) -> Facts:
+    """Read a file's syntax."""
+    tree = ast.parse(source)
+    top, units = Unit(name=""), []
+    for node in tree.body:
+        if isinstance(node, Definition):
+            units.append(Unit(name=node.name, is_verb=_is_verb(node)))
+            _read(_parts(node, at_import=False), units[-1])
+            _read(_parts(node, at_import=True), top)
+        else:
+            _read([node], top)
+    text = ast.dump(tree, annotate_fields=False)
+    return Facts(digest=hashlib.sha256(text.encode()).hexdigest(), units=[top, *units])
+
+
+def _is_verb(node: Definition) -> bool:
+    calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
+    return any(isinstance(call, ast.Attribute) and call.attr == "command" for call in calls)
+
+
+def _parts(node: Definition, at_import: bool) -> Iterator[ast.AST]:
+    """What of a definition runs when it is made, or else when it is called."""
+    if isinstance(node, ast.ClassDef):
+        for statement in node.body:
+            if isinstance(statement, Definition):
+                yield from _parts(statement, at_import)
+            elif at_import:
+                yield statement
+        yield from (*node.decorator_list, *node.bases, *node.keywords) if at_import else ()
+    elif at_import:
+        yield from (*node.decorator_list, node.args)
+        if any(ast.unparse(d).startswith(REGISTERED) for d in node.decorator_list):
+            yield ast.Name(node.name)
+    else:
+        yield from node.body
+
+
+def _read(nodes: Iterable[ast.AST], unit: Unit) -> None:
+    """Add what these nodes, and those below them, import and mention."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and _is_for_type_checkers(node.test):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        waiting += ast.iter_child_nodes(node)
+        _note(node, unit)
+
+
+def _is_for_type_checkers(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+
+
+def _note(node: ast.AST, unit: Unit) -> None:
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            unit.mentions.add(name)
+        case ast.Import(names=aliases):
+            unit.imports |= {alias.name for alias in aliases}
+        case ast.ImportFrom(module=str(module), level=0, names=aliases):
+            unit.imports |= {module, *(f"{module}.{alias.name}" for alias in aliases)}
+            unit.mentions |= {alias.name for alias in aliases}
+        case ast.ImportFrom():
+            raise ValueError("a relative import, which Lathe's sources do not have")
+        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            unit.mentions.add(name)
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            values = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            for flag, name in pairwise(values):
+                if flag == "-m" and isinstance(name, str):
+                    unit.imports |= {name, f"{name}.__main__"}
+        case ast.Constant(value=str(text)):
+            unit.imports |= set(PLACES.findall(text))
+            if text.endswith(".py"):
+                unit.imports.add(f".{text.removesuffix('.py')}")  # a file beside this one
+
+
+class Notes:
+    """The facts of files whose bytes were seen before, kept in Lathe's cache folder."""
+
+    def __init__(self) -> None:
+        folder = cache_folder()
+        version = f"{FORMAT}-{sys.version_info.major}.{sys.version_info.minor}"
+        self._path = folder / f"facts-{version}.json" if folder else None
+        self._known: dict[str, Facts] = {}
+        self._used: dict[str, Facts] = {}
+        with suppress(OSError, ValueError):
+            if self._path:
+                values = json.loads(self._path.read_bytes())
+                self._known = {key: Facts.model_validate(value) for key, value in values.items()}
+
+    def read(self, path: Path) -> Facts:
+        """The facts of a file."""
+        source = path.read_bytes()
+        key = hashlib.sha256(source).hexdigest()
+        self._used[key] = self._known.get(key) or facts_of(source)
+        return self._used[key]
+
+    def keep(self) -> None:
+        """Write down what has been read, and nothing else."""
+        if self._path is None or self._used.keys() <= self._known.keys():
+            return
+        with suppress(OSError), atomic_file(self._path) as work:
+            values = {key: facts.model_dump(mode="json") for key, facts in self._used.items()}
+            work.write_text(json.dumps(values), encoding="utf-8")

@@ -1,0 +1,103 @@
+"""What identifies the bytes behind a path or an address changes when they do."""
+
+import os
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.storage import upload, write_text
+from lathe.storage.contents import UNKNOWN, content_of
+from lathe.storage.verified import LARGE
+from tests.support.loopback import LoopbackServer
+
+
+def test_one_byte_of_a_file_and_the_name_of_a_file_in_a_folder_count(tmp_path: Path) -> None:
+    file = tmp_path / "texts" / "a.txt"
+    file.parent.mkdir()
+    file.write_text("one")
+    states = [(content_of(str(file)), content_of(str(file.parent)))]
+    assert (content_of(str(file)), content_of(str(file.parent))) == states[0]
+    file.write_text("ona")
+    states.append((content_of(str(file)), content_of(str(file.parent))))
+    assert states[0][0] != states[1][0] and states[0][1] != states[1][1]
+    file.rename(file.with_name("b.txt"))
+    assert content_of(str(file.parent)) != states[1][1]
+    before = content_of(str(file.parent))
+    (file.parent / ".hidden").touch()
+    assert content_of(str(file.parent)) == before
+
+
+def test_a_large_file_is_read_again_only_when_its_times_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "large"
+    file.write_bytes(bytes(LARGE))
+    before = content_of(str(file))
+    read: list[Path] = []
+    monkeypatch.setattr("lathe.storage.verified.sha256", lambda path: read.append(path) or "0")
+    assert content_of(str(file)) == before and not read
+    os.utime(file)
+    assert content_of(str(file)) == "sha256 0" and read == [file]
+
+
+def test_nothing_there_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        content_of(str(tmp_path / "missing"))
+
+
+def test_one_byte_behind_the_same_address_counts(s3: str, tmp_path: Path) -> None:
+    address = f"{s3}/texts/a.txt"
+    write_text(address, "one")
+    states = [(content_of(address), content_of(f"{s3}/texts/"))]
+    assert (content_of(address), content_of(f"{s3}/texts/")) == states[0]
+    write_text(address, "ona")
+    states.append((content_of(address), content_of(f"{s3}/texts/")))
+    assert states[0][0] != states[1][0] and states[0][1] != states[1][1]
+    (tmp_path / "more").write_text("more")
+    upload(tmp_path / "more", f"{s3}/texts/b.txt")
+    assert content_of(f"{s3}/texts/") != states[1][1]
+    with pytest.raises(UserError, match="nothing is there"):
+        content_of(f"{s3}/nowhere/")
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers HEAD with these headers."""
+
+    headers_sent: ClassVar[dict[str, str]] = {}
+    status = 200
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.status)
+        for name, value in self.headers_sent.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    "status, headers, expected",
+    [
+        (200, {"ETag": '"1"', "Content-Length": "3"}, 'http "1"'),
+        (200, {"ETag": 'W/"1"'}, None),
+        (200, {"Content-Length": "3", "Last-Modified": "now"}, "http 3 bytes, now"),
+        (200, {"Content-Length": "3"}, None),
+        (405, {}, None),
+    ],
+)
+def test_what_a_web_server_does_not_tell_is_never_the_same(
+    monkeypatch: pytest.MonkeyPatch, status: int, headers: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.setattr(Server, "headers_sent", headers)
+    monkeypatch.setattr(Server, "status", status)
+    with LoopbackServer(Server) as server:
+        first, second = content_of(f"{server.url}/a.txt"), content_of(f"{server.url}/a.txt")
+    if expected:
+        assert first == second == expected
+    else:
+        assert first.startswith(UNKNOWN) and second.startswith(UNKNOWN) and first != second
