@@ -160,7 +160,7 @@ def judge_and_release(
         dsl.If(passed == True, "gate-passed"),  # noqa: E712
     ):
         candidate = {"deployed": judged["deployed"], "evaluation": judged["int8_evaluation"]}
-        candidate |= {"gate": verdict}
+        candidate |= {"gate": verdict, "model": models["int8"]}
         steps.release(recipe, production=production, **candidate, **given)
 
 

@@ -14,6 +14,7 @@ def release(
     evaluation: dsl.Input[dsl.Dataset],
     data: dsl.Input[dsl.Dataset],
     gate: dsl.Input[dsl.Artifact],
+    model: dsl.Input[dsl.Model],
     verdict: dsl.Output[dsl.Artifact],
     released: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
@@ -28,6 +29,7 @@ def release(
         deployed: The rehearsal of the deployment, with the repository.
         evaluation: Of the model, whose figures the release keeps.
         data: Token data set that it was evaluated on.
+        model: The checkpoint, for the model card and the bills of materials of the release.
         gate: The verdict of the gate that let the model pass, for Production.require.
         cloze: LAMBADA-format file that it was evaluated on; the data set's when empty.
         verdict: JSON file: pass, fail or inconclusive beside the live release, with the intervals.
@@ -43,9 +45,9 @@ def release(
     from lathe.production.succeed import succeed
 
     with stage(recipe, [*overrides, f"Production.releases={production}"], restarts=0) as settings:
-        *folders, passed = local(deployed, evaluation, data, gate)
+        *folders, passed, checkpoint = local(deployed, evaluation, data, gate, model)
         examples = input_path(cloze) if cloze else None
-        made = succeed(settings, *folders, examples, Path(verdict.path), passed)
+        made = succeed(settings, *folders, examples, Path(verdict.path), passed, checkpoint)
         if made:
             Path(released.path).write_text(made.to_json())
             record(made.acceptance, metrics, verdict, released)

@@ -1,5 +1,1 @@
-"""Certificates of what a training does when its processes are killed."""
-
-from lathe.certify.resume import certify_resume
-
-__all__ = ["certify_resume"]
+"""Proofs by repetition: trainings that are killed and resumed, and steps that are done again."""

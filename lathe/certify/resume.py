@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lathe import __version__
-from lathe.artifacts.kinds import RESUME_CERTIFICATE
+from lathe.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe.certify.kills import Kill, Training, plan_kills
 from lathe.certify.tensors import Difference, Digests, digests_of, first_difference
 from lathe.config.settings import Recipe
 from lathe.launch.shape import shape_of
 from lathe.progress import bar
+from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file, digest
 
 log = logging.getLogger("lathe")
@@ -45,6 +46,12 @@ class ResumeResult:
         return bool(self.kills) and self.difference is None
 
 
+def _result(certificate: Path) -> dict[str, dict[str, Any]]:
+    values = read_json(certificate, "certify it again")
+    return {"resume": {"passed": values["passed"], "kills": len(values["kills"])}}
+
+
+@attested("certify-resume", "data", results=_result)
 def certify_resume(
     recipe: Recipe, options: Sequence[str], data: Path, output: Path, kills: int, seed: int = 0
 ) -> ResumeResult:

@@ -1,4 +1,4 @@
-"""Verbs that certify."""
+"""Verbs that prove something by doing it again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from lathe.cli.app import app
-from lathe.cli.options import RUN, Data, Overrides, RecipeName, as_options, load, output_option
+from lathe.cli.options import (
+    RUN,
+    Data,
+    Output,
+    Overrides,
+    RecipeName,
+    as_options,
+    input_argument,
+    load,
+    output_option,
+)
 from lathe.console import show
 from lathe.errors import StageError
 
@@ -28,9 +38,10 @@ def certify_resume(
     It trains the recipe once without interruption, and once while its processes are killed with
     SIGKILL (one rank, all of them, or in the middle of a save) and started again. The certificate
     lists every kill and the SHA-256 of every tensor of both models; the status is 1 if they differ.
+    It is signed if LATHE_SIGNING_KEY names a key.
     """
     settings = load(recipe, override)
-    from lathe.certify import certify_resume
+    from lathe.certify.resume import certify_resume
 
     options = ["--recipe", recipe, *as_options(override)]
     found = certify_resume(settings, options, data, output, kills, seed)
@@ -41,3 +52,38 @@ def certify_resume(
         raise StageError(f"the resumed training ended elsewhere: {found.difference.tensor} {how}")
     if not found.kills:
         raise StageError("the training ended before the first kill: train for more steps")
+
+
+@app.command(epilog="Example: lathe rebuild run/int8-onnx --key signing.pub --output rebuilt")
+def rebuild(
+    folder: Annotated[Path, input_argument("A data set, a checkpoint or an export.")] = (
+        RUN / "int8-onnx"
+    ),
+    key: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PUBLIC",
+            help="A public key to verify the attestations with; may be repeated. Without one "
+            "they are believed.",
+        ),
+    ] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="Where the corpus is now, if it has moved.")
+    ] = None,
+    output: Output = RUN / "rebuilt",
+) -> None:
+    """Repeat every step behind a folder, and compare the bytes that come out.
+
+    The steps run with the recipe, seeds and threads that their attestations tell. On the same kind
+    of CPU with the same libraries an INT8 ONNX file comes out with the same SHA-256. A rebuild
+    stops at the first step that comes out different, with status 1, and names the first tensor; one
+    that was killed resumes.
+    """
+    from lathe.certify.rebuild import rebuild
+
+    done = rebuild(folder, output, tuple(key or ()), corpus)
+    for found in done:
+        files = ", ".join(found.different or found.same) or "nothing to compare"
+        show(**{found.step: f"{'DIFFERENT' if found.different else 'the same'}: {files}"})
+    if done[-1].different:
+        raise StageError(f"`{done[-1].step}` came out different. {done[-1].detail}")

@@ -31,6 +31,9 @@ def publish(
     gate: Annotated[
         Path | None, input_option("Verdict of `lathe gate`, for Production.require.")
     ] = None,
+    model: Annotated[
+        Path | None, input_option("The checkpoint, for the release's card and bills of materials.")
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
@@ -44,7 +47,7 @@ def publish(
     settings = load(recipe, override)
     from lathe.production.publish import publish_release
 
-    _show_live(publish_release(settings, deployed, evaluation, gate))
+    _show_live(publish_release(settings, deployed, evaluation, gate, model))
 
 
 @release.command(epilog="Example: lathe release rollback -o Production.releases=s3://models/rel")

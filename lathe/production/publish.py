@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.table import Table
 
 from lathe.artifacts.release import content_of
+from lathe.cards.release import write_release_documents
 from lathe.cluster.deployment import Deployment, has_cluster
 from lathe.cluster.rollout import roll
 from lathe.config.settings import ProductionSettings, Recipe
@@ -57,7 +58,11 @@ class Production:
 
 
 def publish_release(
-    recipe: Recipe, deployed: Path, evaluation: Path | None = None, verdict: Path | None = None
+    recipe: Recipe,
+    deployed: Path,
+    evaluation: Path | None = None,
+    verdict: Path | None = None,
+    model: Path | None = None,
 ) -> Production:
     """Publish what `lathe deploy` rehearsed, test the published bytes, make them live, and register
     them where there is a model registry.
@@ -67,6 +72,7 @@ def publish_release(
         deployed: output of `lathe deploy`.
         evaluation: evaluation folder of the checkpoint, whose figures are kept with the release.
         verdict: file of `lathe gate`, which the release's attestation refers to.
+        model: the checkpoint, for the model card and the bills of materials of the release.
 
     Raises:
         UserError: the store, the cluster or a folder is not usable.
@@ -79,7 +85,7 @@ def publish_release(
     remove_bytecode(deployed / REPOSITORY)  # of a server that still runs on it
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
         folder = Path(scratch) / recipe.Serving.model_name
-        _compose(recipe, folder, deployed, evaluation, verdict)
+        _compose(recipe, folder, deployed, evaluation, verdict, model)
         _require(recipe.Production, folder)
         release = releases.publish(folder, golden)
     acceptance = accept(releases, release, recipe)
@@ -123,13 +129,22 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
 
 
 def _compose(
-    recipe: Recipe, folder: Path, deployed: Path, evaluation: Path | None, verdict: Path | None
+    recipe: Recipe,
+    folder: Path,
+    deployed: Path,
+    evaluation: Path | None,
+    verdict: Path | None,
+    model: Path | None,
 ) -> None:
-    """Copy the files of a repository to a new folder, and attest and sign them as a release."""
+    """Copy the files of a repository to a new folder, describe them, and attest and sign all as a
+    release."""
     started, repository = now(), deployed / REPOSITORY
     for name in content_of(repository):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(repository / name, folder / name)
+    if model is not None:
+        exported = repository / recipe.Serving.model_name / "1"
+        write_release_documents(folder, model, exported, evaluation, verdict)
     given = {"deployed": repository, "evaluation": evaluation, "verdict": verdict}
     inputs = [pair for name, path in given.items() for pair in materials(name, path)]
     attest("release", recipe, folder, inputs, {}, started, content_of(folder))

@@ -18,6 +18,7 @@ def succeed(
     cloze: Path | None,
     verdict: Path,
     gate: Path | None = None,
+    model: Path | None = None,
 ) -> Production | None:
     """Measure the live release as the candidate was, and publish the candidate if the gate passes
     it; None where the live one stays.
@@ -28,6 +29,7 @@ def succeed(
         data, cloze: what it was evaluated on.
         verdict: JSON file to write, as `lathe.evaluate.gate` does.
         gate: the verdict that let the candidate come this far.
+        model: the candidate's checkpoint.
 
     Raises:
         UserError, StageError: as `challenge` and `publish_release`.
@@ -38,4 +40,4 @@ def succeed(
     if not result.passed:
         log.info("not released: the live model stays")
         return None
-    return publish_release(recipe, deployed, evaluation, gate)
+    return publish_release(recipe, deployed, evaluation, gate, model)
