@@ -57,7 +57,8 @@ def first_difference(one: Path, other: Path) -> Difference | None:
 
 
 def _read(checkpoint: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-arg]
-    yield from sorted(deserialize((checkpoint / WEIGHTS).read_bytes()))
+    found = deserialize((checkpoint / WEIGHTS).read_bytes())  # type: ignore[no-untyped-call]
+    yield from sorted(found)
 
 
 def _values(part: dict) -> np.ndarray:  # type: ignore[type-arg]
