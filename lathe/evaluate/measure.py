@@ -144,12 +144,7 @@ def measure(
         _require_finite(figures[file.name][file.task.loss], subject.folder)
         if reference is not None and file.task is TEXT:
             units[file.name], beside = compare_text(
-                subject.scorer,
-                reference.scorer,
-                reference.digest,
-                examples,
-                units[file.name],
-                limits,
+                subject.scorer, reference.scorer, examples, units[file.name], limits
             )
             figures[file.name] |= beside
     samples = _samples(recipe, subject, files)
@@ -168,6 +163,8 @@ def measure(
         "tokenizer": digest(subject.tokenizer.to_str()),
         "model": subject.digest,
     }
+    if reference is not None:
+        metrics["digests"]["reference"] = reference.digest
     _write(output, metrics, units, samples)
     result = read_result(output, metrics)
     log.info("%s", _sentence(measured(metrics, output)))

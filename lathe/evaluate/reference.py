@@ -71,12 +71,10 @@ class Agreement:
     """Figures of a text beside a reference.
 
     Attributes:
-        reference: digest of the reference model.
         agreement: share of tokens at which both models rate the same token highest.
         divergence: mean nats per token.
     """
 
-    reference: str
     agreement: float
     agreement_stderr: float
     divergence: float
@@ -86,7 +84,6 @@ class Agreement:
 def compare_text(
     model: object,
     reference: object,
-    digest: str,
     text: Text,
     blocks: Sequence[BlockLoss],
     limits: Limits,
@@ -95,7 +92,6 @@ def compare_text(
 
     Args:
         model, reference: scorers of two models with the same vocabulary.
-        digest: of the reference.
         blocks: the text's, with the losses of `model`.
 
     Raises:
@@ -121,7 +117,6 @@ def compare_text(
     sums = [np.array([part.sum() for part in parts], float) for parts in (agreed, divergences)]
     total = counts.sum()
     figures = Agreement(
-        digest,
-        *(x for s in sums for x in (float(s.sum() / total), ratio_stderr(s, counts))),
+        *(x for s in sums for x in (float(s.sum() / total), ratio_stderr(s, counts)))
     )
     return found, asdict(figures)

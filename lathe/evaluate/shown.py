@@ -53,7 +53,11 @@ def shown_figures(pairing: Pairing, confidence: float) -> Iterator[Shown]:
             rows = (*pair.before.rows, *pair.after.rows)
             if all(pair.measure.column in row for row in rows):  # earlier versions wrote fewer
                 yield _flips(pair, pair.measure, confidence)
-        elif _has_reference(pair.after, pairing.baseline):
+        elif (
+            "agreement" in pair.after.figures
+            and len(pair.after.rows) > 1
+            and pairing.after["digests"].get("reference") == pairing.baseline
+        ):
             yield from _divergence(pair.after, confidence)
 
 
@@ -63,10 +67,6 @@ def _flips(pair: Pair, measure: Accuracy, confidence: float) -> Shown:
     interval = share_interval(lost + gained, len(theirs), confidence)
     what, method = f"flips of {pair.name}", "Wilson's score interval"
     return _shown(what, interval, len(theirs), "examples", method, lost=lost, gained=gained)
-
-
-def _has_reference(units: Units, baseline: str) -> bool:
-    return units.figures.get("reference") == baseline and len(units.rows) > 1
 
 
 def _divergence(units: Units, confidence: float) -> Iterator[Shown]:
