@@ -22,8 +22,8 @@ from lathe.evaluate.looks import confidence_at
 from lathe.evaluate.paired import (
     Interval,
     accuracy_difference,
-    clustered_difference,
-    loss_difference,
+    of_documents,
+    of_units,
 )
 from lathe.pages.style import LIGHT, Theme, draw
 
@@ -82,9 +82,7 @@ def perplexity_rate(random: np.random.Generator, blocks: int, heavy: bool, trial
     def interval() -> Interval:
         tokens = random.integers(900, 1100, blocks).astype(float)
         noise = random.standard_t(3, blocks) if heavy else random.normal(0, 1, blocks)
-        return loss_difference(
-            np.zeros(blocks), tokens * (limit + 0.05 * noise), tokens, CONFIDENCE
-        )
+        return of_units(tokens * (limit + 0.05 * noise), tokens).interval(CONFIDENCE)
 
     return rate(trials, interval, limit)
 
@@ -98,9 +96,9 @@ def document_rate(
         of = np.repeat(np.arange(documents), random.integers(4, 21, documents))
         shared = random.normal(0, 0.15, documents)[of]
         cost = MARGIN + shared + random.normal(0, 0.3, len(of))
-        if clustered:
-            return clustered_difference(np.zeros(len(of)), cost, of, CONFIDENCE)
-        return loss_difference(np.zeros(len(of)), cost, np.ones(len(of)), CONFIDENCE)
+        ones = np.ones(len(of))
+        totals = of_documents(cost, ones, of) if clustered else of_units(cost, ones)
+        return totals.interval(CONFIDENCE)
 
     return rate(trials, interval, MARGIN)
 
@@ -150,7 +148,7 @@ def main() -> None:
         for heavy, name in ((False, "normal"), (True, "Student's t, 3 degrees of freedom")):
             share = perplexity_rate(random, blocks, heavy, trials)
             print(f"| perplexity, {blocks} blocks, {name} | {share:.2%} |", flush=True)
-    for documents in (10, 20, 100):
+    for documents in (5, 10, 20, 100):
         by = [document_rate(random, documents, clustered, trials) for clustered in (True, False)]
         print(f"| scores, {documents} documents | {by[0]:.2%}; as independent {by[1]:.2%} |")
     print("\n| accuracy, at the margin | 1 look | 12 looks | 52 looks |\n|---|---|---|---|")

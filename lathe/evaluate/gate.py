@@ -97,6 +97,8 @@ def gate(
     settings = recipe.Gate
     pairing = _pair(baseline, candidate, settings)
     judged = list(_judged(pairing, settings))
+    if history is not None and not pairing.baseline:
+        raise UserError(f"{baseline}: does not say of which model it is", "evaluate it again")
     look = None if history is None else spend(history, pairing.baseline, pairing.candidate)
     confidence = settings.confidence if look is None else confidence_at(look, settings.confidence)
     checks = sorted(

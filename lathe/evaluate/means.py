@@ -8,7 +8,7 @@ import numpy as np
 
 from lathe.errors import UserError
 from lathe.evaluate.measures import Check, Measure, Units, by_documents, judge
-from lathe.evaluate.paired import needed_units, ratio_interval, summed, t_test
+from lathe.evaluate.paired import needed_units, of_documents, of_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,13 @@ class MeanScore(Measure):
         if len(theirs) < 2:
             raise UserError(f"{before.path}: fewer than two examples", "evaluate on more data")
         documents = before.documents()
-        units = np.arange(len(theirs)) if documents is None else documents
-        sums, counts = summed(ours - theirs, units), summed(np.ones(len(ours)), units)
-        difference = ratio_interval(sums, counts, confidence)
+        ones = np.ones(len(theirs))
+        if documents is None:
+            totals, method, test = of_units(ours - theirs, ones), "paired Student's t", "paired t"
+        else:
+            totals = of_documents(ours - theirs, ones, documents)
+            method, test = by_documents(totals), "t-test by document"
+        difference = totals.interval(confidence)
         limit = -margin if self.higher_is_better else margin
         ends = (difference.low, difference.high)
         best, worst = (-ends[1], -ends[0]) if self.higher_is_better else ends
@@ -58,12 +62,12 @@ class MeanScore(Measure):
             high=difference.high,
             limit=limit,
             n=len(theirs),
-            method="paired Student's t" if documents is None else by_documents(documents),
+            method=method,
             unit="examples",
-            p_value=t_test(sums, counts),
+            p_value=totals.p_value(),
             detectable=detectable if math.isfinite(detectable) else None,
             needed=needed,
-            test="paired t" if documents is None else "t-test by document",
+            test=test,
             scale="own",
         )
 

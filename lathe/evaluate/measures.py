@@ -17,20 +17,18 @@ from lathe.config.settings import GateSettings
 from lathe.errors import UserError
 from lathe.evaluate.paired import (
     Interval,
+    Totals,
     accuracy_difference,
-    clustered_difference,
-    loss_difference,
     mcnemar,
     needed_units,
-    ratio_interval,
-    summed,
-    t_test,
+    of_documents,
+    of_units,
 )
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 LARGEST_EXPONENT = 700.0  # exp of more overflows
 
-MIN_DOCUMENTS = 10
+MIN_DOCUMENTS = 5
 """Of fewer documents the cluster-robust error is too uncertain to be used."""
 
 
@@ -179,14 +177,16 @@ class Accuracy(Measure):
         theirs, ours = (self.right(units) for units in (before, after))
         lost, gained, n = int((theirs & ~ours).sum()), int((~theirs & ours).sum()), len(theirs)
         documents = before.documents()
+        totals = None
+        if documents is not None:
+            totals = of_documents(ours.astype(np.float64) - theirs, np.ones(n), documents)
 
         def interval(factor: float = 1.0) -> Interval:
             """Of so many times the examples."""
             score = accuracy_difference(factor * lost, factor * gained, factor * n, confidence)
-            if documents is None:
+            if totals is None:
                 return score
-            values = theirs.astype(np.float64), ours.astype(np.float64)
-            robust = clustered_difference(*values, documents, confidence).of_more(factor)
+            robust = totals.interval(confidence).of_more(factor)
             return Interval(
                 score.estimate, min(score.low, robust.low), max(score.high, robust.high)
             )
@@ -196,11 +196,9 @@ class Accuracy(Measure):
         if verdict == "inconclusive":
             needed = needed_units(n, interval, -margin)
         method, test, p_value = "Tango's score interval", "McNemar", mcnemar(lost, gained)
-        if documents is not None:
-            method = f"the wider of {method} and {by_documents(documents)}"
-            sums = summed(ours.astype(np.float64) - theirs, documents)
-            test = "t-test by document"
-            p_value = t_test(sums, summed(np.ones(n), documents))
+        if totals is not None:
+            method = f"the wider of {method} and {by_documents(totals)}"
+            test, p_value = "t-test by document", totals.p_value()
         return Check(
             measure=name,
             verdict=verdict,
@@ -237,7 +235,7 @@ class Perplexity(Measure):
     Attributes:
         loss: returns (n,) nats of every unit.
         tokens: returns (n,) tokens, or words, of every unit; the same for every model.
-        method: of the interval; see `lathe.evaluate.paired.loss_difference`.
+        method: of the interval; see `lathe.evaluate.paired.Totals`.
         unit: what the units are.
         whole_above: figures from this on are shown without decimals.
     """
@@ -266,13 +264,13 @@ class Perplexity(Measure):
                 f"{before.path} and {after.path} have different {self.unit}",
                 "evaluate both models on the same data with the same recipe",
             )
-        losses, documents, method = (self.loss(before), self.loss(after)), before.documents(), ""
+        change_of_loss, documents = self.loss(after) - self.loss(before), before.documents()
         if documents is None:
-            difference = loss_difference(*losses, tokens, confidence)
+            totals, method = of_units(change_of_loss, tokens), self.method
         else:
-            sums = summed(losses[1] - losses[0], documents)
-            difference = ratio_interval(sums, summed(tokens, documents), confidence)
-            method = by_documents(documents)
+            totals = of_documents(change_of_loss, tokens, documents)
+            method = by_documents(totals)
+        difference = totals.interval(confidence)
         change, low, high = (
             math.expm1(min(x, LARGEST_EXPONENT))
             for x in (difference.estimate, difference.low, difference.high)
@@ -291,7 +289,7 @@ class Perplexity(Measure):
             high=high,
             limit=margin,
             n=len(tokens),
-            method=method or self.method,
+            method=method,
             unit=self.unit,
             detectable=math.expm1(min(detectable, LARGEST_EXPONENT)),
             needed=needed,
@@ -302,9 +300,9 @@ class Perplexity(Measure):
         return math.exp(min(loss, LARGEST_EXPONENT))
 
 
-def by_documents(documents: NDArray[np.int64]) -> str:
-    """The method of `clustered_difference`, in words."""
-    return f"the cluster-robust interval of {documents.max() + 1} documents"
+def by_documents(totals: Totals) -> str:
+    """The method of `of_documents`, in words."""
+    return f"the cluster-robust interval of {len(totals.sums)} documents"
 
 
 def judge(best: float, worst: float, allowed: float) -> Verdict:

@@ -105,76 +105,60 @@ def _tango_low(lost: float, gained: float, n: float, confidence: float) -> float
     return float(scipy.optimize.brentq(excess, -1.0, (gained - lost) / n - 1e-12, xtol=1e-10))
 
 
-def clustered_difference(
-    first: NDArray[np.float64],
-    second: NDArray[np.float64],
-    documents: NDArray[np.int64],
-    confidence: float,
-) -> Interval:
-    """Difference of two means over examples of which some come from the same document.
+@dataclass(frozen=True)
+class Totals:
+    """Values summed over independent units: examples, blocks of a text, or documents.
 
-    Examples of one document are not independent, so the documents are the units: the cluster-robust
-    variance CR1 of Liang and Zeger, Longitudinal data analysis using generalized linear models,
-    Biometrika 73 (1986), with Student's t for the number of documents, as Cameron and Miller
-    advise (A practitioner's guide to cluster-robust inference, Journal of Human Resources 50,
-    2015).
-
-    Args:
-        first, second: (n,) a value per example.
-        documents: (n,) the number of the document, from 0.
-    """
-    return ratio_interval(
-        summed(second - first, documents), summed(np.ones(len(first)), documents), confidence
-    )
-
-
-def summed(values: NDArray[np.float64], documents: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The sum of the values of each document, (documents,)."""
-    return np.bincount(documents, weights=values).astype(np.float64)
-
-
-def loss_difference(
-    first: NDArray[np.float64],
-    second: NDArray[np.float64],
-    tokens: NDArray[np.float64],
-    confidence: float,
-) -> Interval:
-    """Difference of two mean losses per token, measured on the same blocks of a text.
-
-    With one token per unit it is the paired t interval of the mean difference.
-
-    Args:
-        first, second: (blocks,) summed nats of each block, at least two.
-        tokens: (blocks,) tokens of each.
-    """
-    return ratio_interval(second - first, tokens, confidence)
-
-
-def ratio_interval(
-    sums: NDArray[np.float64], counts: NDArray[np.float64], confidence: float
-) -> Interval:
-    """The mean sum(sums) / sum(counts) over independent units, with its interval.
-
-    The linearized ratio estimator (Cochran, Sampling Techniques, section 6.3), with Student's t for
-    the number of units.
-
-    Args:
+    Attributes:
         sums: (units,) the total of each unit, at least two units.
         counts: (units,) over how many each total is.
+        degrees: of freedom of Student's t.
     """
-    estimate = float(sums.sum() / counts.sum())
-    quantile = float(scipy.stats.t.ppf((1 + confidence) / 2, len(counts) - 1))
-    reach = quantile * ratio_stderr(sums, counts)
-    return Interval(estimate, estimate - reach, estimate + reach)
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.float64]
+    degrees: float
+
+    def interval(self, confidence: float) -> Interval:
+        """The mean sum(sums) / sum(counts), by the linearized ratio estimator (Cochran, Sampling
+        Techniques, section 6.3)."""
+        estimate = float(self.sums.sum() / self.counts.sum())
+        quantile = float(scipy.stats.t.ppf((1 + confidence) / 2, self.degrees))
+        reach = quantile * ratio_stderr(self.sums, self.counts)
+        return Interval(estimate, estimate - reach, estimate + reach)
+
+    def p_value(self) -> float:
+        """Two-sided, that the mean is zero."""
+        estimate, stderr = self.sums.sum() / self.counts.sum(), ratio_stderr(self.sums, self.counts)
+        if stderr == 0:
+            return float(estimate == 0)
+        return float(2 * scipy.stats.t.sf(abs(estimate) / stderr, self.degrees))
 
 
-def t_test(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
-    """Two-sided p-value that the mean of `ratio_interval` is zero; with counts of one, that of the
-    paired t-test."""
-    estimate, stderr = sums.sum() / counts.sum(), ratio_stderr(sums, counts)
-    if stderr == 0:
-        return float(estimate == 0)
-    return float(2 * scipy.stats.t.sf(abs(estimate) / stderr, len(counts) - 1))
+def of_units(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Totals:
+    """Totals of units that are independent; with counts of one the t-test is the ordinary one."""
+    return Totals(sums, counts, len(sums) - 1)
+
+
+def of_documents(
+    values: NDArray[np.float64], counts: NDArray[np.float64], documents: NDArray[np.int64]
+) -> Totals:
+    """Totals of documents, whose examples are not independent.
+
+    The variance is the cluster-robust CR1 of Liang and Zeger, Longitudinal data analysis using
+    generalized linear models, Biometrika 73 (1986). The degrees of freedom are those of the
+    effective number of documents, which unequal sizes reduce: Carter, Schnepel and Steigerwald,
+    Asymptotic behavior of a t-test robust to cluster heterogeneity, Review of Economics and
+    Statistics 99 (2017), for the largest correlation within documents.
+
+    Args:
+        values, counts: (n,) of each example.
+        documents: (n,) the number of its document, from 0.
+    """
+    sums, sizes = (np.bincount(documents, weights=x).astype(np.float64) for x in (values, counts))
+    weights = np.square(sizes)
+    effective = float(np.square(weights.sum()) / np.square(weights).sum())
+    return Totals(sums, sizes, max(effective - 1, 1.0))
 
 
 def share_interval(hits: int, n: int, confidence: float) -> Interval:

@@ -27,7 +27,8 @@ class Pairing:
 
     Attributes:
         before, after: what the verdict's file says of each: folder and digests at least.
-        baseline: digest of the baseline, by which it is recognized when it is compared again.
+        baseline: digest of the baseline, by which it is recognized when it is compared again;
+            empty if that was not recorded.
         candidate: digest of the candidate and of what it was measured on.
         notes: what could not be compared, and why.
     """
@@ -62,7 +63,7 @@ def pair_evaluations(baseline: Path, candidate: Path, cluster_by: str | None) ->
         for name, result in before.measured.items()
         for measure in result.task.measures
     ]
-    a, b = (evaluation.metrics["digests"]["model"] for evaluation in (before, after))
+    a, b = (evaluation.metrics["digests"].get("model") or "" for evaluation in (before, after))
     measured_on = digest(json.dumps([b, _digests(after)]))
     return Pairing(tuple(pairs), _measured(before), _measured(after), a, measured_on)
 

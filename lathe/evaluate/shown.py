@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lathe.evaluate.measures import Accuracy, Units
-from lathe.evaluate.paired import Interval, ratio_interval, share_interval
+from lathe.evaluate.paired import Interval, of_units, share_interval
 from lathe.evaluate.pairs import Pair, Pairing
 
 
@@ -35,7 +35,7 @@ class Shown:
 
     def text(self) -> tuple[str, str]:
         """The figure and its interval, as text."""
-        shape = "{:.4f} nats" if self.measure.startswith("KL") else "{:.2%}"
+        shape = "{:.5f} nats" if self.measure.startswith("KL") else "{:.2%}"
         value, low, high = (shape.format(x) for x in (self.value, self.low, self.high))
         return value, f"{low} to {high}"
 
@@ -75,7 +75,7 @@ def _divergence(units: Units, confidence: float) -> Iterator[Shown]:
         ("top-1 agreement", "agreed"),
         ("KL divergence from the baseline", "divergence"),
     ):
-        interval = ratio_interval(units.column(column), tokens, confidence)
+        interval = of_units(units.column(column), tokens).interval(confidence)
         method = "linearized ratio over blocks, Student's t"
         yield _shown(what, interval, len(tokens), "blocks", method)
 

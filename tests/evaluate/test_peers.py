@@ -1,5 +1,7 @@
 """The statistics of the gate beside those of statsmodels and scipy, to nine digits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from scipy.optimize import brentq
@@ -10,12 +12,10 @@ from statsmodels.stats.proportion import proportion_confint
 
 from lathe.evaluate.paired import (
     accuracy_difference,
-    clustered_difference,
-    loss_difference,
     mcnemar,
+    of_documents,
+    of_units,
     share_interval,
-    summed,
-    t_test,
 )
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
@@ -60,10 +60,10 @@ def test_a_mean_of_pairs_is_the_paired_t_test_of_scipy(
 ) -> None:
     first, second, _ = scores
     theirs, ones = ttest_rel(second, first), np.ones(len(first))
-    interval = loss_difference(first, second, ones, 0.95)
+    interval = of_units(second - first, ones).interval(0.95)
     expected = theirs.confidence_interval(0.95)
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), **EXACT)
-    assert t_test(second - first, ones) == pytest.approx(theirs.pvalue, **EXACT)
+    assert of_units(second - first, ones).p_value() == pytest.approx(theirs.pvalue, **EXACT)
 
 
 def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
@@ -74,12 +74,17 @@ def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
     fit = OLS(second - first, ones).fit(
         cov_type="cluster", cov_kwds={"groups": documents, "use_correction": True}, use_t=True
     )
-    interval = clustered_difference(first, second, documents, 0.95)
+    totals = of_documents(second - first, ones, documents)
+    assert 15 < totals.degrees + 1 < 40  # the effective number of documents
+    as_theirs = replace(totals, degrees=39)
+    interval = as_theirs.interval(0.95)
     found = (interval.estimate, interval.low, interval.high)
     assert found == pytest.approx((fit.params[0], *fit.conf_int(0.05)[0]), **EXACT)
-    p_value = t_test(summed(second - first, documents), summed(ones, documents))
-    assert p_value == pytest.approx(fit.pvalues[0], **EXACT)
-    alone = loss_difference(first, second, ones, 0.95)
+    assert as_theirs.p_value() == pytest.approx(fit.pvalues[0], **EXACT)
+    equal = of_documents(second - first, ones, np.arange(300) % 40)
+    assert of_documents(first, ones, np.arange(300) // 30).degrees == pytest.approx(9)
+    assert equal.degrees == pytest.approx(39, abs=1)
+    alone = of_units(second - first, ones).interval(0.95)
     assert interval.high - interval.low > 1.3 * (alone.high - alone.low)
 
 
@@ -91,7 +96,7 @@ def test_a_loss_per_token_is_the_weighted_cluster_robust_regression_of_statsmode
     fit = WLS((second - first) / tokens, np.ones(60), weights=tokens).fit(
         cov_type="cluster", cov_kwds={"groups": np.arange(60), "use_correction": True}, use_t=True
     )
-    interval = loss_difference(first, second, tokens, 0.99)
+    interval = of_units(second - first, tokens).interval(0.99)
     found = (interval.estimate, interval.low, interval.high)
     assert found == pytest.approx((fit.params[0], *fit.conf_int(0.01)[0]), **EXACT)
 
