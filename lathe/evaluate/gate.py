@@ -7,7 +7,7 @@ of an example cancels out.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,10 +24,10 @@ from lathe.evaluate.measures import Check, Verdict
 from lathe.evaluate.pairs import Pair, Pairing, pair_evaluations
 from lathe.evaluate.results import METRICS
 from lathe.evaluate.shown import Shown, shown_figures
+from lathe.evaluate.wording import decisive, formats, sentence, units
 from lathe.storage import atomic_file, claim_output_file
 
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
-PAST = {"pass": "passed", "inconclusive": "inconclusive", "fail": "failed"}
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,27 @@ def gate(
         raise UserError(f"{baseline}: does not say of which model it is", "evaluate it again")
     look = None if history is None else spend(history, pairing.baseline, pairing.candidate)
     confidence = settings.confidence if look is None else confidence_at(look, settings.confidence)
-    checks = sorted(
-        (
-            pair.measure.compare(pair.name, pair.before, pair.after, margin, confidence)
-            for pair, margin in judged
-        ),
-        key=lambda check: -SEVERITY.index(check.verdict),
-    )
-    reasons = [_sentence(check, confidence) for check in checks]
-    verdict = checks[0].verdict
+    checks = [
+        pair.measure.compare(pair.name, pair.before, pair.after, margin, confidence)
+        for pair, margin in judged
+    ]
+    result = _conclude(checks, pairing, settings, confidence, look)
+    if output is not None:
+        _write(output, result, settings, pairing)
+    return result
+
+
+def _conclude(
+    checks: Sequence[Check],
+    pairing: Pairing,
+    settings: GateSettings,
+    confidence: float,
+    look: int | None,
+) -> GateResult:
+    """The worst check decides; of an inconclusive one, the recipe."""
+    ranked = sorted(checks, key=lambda check: -SEVERITY.index(check.verdict))
+    reasons = [sentence(check, confidence) for check in ranked]
+    verdict = ranked[0].verdict
     passed = verdict == "pass"
     if verdict == "inconclusive":
         passed = settings.on_inconclusive == "pass"
@@ -117,13 +129,15 @@ def gate(
             f"{'let through' if passed else 'stopped'} without proof: Gate.on_inconclusive is "
             f"{settings.on_inconclusive}; more examples or more text would decide it"
         )
-    shown = tuple(shown_figures(pairing, confidence))
-    result = GateResult(
-        passed, tuple(reasons), tuple(checks), shown, pairing.notes, confidence, look
+    return GateResult(
+        passed=passed,
+        reasons=tuple(reasons),
+        checks=tuple(ranked),
+        shown=tuple(shown_figures(pairing, confidence)),
+        notes=pairing.notes,
+        confidence=confidence,
+        look=look,
     )
-    if output is not None:
-        _write(output, result, settings, pairing)
-    return result
 
 
 def _pair(baseline: Path, candidate: Path, settings: GateSettings) -> Pairing:
@@ -174,15 +188,15 @@ def verdict_table(result: GateResult) -> Table:
     table = Table("", *(check.measure for check in result.checks))
     rows: dict[str, list[str]] = {}
     for check in result.checks:
-        shown = _formats(check)
+        shown = formats(check)
         for name in ("baseline", "candidate", "change"):
             rows.setdefault(name, []).append(shown[name])
         rows.setdefault("interval", []).append(f"{shown['low']} to {shown['high']}")
         rows.setdefault("allowed", []).append(shown["limit"])
         rows.setdefault("can show", []).append(shown["detectable"])
-        rows.setdefault("measured on", []).append(_units(check))
+        rows.setdefault("measured on", []).append(units(check))
         if any(other.needed for other in result.checks):
-            rows.setdefault("would decide", []).append(_decisive(check))
+            rows.setdefault("would decide", []).append(decisive(check))
         rows.setdefault("verdict", []).append(check.verdict)
     for name, cells in rows.items():
         table.add_row(name, *cells)
@@ -196,49 +210,6 @@ def shown_table(result: GateResult) -> Table:
     for figure in result.shown:
         table.add_row(figure.measure, *figure.text(), figure.units())
     return table
-
-
-def _sentence(check: Check, confidence: float) -> str:
-    shown = _formats(check)
-    return (
-        f"{PAST[check.verdict]}: {check.measure} {shown['baseline']} -> {shown['candidate']}: "
-        f"a change of {shown['change']}, {100 * confidence:.6g}% interval {shown['low']} to "
-        f"{shown['high']}, {shown['limit']} allowed; {_units(check)}{_needed(check)}"
-    )
-
-
-def _needed(check: Check) -> str:
-    return f"; {_decisive(check)} would decide it if the change stays" if check.needed else ""
-
-
-def _decisive(check: Check) -> str:
-    """The units that would decide an inconclusive check, to two digits."""
-    return f"about {float(f'{check.needed:.2g}'):,.0f} {check.unit}" if check.needed else ""
-
-
-def _units(check: Check) -> str:
-    if check.p_value is None:
-        return f"{check.n:,} {check.unit}"
-    flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
-    text = f"{check.n:,} {check.unit}, {flips}{check.test} p = {check.p_value:.2g}"
-    if check.scale == "points" and check.baseline <= -check.limit:
-        text += " (proves nothing: a model that gets no example right would be within the margin)"
-    return text
-
-
-def _formats(check: Check) -> dict[str, str]:
-    """The figures of a check as text; accuracies change by percentage points."""
-    value, change, factor = {
-        "points": ("{:.2%}", "{:+.2f} points", 100),
-        "relative": ("{:.2f}", "{:+.3g}%", 100),
-        "own": ("{:.4g}", "{:+.3g}", 1),
-    }[check.scale]
-    shown = {name: value.format(getattr(check, name)) for name in ("baseline", "candidate")}
-    for name in ("change", "low", "high", "limit"):
-        shown[name] = change.format(factor * getattr(check, name))
-    plain = change.replace("+", "").format(factor * (check.detectable or 0.0))
-    shown["detectable"] = f"a change of {plain}"
-    return shown
 
 
 def _write(output: Path, result: GateResult, settings: GateSettings, pairing: Pairing) -> None:

@@ -74,9 +74,9 @@ def _require_same(names: str, what: str, before: object, after: object) -> None:
 
 def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
     names = f"{before.path} and {after.path}"
-    versions = [task.results.get("versions", {}).get(task.name) for task in (before, after)]
+    versions = [task.in_results("versions") for task in (before, after)]
     if None not in versions:
-        _require_same(names, "version", *versions)
+        _require_same(names, "version", *map(str, versions))
     _require_same(names, "filters", *({key[0] for key in t.samples} for t in (before, after)))
     for ours, theirs, path in ((before, after, after.path), (after, before, before.path)):
         if missing := [key[1] for key in ours.samples if key not in theirs.samples]:

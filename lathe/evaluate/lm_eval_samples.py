@@ -91,10 +91,14 @@ class LoggedTask:
     results: Mapping[str, Any]
 
     def of_results(self, group: str, key: str) -> Any:
-        """An entry of the task in the results, or None."""
-        found = self.results.get(group)
-        of_task = found.get(self.name) if isinstance(found, dict) else None
+        """An entry of the task in a group of the results, or None."""
+        of_task = self.in_results(group)
         return of_task.get(key) if isinstance(of_task, dict) else None
+
+    def in_results(self, group: str) -> Any:
+        """What a group of the results has for the task, or None."""
+        found = self.results.get(group)
+        return found.get(self.name) if isinstance(found, dict) else None
 
 
 def is_logged(path: Path) -> bool:
