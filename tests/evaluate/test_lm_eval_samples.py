@@ -1,11 +1,14 @@
 """The gate on what lm-evaluation-harness has logged."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 from typer.testing import CliRunner
 
@@ -228,3 +231,26 @@ def test_margins_that_name_no_measure_are_refused(tmp_path: Path) -> None:
     nothing = Recipe(Gate=GateSettings(margins={"*": None}))
     with pytest.raises(UserError, match="no margin applies"):
         gate(nothing, *folders)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+KEYS = ["doc_id", "doc", "target", "filter", "metrics", "doc_hash", "acc", "perplexity"]
+GROUPS = ["results", "versions", "n-samples", "higher_is_better"]
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(KEYS), JSON), min_size=1, max_size=4),
+    st.dictionaries(st.sampled_from(GROUPS), JSON | st.dictionaries(st.just("t"), JSON)),
+)
+@settings(max_examples=50, deadline=None)
+def test_whatever_the_lines_hold_it_is_compared_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], results: dict[str, Any]
+) -> None:
+    numbered = [{"doc_id": i, "acc": 1.0} | row for i, row in enumerate(rows)]
+    folder = write_run(tmp_path_factory.mktemp("run"), {"t": numbered}, results)
+    with contextlib.suppress(UserError):
+        assert gate(PLAIN, folder, folder).checks
