@@ -42,8 +42,8 @@ class GateSettings(Settings):
     and of other scores from 0 to 1, that lm-evaluation-harness has logged."""
     margins: dict[str, Annotated[float, Field(ge=0)] | None] = Field(default={})
     """Margins of single measures, by the names in the verdict's table or patterns of them, in place
-    of the general ones: `{hellaswag acc_norm: 0.01, "mmlu_*": null}`; null shows the measure
-    without judging it. The last pattern that matches counts."""
+    of the general ones: `{hellaswag acc_norm: 0.01, "mmlu_*": null}`; null leaves the measure
+    unjudged. The last pattern that matches counts."""
     cluster_by: str | None = "document"
     """Key of an example that says which document it is from: examples of one document are not
     independent, and the interval then takes the documents as its units. Examples without the key
