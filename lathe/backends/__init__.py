@@ -50,6 +50,7 @@ class Backend(Protocol):
         text: Path | None = None,
         endpoint: str | None = None,
         tasks: "Sequence[GivenTask]" = (),
+        reference: Path | str | None = None,
     ) -> "EvalResult":
         """See `lathe.evaluate.evaluate`."""
 

@@ -11,6 +11,7 @@ from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.config.settings import Recipe
+from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
 
@@ -60,7 +61,7 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "Sensitivi
     return read_analysis(output)
 
 
-@attested("evaluate", "model", "data", "cloze", "text", "tasks")
+@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference")
 def evaluate(
     recipe: Recipe,
     model: Path | str,
@@ -70,10 +71,18 @@ def evaluate(
     text: Path | None = None,
     endpoint: str | None = None,
     tasks: "Sequence[GivenTask]" = (),
+    reference: Path | str | None = None,
 ) -> "EvalResult":
     """Measure a checkpoint with Paddle; exported files and servers are measured without it."""
     if endpoint or (Path(model) / EXPORT.metadata_file).is_file():
-        return torch_backend.evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
+        return torch_backend.evaluate(
+            recipe, model, output, data, cloze, text, endpoint, tasks, reference
+        )
+    if reference is not None:
+        raise UserError(
+            "the Paddle engine measures no model beside a reference",
+            "set -o Compress.engine=torch",
+        )
     from lathe.evaluate.measure import read_result
     from lathe.evaluate.results import read_metrics
 

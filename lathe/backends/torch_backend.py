@@ -53,11 +53,12 @@ def evaluate(
     text: Path | None = None,
     endpoint: str | None = None,
     tasks: "Sequence[GivenTask]" = (),
+    reference: Path | str | None = None,
 ) -> "EvalResult":
     """See `lathe.evaluate.evaluate.evaluate`."""
     from lathe.evaluate.evaluate import evaluate
 
-    return evaluate(recipe, model, output, data, cloze, text, endpoint, tasks)
+    return evaluate(recipe, model, output, data, cloze, text, endpoint, tasks, reference)
 
 
 def export(recipe: Recipe, model: Path, data: Path, output: Path) -> "ExportResult":

@@ -57,7 +57,7 @@ def first_difference(one: Path, other: Path) -> Difference | None:
 
 
 def _read(checkpoint: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-arg]
-    found = deserialize((checkpoint / WEIGHTS).read_bytes())  # type: ignore[no-untyped-call]
+    found = deserialize((checkpoint / WEIGHTS).read_bytes())
     yield from sorted(found)
 
 

@@ -43,6 +43,13 @@ def evaluate(
             help="Measure the server of this gRPC address; MODEL is its export.",
         ),
     ] = None,
+    reference: Annotated[
+        Path | None,
+        input_option(
+            "Checkpoint or export, such as the dense one: record over the text how often both "
+            "models rate the same token highest, and the KL divergence, for `lathe gate`."
+        ),
+    ] = None,
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: OutputBeside = None,
@@ -61,7 +68,7 @@ def evaluate(
     output = output or beside(model, "eval")
     tasks = given_tasks(task)
     result = backends.of(settings).evaluate(
-        settings, model, output, data, cloze, text, endpoint, tasks
+        settings, model, output, data, cloze, text, endpoint, tasks, reference
     )
     show(
         evaluation=result.folder,
@@ -85,29 +92,49 @@ def evaluate(
 )
 def gate(
     baseline: Annotated[
-        Path, input_argument("Folder of `lathe evaluate`: what to be as good as.")
+        Path,
+        input_argument("Folder of `lathe evaluate`, or samples of lm_eval: what to be as good as."),
     ] = RUN / "dense-eval",
     candidate: Annotated[
-        Path, input_argument("Folder of `lathe evaluate`: what to let through.")
+        Path,
+        input_argument("Folder of `lathe evaluate`, or samples of lm_eval: what to let through."),
     ] = RUN / "int8-eval",
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: Annotated[Path, output_option("JSON file to write.")] = RUN / "gate.json",
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON file, or address in an object store, that counts the comparisons with this "
+            "baseline: each needs more confidence than the one before, so that the verdicts stay "
+            "valid however many candidates are compared. It is made if it is absent.",
+        ),
+    ] = None,
 ) -> None:
     """Say whether a model has lost too much beside another, example by example.
 
     A paired test of non-inferiority with the margins of the recipe's Gate: pass, fail, or
     inconclusive where the data are too few to tell. Exit status 0 is a pass, 1 any other verdict;
     Gate.on_inconclusive is for pipelines.
+
+    Models that lm-evaluation-harness has evaluated are compared too: give the folder, or a
+    samples_*.jsonl, that `lm_eval --log_samples` wrote for each, with any tasks. What is shown
+    beside the verdict, such as the answers that flipped, is not judged.
     """
     settings = load(recipe, override)
     from rich.console import Console
 
-    from lathe.evaluate.gate import gate, verdict_table
+    from lathe.evaluate.gate import gate, shown_table, verdict_table
 
-    result = gate(settings, baseline, candidate, output)
-    Console(width=None if sys.stdout.isatty() else 120).print(verdict_table(result))
-    show(verdict=result.verdict, written=output)
+    result = gate(settings, baseline, candidate, output, history)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(verdict_table(result))
+    if result.shown:
+        console.print(shown_table(result))
+    for note in result.notes:
+        console.print(note, markup=False, highlight=False)
+    show(verdict=result.verdict, look=result.look, written=output)
     if result.verdict != "pass":
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ import heapq
 import re
 import string
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 CONTEXT_WORDS = 50
 CONTEXT_SENTENCES = 2
@@ -29,7 +30,15 @@ SENTENCE = re.compile(
 )
 
 
-def cloze_passages(documents: Iterable[str], limit: int) -> list[str]:
+@dataclass(frozen=True)
+class Passage:
+    """A passage, and the index of the document that it is from."""
+
+    text: str
+    document: int
+
+
+def cloze_passages(documents: Iterable[str], limit: int) -> list[Passage]:
     """Passages that end in the word to guess, without punctuation after it, each once.
 
     The last word has three letters or more, nothing but letters, and occurs earlier in the
@@ -41,15 +50,15 @@ def cloze_passages(documents: Iterable[str], limit: int) -> list[str]:
     """
     seen: set[bytes] = set()
 
-    def fresh() -> Iterator[tuple[bytes, int, str]]:
-        for document in documents:
+    def fresh() -> Iterator[tuple[bytes, int, Passage]]:
+        for index, document in enumerate(documents):
             for passage in _passages(document):
                 digest = hashlib.sha256(passage.encode()).digest()
                 if digest not in seen:
                     seen.add(digest)
-                    yield digest, len(seen), passage
+                    yield digest, len(seen), Passage(passage, index)
 
-    chosen = heapq.nsmallest(limit, fresh())
+    chosen = heapq.nsmallest(limit, fresh(), key=lambda item: item[:2])
     return [passage for _, _, passage in sorted(chosen, key=lambda item: item[1])]
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def _write_held_out(
                 yield text
 
         passages = cloze_passages(written(), settings.cloze_examples)
-    lines = [json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in passages]
+    lines = [json.dumps(asdict(passage), ensure_ascii=False) + "\n" for passage in passages]
     (work / "cloze.jsonl").write_text("".join(lines), encoding="utf-8")
     if not passages:
         log.warning("the test documents hold no cloze passage: cloze.jsonl is empty")

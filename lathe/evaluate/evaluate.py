@@ -11,7 +11,7 @@ from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
 
 
-@attested("evaluate", "model", "data", "cloze", "text", "tasks")
+@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference")
 def evaluate(
     recipe: Recipe,
     model: Path | str,
@@ -21,6 +21,7 @@ def evaluate(
     text: Path | None = None,
     endpoint: str | None = None,
     tasks: Sequence[GivenTask] = (),
+    reference: Path | str | None = None,
 ) -> EvalResult:
     """Measure `model` and write the folder `output`.
 
@@ -38,10 +39,17 @@ def evaluate(
     `Offline_Eval.eval_path` with another name, else the held-out one of `data`. `tasks` are
     measured in addition.
 
+    With `reference`, a checkpoint or export of the same vocabulary, the text's blocks also record
+    how often both models rate the same token highest, and how far their distributions are apart;
+    see `lathe.evaluate.reference`.
+
     Raises:
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than
             the model's, or a model whose loss is not finite.
     """
-    claim_output_folder(output, EVALUATION, model, data, cloze, text, *(path for _, path in tasks))
+    inputs = (model, data, cloze, text, reference, *(path for _, path in tasks))
+    claim_output_folder(output, EVALUATION, *inputs)
     served = (endpoint, recipe.Serving.model_name) if endpoint else None
-    return measure(recipe, open_model(model, recipe, served), output, data, cloze, text, tasks)
+    subject = open_model(model, recipe, served)
+    beside = None if reference is None else open_model(reference, recipe)
+    return measure(recipe, subject, output, data, cloze, text, tasks, beside)

@@ -21,10 +21,12 @@ from lathe.inputs import lines, open_file, parse_json, require_text
 
 @dataclass(frozen=True)
 class ClozeExample:
-    """Token ids of a passage without its last word, and of that word."""
+    """Token ids of a passage without its last word, and of that word; and the document that the
+    passage is from, where the file says so."""
 
     context: list[int]
     label: list[int]
+    document: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ExampleScore:
         log_likelihood: of the whole word, nats.
         label_tokens: length of the word in tokens.
         truncated: tokens cut from the left to fit the model.
+        document: that the passage is from, if that is known.
     """
 
     index: int
@@ -46,6 +49,7 @@ class ExampleScore:
     log_likelihood: float
     label_tokens: int
     truncated: int
+    document: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,25 +73,27 @@ class ClozeResult:
 
 
 def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
-    """Read and encode a LAMBADA-format JSONL file, one `{"text": ...}` per line.
+    """Read and encode a LAMBADA-format JSONL file, one `{"text": ...}` per line, perhaps with a
+    number or name as its `document`.
 
     Raises:
         UserError: no such file, no examples in it, or a broken line (with its number, from 1).
     """
-    contexts, labels = [], []
+    contexts, labels, documents = [], [], []
     with open_file(path, "give a LAMBADA-format JSONL file") as file:
         for number, line in enumerate(lines(file, path), start=1):
             if line.strip():
-                context, label = _split(line, f"{path}:{number}")
+                context, label, document = _split(line, f"{path}:{number}")
                 contexts.append(context)
                 labels.append(label)
+                documents.append(document)
     if not contexts:
         raise UserError(f"{path}: no examples", 'give lines of {"text": "..."}')
     encoded = [
         [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
         for texts in (contexts, labels)
     ]
-    return [ClozeExample(c, w) for c, w in zip(*encoded, strict=True)]
+    return [ClozeExample(*parts) for parts in zip(*encoded, documents, strict=True)]
 
 
 def check_cloze(path: Path) -> None:
@@ -95,18 +101,20 @@ def check_cloze(path: Path) -> None:
     read_cloze(path, Tokenizer(models.BPE()))
 
 
-def _split(line: str, where: str) -> tuple[str, str]:
-    """The passage before its last word, and the word with the white space before it."""
+def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
+    """The passage before its last word, the word with the white space before it, and the
+    document."""
     hint = 'a line is {"text": "at least two words"}'
     try:
-        text = parse_json(line, f"{where}: broken line", hint)["text"].strip()
+        values = parse_json(line, f"{where}: broken line", hint)
+        text, document = values["text"].strip(), values.get("document")
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", hint) from None
     require_text(text, where)
     if " " not in text:
         raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", hint)
     context = text[: text.rindex(" ")].rstrip()
-    return context, text[len(context) :]
+    return context, text[len(context) :], document if isinstance(document, int | str) else None
 
 
 def score_cloze(
@@ -140,14 +148,16 @@ def score_cloze(
             log_likelihood=float(found.log_likelihoods.sum()),
             label_tokens=len(found.greedy),
             truncated=found.truncated,
+            document=example.document,
         )
-        for i, found in enumerate(answers)
+        for i, (example, found) in enumerate(zip(examples, answers, strict=True))
     ]
 
 
 def summarize_cloze(scores: Sequence[ExampleScore]) -> ClozeResult:
     """Means and standard errors over per-example scores."""
-    columns = {name: np.array([asdict(s)[name] for s in scores]) for name in asdict(scores[0])}
+    rows = [asdict(score) for score in scores]
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     accuracy, accuracy_stderr = mean_stderr(columns["correct"].astype(float))
     last, last_stderr = mean_stderr(columns["last_token_correct"].astype(float))
     log_likelihood, log_likelihood_stderr = mean_stderr(columns["log_likelihood"])

@@ -18,6 +18,7 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
+from lathe.evaluate.reference import compare_text
 from lathe.evaluate.results import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
 from lathe.evaluate.score import Limits, Scorer
@@ -117,6 +118,7 @@ def measure(
     cloze: Path | None = None,
     text: Path | None = None,
     tasks: Sequence[GivenTask] = (),
+    reference: EvaluatedModel | None = None,
 ) -> EvalResult:
     """Measure `subject` and write the evaluation folder `output`.
 
@@ -126,6 +128,8 @@ def measure(
     if data is not None:
         _require_same_vocabulary(subject, data)
     files = _find_inputs(settings, data, cloze, text, task_files(tasks))
+    if reference is not None:
+        _require_comparable(subject, reference, files)
 
     seq_len = min(settings.max_seq_len, subject.config.n_positions)
     overlap = min(settings.overlapping_eval, seq_len)
@@ -138,6 +142,11 @@ def measure(
         units[file.name] = file.task.score(subject.scorer, examples, limits)
         figures[file.name] = asdict(file.task.summarize(units[file.name], examples))
         _require_finite(figures[file.name][file.task.loss], subject.folder)
+        if reference is not None and file.task is TEXT:
+            units[file.name], beside = compare_text(
+                subject.scorer, reference.scorer, examples, units[file.name], limits
+            )
+            figures[file.name] |= beside
     samples = _samples(recipe, subject, files)
 
     metrics = {
@@ -154,6 +163,8 @@ def measure(
         "tokenizer": digest(subject.tokenizer.to_str()),
         "model": subject.digest,
     }
+    if reference is not None:
+        metrics["digests"]["reference"] = reference.digest
     _write(output, metrics, units, samples)
     result = read_result(output, metrics)
     log.info("%s", _sentence(measured(metrics, output)))
@@ -268,6 +279,23 @@ def _require_same_vocabulary(subject: EvaluatedModel, data: Path) -> None:
             f"{data}: prepared with another vocabulary ({theirs.get_vocab_size()} ids) than that "
             f"of {subject.folder} ({ours.get_vocab_size()} ids)",
             "prepare the data with the model's tokenizer, or give only cloze and text files",
+        )
+
+
+def _require_comparable(
+    subject: EvaluatedModel, reference: EvaluatedModel, files: Sequence[TaskFile]
+) -> None:
+    """Raise UserError unless the reference reads and predicts the same tokens, on a text."""
+    names = f"{subject.folder} and its reference {reference.folder}"
+    sizes = [(model.config.vocab_size, model.config.n_positions) for model in (subject, reference)]
+    if subject.tokenizer.get_vocab() != reference.tokenizer.get_vocab() or sizes[0] != sizes[1]:
+        raise UserError(
+            f"{names} have different vocabularies or lengths",
+            "give the model that this one was made from",
+        )
+    if not any(file.task is TEXT for file in files):
+        raise UserError(
+            f"{names} are compared on a text, and none is given", "give --text or --data"
         )
 
 

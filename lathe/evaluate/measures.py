@@ -15,10 +15,21 @@ from numpy.typing import NDArray
 
 from lathe.config.settings import GateSettings
 from lathe.errors import UserError
-from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar, needed_units
+from lathe.evaluate.paired import (
+    Interval,
+    Totals,
+    accuracy_difference,
+    mcnemar,
+    needed_units,
+    of_documents,
+    of_units,
+)
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 LARGEST_EXPONENT = 700.0  # exp of more overflows
+
+MIN_DOCUMENTS = 5
+"""Of fewer documents the cluster-robust error is too uncertain to be used."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,13 @@ class Units:
         path: the JSONL file.
         figures: the task's figures in `metrics.json`.
         rows: the lines of the file, one per unit.
+        document: the key of a row that says which document the unit is from; rows may lack it.
     """
 
     path: Path
     figures: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
+    document: str | None = "document"
 
     def column(self, name: str) -> NDArray[np.float64]:
         """One number per unit, (n,).
@@ -50,6 +63,16 @@ class Units:
             raise UserError(f"{self.path}: holds NaN or infinity", hint)
         return column
 
+    def documents(self) -> NDArray[np.int64] | None:
+        """The number of each unit's document, (n,); None if that is unknown, or if every unit has
+        a document of its own or there are fewer than MIN_DOCUMENTS."""
+        names = [row.get(self.document) if self.document else None for row in self.rows]
+        if any(name is None for name in names):
+            return None
+        numbers: dict[str, int] = {}
+        found = np.array([numbers.setdefault(str(name), len(numbers)) for name in names], np.int64)
+        return found if MIN_DOCUMENTS <= len(numbers) < len(names) else None
+
 
 @dataclass(frozen=True)
 class Check:
@@ -62,7 +85,10 @@ class Check:
         n: number of examples, words or blocks of the text; `unit` says which.
         method: of the interval; see `lathe.evaluate.paired`.
         lost, gained: examples that only the baseline, or only the candidate, gets right.
-        p_value: of McNemar's exact test that the models do not differ.
+        p_value: of the `test` that the models do not differ.
+        test: McNemar's exact one for accuracies, or the paired t-test.
+        scale: of the change: of an accuracy in points, of a perplexity relative, of another mean
+            in its own unit.
         detectable: the smallest change that so many units show in four of five cases.
         needed: units that would decide an inconclusive check, if the change stays.
     """
@@ -83,6 +109,8 @@ class Check:
     p_value: float | None = None
     detectable: float | None = None
     needed: int | None = None
+    test: str = "McNemar"
+    scale: Literal["points", "relative", "own"] = "relative"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +138,10 @@ class Measure(ABC):
     @abstractmethod
     def show(self, value: float) -> str:
         """A figure, or its standard error, as text for a table."""
+
+    @abstractmethod
+    def overall(self, units: Units) -> float:
+        """The figure over all units."""
 
     @abstractmethod
     def compare(
@@ -142,14 +174,31 @@ class Accuracy(Measure):
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
-        theirs, ours = (units.column(self.column).astype(bool) for units in (before, after))
-        lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
-        difference = accuracy_difference(lost, gained, len(theirs), confidence)
-        verdict, needed, n = judge(-difference.high, -difference.low, margin), None, len(theirs)
-        if verdict == "inconclusive":
-            needed = needed_units(
-                n, lambda k: accuracy_difference(k * lost, k * gained, k * n, confidence), -margin
+        theirs, ours = (self.right(units) for units in (before, after))
+        lost, gained, n = int((theirs & ~ours).sum()), int((~theirs & ours).sum()), len(theirs)
+        documents = before.documents()
+        totals = None
+        if documents is not None:
+            totals = of_documents(ours.astype(np.float64) - theirs, np.ones(n), documents)
+
+        def interval(factor: float = 1.0) -> Interval:
+            """Of so many times the examples."""
+            score = accuracy_difference(factor * lost, factor * gained, factor * n, confidence)
+            if totals is None:
+                return score
+            robust = totals.interval(confidence).of_more(factor)
+            return Interval(
+                score.estimate, min(score.low, robust.low), max(score.high, robust.high)
             )
+
+        difference = interval()
+        verdict, needed = judge(-difference.high, -difference.low, margin), None
+        if verdict == "inconclusive":
+            needed = needed_units(n, interval, -margin)
+        method, test, p_value = "Tango's score interval", "McNemar", mcnemar(lost, gained)
+        if totals is not None:
+            method = f"the wider of {method} and {by_documents(totals)}"
+            test, p_value = "t-test by document", totals.p_value()
         return Check(
             measure=name,
             verdict=verdict,
@@ -160,14 +209,23 @@ class Accuracy(Measure):
             high=difference.high,
             limit=-margin,
             n=n,
-            method="Tango's score interval",
+            method=method,
             unit="examples",
             lost=lost,
             gained=gained,
-            p_value=mcnemar(lost, gained),
+            p_value=p_value,
             detectable=difference.detectable(confidence),
             needed=needed,
+            test=test,
+            scale="points",
         )
+
+    def overall(self, units: Units) -> float:
+        return float(self.right(units).mean())
+
+    def right(self, units: Units) -> NDArray[np.bool_]:
+        """Whether each example is right, (n,)."""
+        return units.column(self.column).astype(bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +235,7 @@ class Perplexity(Measure):
     Attributes:
         loss: returns (n,) nats of every unit.
         tokens: returns (n,) tokens, or words, of every unit; the same for every model.
-        method: of the interval; see `lathe.evaluate.paired.loss_difference`.
+        method: of the interval; see `lathe.evaluate.paired.Totals`.
         unit: what the units are.
         whole_above: figures from this on are shown without decimals.
     """
@@ -206,7 +264,13 @@ class Perplexity(Measure):
                 f"{before.path} and {after.path} have different {self.unit}",
                 "evaluate both models on the same data with the same recipe",
             )
-        difference = loss_difference(self.loss(before), self.loss(after), tokens, confidence)
+        change_of_loss, documents = self.loss(after) - self.loss(before), before.documents()
+        if documents is None:
+            totals, method = of_units(change_of_loss, tokens), self.method
+        else:
+            totals = of_documents(change_of_loss, tokens, documents)
+            method = by_documents(totals)
+        difference = totals.interval(confidence)
         change, low, high = (
             math.expm1(min(x, LARGEST_EXPONENT))
             for x in (difference.estimate, difference.low, difference.high)
@@ -218,22 +282,27 @@ class Perplexity(Measure):
         return Check(
             measure=name,
             verdict=verdict,
-            baseline=self._value(before),
-            candidate=self._value(after),
+            baseline=self.overall(before),
+            candidate=self.overall(after),
             change=change,
             low=low,
             high=high,
             limit=margin,
             n=len(tokens),
-            method=self.method,
+            method=method,
             unit=self.unit,
             detectable=math.expm1(min(detectable, LARGEST_EXPONENT)),
             needed=needed,
         )
 
-    def _value(self, units: Units) -> float:
+    def overall(self, units: Units) -> float:
         loss = float(self.loss(units).sum() / self.tokens(units).sum())
         return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+def by_documents(totals: Totals) -> str:
+    """The method of `of_documents`, in words."""
+    return f"the cluster-robust interval of {len(totals.sums)} documents"
 
 
 def judge(best: float, worst: float, allowed: float) -> Verdict:

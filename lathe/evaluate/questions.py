@@ -3,8 +3,9 @@
 `arc_challenge`, zero-shot."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -29,12 +30,14 @@ class Question:
         requests: one per choice: the prompt and the choice, of which the choice is scored.
         characters: length of every choice.
         right: index of the right choice.
+        document: what the question is about, if its line has a `document`.
     """
 
     where: str
     requests: list[Request]
     characters: list[int]
     right: int
+    document: int | str | None = None
 
 
 def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
@@ -48,7 +51,11 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
         for number, line in enumerate(lines(file, path), start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                found.append(_encode(*_parse(line, where), where, tokenizer))
+                values = parse_json(line, f"{where}: broken line", HINT)
+                question = _encode(*_parse(values, where), where, tokenizer)
+                document = values.get("document")
+                known = document if isinstance(document, int | str) else None
+                found.append(replace(question, document=known))
     if not found:
         raise UserError(f"{path}: no questions", HINT)
     return found
@@ -90,9 +97,8 @@ class ArcLine:
     answerKey: str
 
 
-def _parse(line: str, where: str) -> tuple[str, list[str], int]:
+def _parse(values: Any, where: str) -> tuple[str, list[str], int]:
     """Prompt, choices, and the index of the right one."""
-    values = parse_json(line, f"{where}: broken line", HINT)
     keys = values.keys() if isinstance(values, dict) else set()
     if "endings" in keys:
         swag = checked(values, HellaSwagLine, where, HINT)
@@ -111,7 +117,7 @@ def _parse(line: str, where: str) -> tuple[str, list[str], int]:
             )
         right = arc.choices.label.index(arc.answerKey)
     else:
-        raise UserError(f"{where}: neither endings nor choices in {line[:60]!r}", HINT)
+        raise UserError(f"{where}: neither endings nor choices in {str(values)[:60]!r}", HINT)
     for text in (prompt, *choices):
         if not require_text(text, where).strip():
             raise UserError(f"{where}: an empty prompt or choice", HINT)

@@ -72,8 +72,11 @@ def units_file(name: str) -> str:
     return UNITS.get(name, f"tasks/{name}.jsonl")
 
 
-def read_evaluation(folder: Path) -> Evaluation:
+def read_evaluation(folder: Path, cluster_by: str | None = None) -> Evaluation:
     """Read all of an evaluation folder.
+
+    Args:
+        cluster_by: the key of a unit that names its document.
 
     Raises:
         UserError: there is none, or it is broken or incomplete.
@@ -84,7 +87,7 @@ def read_evaluation(folder: Path) -> Evaluation:
     for name, result in found.items():
         path = folder / units_file(name)
         rows = _read_rows(path, result.figures[result.task.unit])
-        units[name] = Units(path, result.figures, rows)
+        units[name] = Units(path, result.figures, rows, cluster_by)
     return Evaluation(folder, metrics, found, units)
 
 

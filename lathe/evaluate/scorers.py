@@ -52,6 +52,20 @@ class TorchScorer:
         ]
         return _joined(scores)
 
+    @torch.inference_mode()
+    def logits(
+        self,
+        tokens: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """See `lathe.evaluate.reference.Distribution`."""
+        t, r, c = (torch.from_numpy(x).to(self.device) for x in (tokens, rows, columns))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            hidden = self.model.hidden(t)[r, c]
+        found: NDArray[np.float32] = self.model.head(hidden).float().cpu().numpy()
+        return found
+
 
 class IndexedScorer:
     """Scores with an exported folder or a server, which take a rectangle of targets per batch.
@@ -71,11 +85,9 @@ class IndexedScorer:
         targets: NDArray[np.int64],
     ) -> Scores:
         """See `Scorer.score`."""
-        counts = np.bincount(rows, minlength=len(tokens))
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        index = np.zeros((len(tokens), counts.max()), np.int64)  # (B, k)
+        index, places = _rectangle(len(tokens), rows, columns)
         wanted = np.zeros_like(index)
-        index[rows, places], wanted[rows, places] = columns, targets
+        wanted[rows, places] = targets
         step = max(1, LOGIT_ROWS // index.shape[1])
         parts = [
             self.score_tokens(tokens[part], index[part], wanted[part])
@@ -85,13 +97,32 @@ class IndexedScorer:
         return likelihoods[rows, places], greedy[rows, places]
 
 
-def onnx_scorer(folder: Path) -> IndexedScorer:
+class OnnxScorer(IndexedScorer):
+    """Scores with an exported graph in this process."""
+
+    def __init__(self, model: OnnxModel) -> None:
+        super().__init__(partial(score_tokens, model))
+        self.model = model
+
+    def logits(
+        self,
+        tokens: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """See `lathe.evaluate.reference.Distribution`."""
+        index, places = _rectangle(len(tokens), rows, columns)
+        found: NDArray[np.float32] = self.model.logits(tokens, index=index)[rows, places]
+        return found
+
+
+def onnx_scorer(folder: Path) -> OnnxScorer:
     """The scorer of a folder that the export stage wrote, on the CPU.
 
     Raises:
         UserError: the folder is not an export, or its graph is damaged.
     """
-    return IndexedScorer(partial(score_tokens, OnnxModel(folder, torch.get_num_threads())))
+    return OnnxScorer(OnnxModel(folder, torch.get_num_threads()))
 
 
 def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
@@ -112,6 +143,17 @@ def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
             "deploy this export, or give the folder of the one that is served",
         )
     return IndexedScorer(client.score)
+
+
+def _rectangle(
+    n_rows: int, rows: NDArray[np.int64], columns: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The positions in every row, (B, k), padded with 0, and (n,) the place of each in its row."""
+    counts = np.bincount(rows, minlength=n_rows)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    index = np.zeros((n_rows, counts.max()), np.int64)
+    index[rows, places] = columns
+    return index, places
 
 
 def _of_targets(logits: Tensor, targets: NDArray[np.int64]) -> Scores:

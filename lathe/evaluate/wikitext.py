@@ -34,11 +34,18 @@ class Text:
 
 @dataclass(frozen=True)
 class BlockLoss:
-    """Summed loss, nats, of `tokens` consecutive targets of a text, from token `start + 1` on."""
+    """Summed loss, nats, of `tokens` consecutive targets of a text, from token `start + 1` on.
+
+    Attributes:
+        agreed, divergence: beside a reference; see `lathe.evaluate.reference`. The number of
+            targets at which both rate the same token highest, and summed nats.
+    """
 
     start: int
     tokens: int
     loss: float
+    agreed: int | None = None
+    divergence: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,12 @@ def token_losses(
         overlap: tokens by which windows advance; capped at `seq_len`.
         token_budget: tokens per batch.
     """
+    answers = answer(scorer, windows(tokens, seq_len, overlap), seq_len, token_budget, "perplexity")
+    return -np.concatenate([found.log_likelihoods for found in answers])
+
+
+def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
+    """The windows over a text; together they score every token but the first, once and in order."""
     overlap = min(overlap, seq_len)
     stream, n = np.asarray(tokens, np.int64), len(tokens) - 1
     requests = []
@@ -127,8 +140,7 @@ def token_losses(
         window = stream[start : start + seq_len + 1]
         known = seq_len - overlap if start else 0
         requests.append(Request(window, len(window) - 1 - known))
-    answers = answer(scorer, requests, seq_len, token_budget, "perplexity")
-    return -np.concatenate([found.log_likelihoods for found in answers])
+    return requests
 
 
 def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:

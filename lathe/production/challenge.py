@@ -15,11 +15,17 @@ from lathe.storage import atomic_file, claim_output_file
 
 log = logging.getLogger("lathe")
 
+LOOKS = "looks.json"
+"""Beside the pointer: how many candidates were compared with each live model."""
+
 
 def challenge(
     recipe: Recipe, candidate: Path, output: Path, data: Path | None, cloze: Path | None = None
 ) -> GateResult:
     """Evaluate the live release's ONNX as the candidate was, and compare the two with the gate.
+
+    With `Gate.sequential` the comparisons with the same live model are counted in the store, and
+    each is made at the confidence of `lathe.evaluate.looks`.
 
     Args:
         recipe: groups Production, Offline_Eval and Gate.
@@ -50,7 +56,8 @@ def challenge(
         log.info("in production since %s: %s", live.since, releases.address(live.release))
         try:
             evaluate(recipe, exported, baseline, data, cloze)
-            return gate(recipe, baseline, candidate, output)
+            history = f"{releases.root}/{LOOKS}" if recipe.Gate.sequential else None
+            return gate(recipe, baseline, candidate, output, history)
         except UserError as error:
             tokenizer = (
                 f"{releases.address(live.release)}{recipe.Serving.model_name}/1/tokenizer.json"

@@ -1,8 +1,9 @@
 """The releases of a model in the object store, and the pointer to the one in production.
 
-    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once
-    complete RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts and the figures of its
-    evaluation RELEASES/MODEL/production.json             the live release and earlier ones
+    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once whole
+    RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts, and figures of its evaluation
+    RELEASES/MODEL/production.json             the live release and earlier ones
+    RELEASES/MODEL/looks.json                  comparisons with the live one, if they are counted
 
 In the repository
 `find * -type f ! -name provenance.intoto.jsonl ! -name model.sig | LC_ALL=C sort | xargs sha256sum`

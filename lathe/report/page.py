@@ -199,6 +199,6 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
             found += [
                 (f"{name} evaluated on" if name != "tokenizer" else name, digest)
                 for name, digest in digests.items()
-                if digest and name != "model"
+                if digest and name not in ("model", "reference")
             ]
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-from lathe.data.cloze import cloze_passages
+from lathe.data import cloze
 
 FILLER = [
     "The harbour was quiet that evening and only a few lamps were burning along the wall.",
@@ -6,6 +6,10 @@ FILLER = [
     "Nobody spoke to her while she waited, for the boats were late and the men were tired.",
     "She counted the sails twice, then sat down on a coil of rope near the water.",
 ]
+
+
+def cloze_passages(documents: list[str], limit: int) -> list[str]:
+    return [passage.text for passage in cloze.cloze_passages(documents, limit)]
 
 
 def passages(*sentences: str, limit: int = 10) -> list[str]:
@@ -89,3 +93,10 @@ def test_a_passage_reads_as_lambada_does() -> None:
     last = passage.split()[-1]
     assert last == "water"
     assert passage[: passage.rfind(last)].strip().endswith("We all saw the")
+
+
+def test_a_passage_says_which_document_it_is_from() -> None:
+    texts = [" ".join([*FILLER, f"We all saw the water. Then number {i} came."]) for i in range(3)]
+    other = " ".join([*FILLER[::-1], "Nobody ever saw the boats."])
+    found = cloze.cloze_passages([texts[0], "Nothing.", other], 10)
+    assert [passage.document for passage in found] == [0, 2]

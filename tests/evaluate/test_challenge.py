@@ -16,7 +16,7 @@ from lathe.production.challenge import challenge
 from lathe.production.golden import Golden
 from lathe.production.release import Pointer, releases_of
 from lathe.serve.repository import write_repository
-from lathe.storage import write_text
+from lathe.storage import read_text, write_text
 from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 
 
@@ -78,3 +78,27 @@ def test_the_first_the_same_and_a_worse_one(
     write_text(f"{address}gpt/1/config.json", "{}")
     with pytest.raises(UserError, match=r"config\.json"):
         challenge(recipe, scores, verdict, data)
+
+
+def test_looks_at_the_live_model_are_counted_beside_its_pointer(
+    recipe: Recipe, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    margins = recipe.Gate.model_copy(update={"sequential": True, "on_inconclusive": "fail"})
+    recipe = recipe.model_copy(update={"Gate": margins})
+    onnx = tmp_path / "onnx"
+    write_unproven(make_model(UNIFORM), byte_tokenizer, onnx)
+    go_live(recipe, onnx, tmp_path / "repository")
+    candidates = []
+    for seed in (5, 6):
+        model = GPT(UNIFORM)
+        model.initialize(0.4, seed=seed)
+        candidates.append(tmp_path / f"scores-{seed}")
+        folder = save(model, byte_tokenizer, tmp_path / f"model-{seed}")
+        evaluate(recipe, folder, candidates[-1], data)
+    looks = [
+        challenge(recipe, candidates[i], tmp_path / "verdict.json", data).look for i in (0, 1, 0)
+    ]
+    assert looks == [1, 2, 1]
+    found = json.loads(read_text(f"{releases_of(recipe).root}/looks.json"))["looks"]
+    assert [len(of_live) for of_live in found.values()] == [2]
+    assert len(releases_of(recipe).published()) == 1

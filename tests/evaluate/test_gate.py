@@ -14,7 +14,7 @@ from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
 from lathe.evaluate.measures import judge
-from lathe.evaluate.paired import accuracy_difference, loss_difference
+from lathe.evaluate.paired import accuracy_difference, of_units
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
 STRICT = Recipe(Gate=GateSettings(on_inconclusive="fail"))
@@ -299,7 +299,7 @@ def test_an_inconclusive_perplexity_says_how_many_blocks_decide(tmp_path: Path) 
     for share in (0.8, 1.2):
         n = round(share * check.needed / 2) * 2
         worse = np.log1p(0.09) + np.resize([0.2, -0.2], n)
-        interval = loss_difference(np.zeros(n), 100 * worse, np.full(n, 100.0), 0.95)
+        interval = of_units(100 * worse, np.full(n, 100.0)).interval(0.95)
         verdicts.append(judge(np.expm1(interval.low), np.expm1(interval.high), 0.1))
     assert verdicts == ["inconclusive", "pass"]
 
@@ -310,10 +310,10 @@ def test_the_detectable_change_is_seen_in_four_of_five_cases() -> None:
     n, spread, trials = 400, 0.3, 4000
     tokens = np.ones(n)
     noise = random.normal(0, spread, n)
-    detectable = loss_difference(np.zeros(n), noise, tokens, 0.95).detectable(0.95)
+    detectable = of_units(noise, tokens).interval(0.95).detectable(0.95)
     detectable *= spread / noise.std()
     seen = [
-        loss_difference(np.zeros(n), random.normal(detectable, spread, n), tokens, 0.95).low > 0
+        of_units(random.normal(detectable, spread, n), tokens).interval(0.95).low > 0
         for _ in range(trials)
     ]
     assert np.mean(seen) == pytest.approx(0.8, abs=0.03)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
-from benchmarks.evaluate import by_lathe, by_lm_eval
-from lathe.config.settings import OfflineEvalSettings, Recipe
+from benchmarks.evaluate import TASK, by_lathe, by_lm_eval
+from lathe.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.evaluate import evaluate
-from lathe.model.checkpoint import save_checkpoint
+from lathe.evaluate.gate import gate
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from tests.evaluate.conftest import SENTENCES
@@ -85,8 +87,58 @@ def test_multiple_choice_is_counted_alike(form: str, model_folder: Path, tmp_pat
     assert figures["acc"] != figures["acc_norm"]
 
 
+def test_the_gate_reads_what_lm_eval_logs(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Of two models, with lm-eval's own writer; our own evaluations of both say the same."""
+    from lm_eval.loggers import EvaluationTracker  # type: ignore[import-not-found]
+
+    other, generator = load_checkpoint(model_folder), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in other.model.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    save_checkpoint(tmp_path / "other", other.model, tokenizer, "pretrain", Recipe())
+    words = sorted({w for s in SENTENCES for w in s.split() if w.isalpha()})
+    draw = random.Random(1)
+    texts = [" ".join(draw.choices(words, k=draw.randint(2, 12))) for _ in range(400)]
+    cloze = tmp_path / "cloze.jsonl"
+    cloze.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    task = TASK | {"dataset_kwargs": {"data_files": {"test": str(cloze)}}}
+    pairs: dict[str, list[Path]] = {"logged": [], "own": []}
+    for name, folder in (("a", model_folder), ("b", tmp_path / "other")):
+        tracker = EvaluationTracker(output_path=str(tmp_path / "logged" / name))
+        tracker.general_config_tracker.model_name_sanitized = name
+        found = evaluate_folder(folder, task)
+        samples = found.pop("samples")
+        tracker.save_results_aggregated(found, samples)
+        tracker.save_results_samples("lambada_file", samples["lambada_file"])
+        pairs["logged"].append(tmp_path / "logged" / name)
+        evaluate(Recipe(), folder, tmp_path / "own" / name, cloze=cloze)
+        pairs["own"].append(tmp_path / "own" / name)
+    wide = GateSettings(margins={"*perplexity": 9.0})
+    logged, own = (gate(Recipe(Gate=wide), *pairs[kind]) for kind in ("logged", "own"))
+    checks = {check.measure: check for check in logged.checks}
+    ours = {check.measure: check for check in own.checks}
+    accuracy = ours["cloze accuracy"]
+    assert (accuracy.lost, accuracy.gained) != (0, 0)
+    assert checks["lambada_file acc"].low == accuracy.low
+    assert (checks["lambada_file acc"].lost, checks["lambada_file acc"].gained) == (
+        accuracy.lost,
+        accuracy.gained,
+    )
+    theirs, words_ = checks["lambada_file perplexity"], ours["cloze word perplexity"]
+    assert (theirs.change, theirs.low) == pytest.approx((words_.change, words_.low), rel=1e-3)
+    assert logged.notes == ()
+
+
 def simple_evaluate_folder(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """What lm-eval finds of one task."""
+    """The figures that lm-eval finds of one task."""
+    results: dict[str, Any] = evaluate_folder(folder, task)["results"]
+    return results
+
+
+def evaluate_folder(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """What lm-eval finds of one task, with its samples."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
     from transformers import PreTrainedTokenizerFast
@@ -95,6 +147,7 @@ def simple_evaluate_folder(folder: Path, task: dict[str, Any]) -> dict[str, Any]
         tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>"
     )
     model = HFLM(pretrained=str(folder), tokenizer=tokenizer, device="cpu", dtype="float32")
-    found = simple_evaluate(model, tasks=[task], bootstrap_iters=0)
-    results: dict[str, Any] = found["results"]
-    return results
+    found: dict[str, Any] = simple_evaluate(
+        model, tasks=[task], bootstrap_iters=0, log_samples=True
+    )
+    return found

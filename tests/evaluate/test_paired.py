@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, norm
 
-from lathe.evaluate.paired import accuracy_difference, loss_difference, mcnemar
+from lathe.evaluate.paired import Interval, accuracy_difference, mcnemar, of_units
 
 Counts = tuple[int, int, int]  # lost, gained, n
 
@@ -90,6 +90,12 @@ def test_the_interval_of_accuracy_covers_as_often_as_it_says() -> None:
     intervals = [accuracy_difference(lost, gained, 200, 0.95) for _, lost, gained, _ in tables]
     covered = np.mean([i.low <= -0.05 <= i.high for i in intervals])
     assert 0.935 < covered < 0.965
+
+
+def loss_difference(
+    first: np.ndarray, second: np.ndarray, tokens: np.ndarray, confidence: float
+) -> Interval:
+    return of_units(second - first, tokens).interval(confidence)
 
 
 def blocks_of_text(rng: np.random.Generator, n: int, gap: float) -> tuple[np.ndarray, ...]:

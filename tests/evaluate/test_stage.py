@@ -10,6 +10,7 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.gate import gate
+from lathe.evaluate.results import read_evaluation
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
@@ -206,3 +207,28 @@ def test_a_diverged_model_is_refused(
     save_checkpoint(tmp_path / "model", model, tokenizer, "pretrain", recipe)
     with pytest.raises(UserError, match="its loss is"):
         evaluate(recipe, tmp_path / "model", tmp_path / "out", data)
+
+
+def test_examples_keep_the_document_that_they_are_from(
+    model_folder: Path, recipe: Recipe, tmp_path: Path
+) -> None:
+    texts = ["the keeper of the light climbed the stair", "she asked, will you count them again"]
+    passages = [{"text": texts[i % 2], "document": i // 2} for i in range(30)]
+    (tmp_path / "cloze.jsonl").write_text("".join(json.dumps(p) + "\n" for p in passages))
+    questions = [
+        {"ctx": text, "endings": ["night", "steps"], "label": 0, "document": f"page {i}"}
+        for i, text in enumerate(texts)
+    ]
+    (tmp_path / "pages.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    tasks = [("multiple_choice", tmp_path / "pages.jsonl")]
+    evaluate(recipe, model_folder, tmp_path / "out", cloze=tmp_path / "cloze.jsonl", tasks=tasks)
+    found = read_evaluation(tmp_path / "out", "document").units
+    documents = found["cloze"].documents()
+    assert documents is not None and documents.tolist() == [i // 2 for i in range(30)]
+    assert [row["document"] for row in found["pages"].rows] == ["page 0", "page 1"]
+    assert found["pages"].documents() is None  # each of its own
+    assert read_evaluation(tmp_path / "out").units["cloze"].documents() is None
+    checks = gate(recipe, tmp_path / "out", tmp_path / "out").checks
+    methods = {check.measure: check.method for check in checks}
+    assert "15 documents" in methods["cloze accuracy"]
+    assert methods["pages acc"] == "Tango's score interval"

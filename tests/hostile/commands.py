@@ -170,6 +170,7 @@ COMMANDS = {
                 "--data": "data",
                 "--cloze": "cloze",
                 "--text": "text",
+                "--reference": "checkpoint",
                 "--recipe": "recipe",
             },
             metadata="metrics.json",

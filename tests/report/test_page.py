@@ -9,6 +9,7 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
+from lathe.evaluate.shown import Shown
 from lathe.pages.style import DARK, LIGHT
 from lathe.report.page import report
 from lathe.report.summary import Candidate
@@ -63,7 +64,8 @@ def test_a_whole_run_is_one_self_contained_page(
 ) -> None:
     candidates = [make_candidate("dense"), make_candidate("INT8", 41.0)]
     latency = {name: {"prefill_ms": 4.0, "decode_ms": 1.0} for name in ("dense", "INT8")}
-    verdict = GateResult(False, ("failed: perplexity", HOSTILE))
+    flips = Shown(f"flips {HOSTILE}", 0.01, 0.005, 0.02, 99, "examples", "", lost=3, gained=2)
+    verdict = GateResult(False, ("failed: perplexity", HOSTILE), (), (flips,), confidence=0.95)
     output = tmp_path / "out/report.html"
     rows = report(output, candidates, sensitivity, deployed, latency, verdict, title=HOSTILE)
     assert [row.name for row in rows] == ["dense", "INT8"]
@@ -78,6 +80,8 @@ def test_a_whole_run_is_one_self_contained_page(
         assert ET.fromstring(svg).tag.endswith("svg")
     for expected in (
         "INT8:\n    gate failed",
+        "0.50% to 2.00%",
+        "99 examples, 3 lost, 2 gained",
         "41.00",
         "1.02x",  # perplexity against dense
         "h.0.mlp.c_fc",

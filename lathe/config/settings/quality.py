@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
 from lathe.config.settings.types import Positive
@@ -38,12 +38,33 @@ class GateSettings(Settings):
     max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
     """Largest increase of a perplexity, relative to the baseline's: 0.1 allows 10 %."""
     max_task_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Largest drop of an accuracy on a file given with `--task`, absolute."""
+    """Largest drop of an accuracy on a file given with `--task`, absolute; also of the accuracies,
+    and of other scores from 0 to 1, that lm-evaluation-harness has logged."""
+    margins: dict[str, Annotated[float, Field(ge=0)] | None] = Field(default={})
+    """Margins of single measures, by the names in the verdict's table or patterns of them, in place
+    of the general ones: `{hellaswag acc_norm: 0.01, "mmlu_*": null}`; null leaves the measure
+    unjudged. The last pattern that matches counts."""
+    cluster_by: str | None = "document"
+    """Key of an example that says which document it is from: examples of one document are not
+    independent, and the interval then takes the documents as its units. Examples without the key
+    are taken as independent; null takes all as such."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence level of the interval around each difference."""
     on_inconclusive: Literal["pass", "fail"] = "pass"
     """What to decide where the interval lies on both sides of the limit, so that nothing is
     proven."""
+    sequential: bool = False
+    """Whether the comparisons with the model in production are counted, each at a higher confidence
+    than the one before, so that the chance that any model beyond the margin passes stays below
+    (1 - `confidence`) / 2 however often a schedule runs; needs `on_inconclusive: fail`."""
+
+    @model_validator(mode="after")
+    def _needs_proof(self) -> "GateSettings":
+        if self.sequential and self.on_inconclusive == "pass":
+            raise ValueError(
+                "sequential needs on_inconclusive: fail, or what is not proven would pass"
+            )
+        return self
 
 
 class CardSettings(Settings):

@@ -29,6 +29,7 @@ class QuestionScore:
         log_likelihoods: of every choice, nats.
         right: index of the right choice.
         truncated: most tokens that were cut from the left of a choice's prompt.
+        document: what the question is about, if that is known.
     """
 
     index: int
@@ -37,6 +38,7 @@ class QuestionScore:
     log_likelihoods: list[float]
     right: int
     truncated: int
+    document: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
                     log_likelihoods=likelihoods.tolist(),
                     right=question.right,
                     truncated=max(choice.truncated for choice in choices),
+                    document=question.document,
                 )
             )
         return scores

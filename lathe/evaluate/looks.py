@@ -1,0 +1,89 @@
+"""A gate that is asked again and again: how confident it has to be at each look.
+
+Every run of a schedule compares another candidate with the same live model. Each comparison alone
+lets a model that is worse than the margin pass with at most alpha = (1 - confidence) / 2; over many
+of them such a pass becomes likely. Look k therefore has the level alpha / (k (k + 1)). These levels
+sum to alpha, so that by the union bound the probability that any model that is worse than the
+margin ever passes against this live model is at most alpha: over any number of looks, whenever one
+stops, and however the candidates and their examples depend on each other. This is alpha-spending
+(Foster and Stine, Alpha-investing, Journal of the Royal Statistical Society B 70, 2008; Tian and
+Ramdas, Online control of the familywise error rate, Statistical Methods in Medical Research 30,
+2021). An e-process would be sharper for one candidate on a growing sample, but not here, where
+every look tests another hypothesis.
+"""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lathe import storage
+from lathe.errors import UserError
+from lathe.inputs import first_mistake, read_text
+from lathe.storage import atomic_file
+
+HINT = "move the file away to begin anew; the looks so far are then forgotten"
+
+
+class Look(BaseModel):
+    """One comparison: digests of the candidate with what it was measured on, and the time."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    candidate: str
+    at: datetime
+
+
+class Looks(BaseModel):
+    """The file: every look at candidates for the place of each live model, by its digest."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    looks: dict[str, tuple[Look, ...]] = {}
+
+
+def confidence_at(look: int, confidence: float) -> float:
+    """The confidence of the two-sided interval at the `look`-th comparison, from 1."""
+    return 1 - (1 - confidence) / (look * (look + 1))
+
+
+def spend(history: str | Path, baseline: str, candidate: str) -> int:
+    """Record a look at `candidate` against `baseline`, and return its number, from 1.
+
+    It is recorded before the result is known. The same candidate on the same data has the number of
+    its first look, so that a step that is run again spends nothing.
+
+    Args:
+        history: file, or address in an object store; made if it is absent.
+
+    Raises:
+        UserError: the file is broken, or another process has written it in the meantime.
+    """
+    text = _read(history)
+    try:
+        found = Looks.model_validate_json(text) if text is not None else Looks()
+    except ValidationError as error:
+        raise UserError(f"{history}: broken: {first_mistake(error)}", HINT) from None
+    looks = found.looks.get(baseline, ())
+    for number, look in enumerate(looks, start=1):
+        if look.candidate == candidate:
+            return number
+    added = (*looks, Look(candidate=candidate, at=datetime.now(UTC)))
+    values = Looks(looks=found.looks | {baseline: added}).model_dump(mode="json")
+    _replace(history, json.dumps(values, indent=1) + "\n", text)
+    return len(added)
+
+
+def _read(history: str | Path) -> str | None:
+    if storage.is_store(str(history)):
+        return storage.read_text(str(history)) if storage.exists(str(history)) else None
+    return read_text(Path(history)) if Path(history).exists() else None
+
+
+def _replace(history: str | Path, text: str, seen: str | None) -> None:
+    if storage.is_store(str(history)):
+        storage.replace_text(str(history), text, seen)
+        return
+    with atomic_file(Path(history)) as work:
+        work.write_text(text, encoding="utf-8")

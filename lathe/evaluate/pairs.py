@@ -1,0 +1,102 @@
+"""The measures of two models on the same units: what the gate compares."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lathe.errors import UserError
+from lathe.evaluate.measures import Measure, Units
+from lathe.evaluate.results import Evaluation, read_evaluation
+from lathe.storage import digest
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One measure of two models; `name` is what the verdict calls it."""
+
+    name: str
+    measure: Measure
+    before: Units
+    after: Units
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Two models measured on the same units.
+
+    Attributes:
+        before, after: what the verdict's file says of each: folder and digests at least.
+        baseline: digest of the baseline, by which it is recognized when it is compared again;
+            empty if that was not recorded.
+        candidate: digest of the candidate and of what it was measured on.
+        notes: what could not be compared, and why.
+    """
+
+    pairs: tuple[Pair, ...]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    baseline: str
+    candidate: str
+    notes: tuple[str, ...] = ()
+
+
+def pair_evaluations(baseline: Path, candidate: Path, cluster_by: str | None) -> Pairing:
+    """Pair two folders of `lathe evaluate`.
+
+    Args:
+        cluster_by: the key of an example that names its document.
+
+    Raises:
+        UserError: a folder holds no evaluation, or the two were measured on different data, or with
+            a different tokenizer or protocol.
+    """
+    before, after = read_evaluation(baseline, cluster_by), read_evaluation(candidate, cluster_by)
+    _require_same_measurement(before, after)
+    pairs = [
+        Pair(
+            result.label(measure) if result.is_named else measure.title.lower(),
+            measure,
+            before.units[name],
+            after.units[name],
+        )
+        for name, result in before.measured.items()
+        for measure in result.task.measures
+    ]
+    a, b = (evaluation.metrics["digests"].get("model") or "" for evaluation in (before, after))
+    measured_on = digest(json.dumps([b, _digests(after)]))
+    return Pairing(tuple(pairs), _measured(before), _measured(after), a, measured_on)
+
+
+def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
+    hint = "evaluate both models on the same data with the same recipe"
+    names = f"{before.folder} and {after.folder}"
+    a, b = (_digests(evaluation) for evaluation in (before, after))
+    for name in dict.fromkeys((*a, *b)):
+        if a.get(name) != b.get(name):
+            raise UserError(
+                f"{names} differ in {name}: {_short(a.get(name))} against {_short(b.get(name))}",
+                hint,
+            )
+    ours, theirs = before.metrics["protocol"], after.metrics["protocol"]
+    if ours != theirs:
+        raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint)
+    if any(len(before.units[name].rows) != len(after.units[name].rows) for name in before.units):
+        raise UserError(f"{names} have different examples or blocks", hint)
+
+
+def _digests(evaluation: Evaluation) -> dict[str, str | None]:
+    """SHA-256 of what a model was measured on, by name."""
+    tokenizer = evaluation.metrics["digests"].get("tokenizer")
+    results = evaluation.measured.items()
+    return {**{name: result.digest for name, result in results}, "tokenizer": tokenizer}
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "none"
+
+
+def _measured(evaluation: Evaluation) -> dict[str, Any]:
+    parts = {name: evaluation.metrics[name] for name in ("protocol", "sources", "digests")}
+    digests = {name: r.digest for name, r in evaluation.measured.items() if r.is_named}
+    return {"folder": str(evaluation.folder), **parts, "digests": parts["digests"] | digests}

@@ -1,0 +1,122 @@
+"""How far a model's next-token distributions are from another model's, over a text.
+
+Two figures for each token, averaged over blocks like the perplexity: whether both models rate the
+same token highest, and the Kullback-Leibler divergence of the model from the reference,
+sum p_reference (log p_reference - log p_model), in nats.
+
+Shapes: B rows of T tokens, n positions, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import scipy  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+from lathe.evaluate.score import Limits, Scores, answer, ratio_stderr
+from lathe.evaluate.wikitext import BlockLoss, Text, windows
+
+POSITIONS = 256  # of which both models' (n, V) logits are held at a time
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """A scorer that also gives logits: torch, or an ONNX file."""
+
+    def logits(
+        self,
+        tokens: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """Logits (n, V) of the token after each position; see `Scorer.score`."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """In the place of a scorer: it gives the divergence of every position instead of the target's
+    log-likelihood, and whether both models agree instead of whether the target is the argmax."""
+
+    model: Distribution
+    reference: Distribution
+
+    def score(
+        self,
+        tokens: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        targets: NDArray[np.int64],
+    ) -> Scores:
+        """See `Scorer.score`."""
+        most = int(np.bincount(rows).max())
+        step = max(1, POSITIONS // most)  # whole rows, so that none is computed twice
+        divergences, agreed = [], []
+        for start in range(0, len(tokens), step):
+            part = (rows >= start) & (rows < start + step)
+            place = tokens[start : start + step], rows[part] - start, columns[part]
+            ours, theirs = self.model.logits(*place), self.reference.logits(*place)
+            agreed.append(ours.argmax(1) == theirs.argmax(1))
+            log_p, log_q = (
+                scipy.special.log_softmax(x.astype(np.float64), axis=1) for x in (theirs, ours)
+            )
+            divergences.append(np.einsum("nv,nv->n", np.exp(log_p), log_p - log_q))
+        return np.concatenate(divergences), np.concatenate(agreed)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Figures of a text beside a reference.
+
+    Attributes:
+        agreement: share of tokens at which both models rate the same token highest.
+        divergence: mean nats per token.
+    """
+
+    agreement: float
+    agreement_stderr: float
+    divergence: float
+    divergence_stderr: float
+
+
+def compare_text(
+    model: object,
+    reference: object,
+    text: Text,
+    blocks: Sequence[BlockLoss],
+    limits: Limits,
+) -> tuple[list[BlockLoss], dict[str, Any]]:
+    """The blocks of a text with their agreement and divergence, and the figures over all of them.
+
+    Args:
+        model, reference: scorers of two models with the same vocabulary.
+        blocks: the text's, with the losses of `model`.
+
+    Raises:
+        UserError: a scorer that gives no logits: a server's, or Paddle's.
+    """
+    if not isinstance(model, Distribution) or not isinstance(reference, Distribution):
+        raise UserError(
+            "a model beside a reference has to be a checkpoint that torch runs, or an export",
+            "leave --reference out, or --endpoint",
+        )
+    requests = windows(text.tokens, limits.max_length, limits.overlap)
+    answers = answer(
+        Divergence(model, reference), requests, limits.max_length, limits.token_budget, "reference"
+    )
+    ends = np.cumsum([block.tokens for block in blocks])[:-1]
+    divergences = np.split(np.concatenate([a.log_likelihoods for a in answers]), ends)
+    agreed = np.split(np.concatenate([a.greedy for a in answers]), ends)
+    found = [
+        replace(block, agreed=int(hits.sum()), divergence=float(nats.sum()))
+        for block, nats, hits in zip(blocks, divergences, agreed, strict=True)
+    ]
+    counts = np.array([block.tokens for block in blocks], np.float64)
+    sums = [np.array([part.sum() for part in parts], float) for parts in (agreed, divergences)]
+    total = counts.sum()
+    figures = Agreement(
+        *(x for s in sums for x in (float(s.sum() / total), ratio_stderr(s, counts)))
+    )
+    return found, asdict(figures)

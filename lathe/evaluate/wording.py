@@ -1,0 +1,50 @@
+"""A check of the gate in words."""
+
+from lathe.evaluate.measures import Check
+
+PAST = {"pass": "passed", "inconclusive": "inconclusive", "fail": "failed"}
+
+
+def sentence(check: Check, confidence: float) -> str:
+    """What was found, and by how much, for the reasons of a verdict."""
+    shown = formats(check)
+    return (
+        f"{PAST[check.verdict]}: {check.measure} {shown['baseline']} -> {shown['candidate']}: "
+        f"a change of {shown['change']}, {100 * confidence:.6g}% interval {shown['low']} to "
+        f"{shown['high']}, {shown['limit']} allowed; {units(check)}{_needed(check)}"
+    )
+
+
+def _needed(check: Check) -> str:
+    return f"; {decisive(check)} would decide it if the change stays" if check.needed else ""
+
+
+def decisive(check: Check) -> str:
+    """The units that would decide an inconclusive check, to two digits."""
+    return f"about {float(f'{check.needed:.2g}'):,.0f} {check.unit}" if check.needed else ""
+
+
+def units(check: Check) -> str:
+    """What a check was measured on, with its flips and its p-value."""
+    if check.p_value is None:
+        return f"{check.n:,} {check.unit}"
+    flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
+    text = f"{check.n:,} {check.unit}, {flips}{check.test} p = {check.p_value:.2g}"
+    if check.scale == "points" and check.baseline <= -check.limit:
+        text += " (proves nothing: a model that gets no example right would be within the margin)"
+    return text
+
+
+def formats(check: Check) -> dict[str, str]:
+    """The figures of a check as text; accuracies change by percentage points."""
+    value, change, factor = {
+        "points": ("{:.2%}", "{:+.2f} points", 100),
+        "relative": ("{:.2f}", "{:+.3g}%", 100),
+        "own": ("{:.4g}", "{:+.3g}", 1),
+    }[check.scale]
+    shown = {name: value.format(getattr(check, name)) for name in ("baseline", "candidate")}
+    for name in ("change", "low", "high", "limit"):
+        shown[name] = change.format(factor * getattr(check, name))
+    plain = change.replace("+", "").format(factor * (check.detectable or 0.0))
+    shown["detectable"] = f"a change of {plain}"
+    return shown
