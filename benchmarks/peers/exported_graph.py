@@ -109,7 +109,7 @@ class Graph:
         n_out, n_groups, size = packed.shape
         data = np.ascontiguousarray(packed ^ SIGNS).reshape(-1)
         tensor = Tensor(data, Shape([n_out, n_groups, 2 * size]), Type.i4)
-        # OpenVINO may keep no other reference to `data`.
+        # Copied: a shared tensor does not keep `data` alive.
         values = opset15.convert(op.Constant(tensor, shared_memory=False), "f32")
         scaled = opset15.multiply(values, scale.reshape(n_out, n_groups, 1))
         return opset15.reshape(scaled, np.array([n_out, -1]), False)
