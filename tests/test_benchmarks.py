@@ -84,3 +84,15 @@ def test_speeds_are_compared_within_their_round(league: None) -> None:
     lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
     assert "20.0 tok/s, 0.50x (0.50 to 0.50)" in lines["peer"] and "| 7 |" in lines["peer"]
     assert "+1.01% ± 0.00%" in lines["peer"] and "no compiler" in lines["other"]
+
+
+def test_a_runtime_is_compared_with_onnxruntime_within_its_round(league: None) -> None:
+    from runtimes import CASES, table
+
+    def seconds(*values: float) -> dict[str, list[float]]:
+        return {case: list(values) for case in CASES}
+
+    other = {"difference": 0.012, **seconds(0.2, 0.4, 0.8)}
+    lines = table({"INT8": {"onnxruntime": seconds(0.1, 0.2, 0.4), "other": other}}).splitlines()
+    assert "| 200 ms | 200 ms | 5.0 tok/s | 40.0 tok/s |  |" in lines[2]
+    assert "20.0 tok/s, 0.50x (0.50 to 0.50) | 0.012 |" in lines[3]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -13,7 +14,11 @@ from lathe.runtime.session import OnnxModel
 from peers.engine import Engine, Ids, log_likelihoods
 
 CALIBRATION_BATCH = 8
-BITS = {"INT8": 8, "INT4": 4}
+FORMATS: dict[str, dict[str, Any]] = {
+    "INT8": {"weight_bits": 8},
+    "INT4": {"weight_bits": 4},
+    "INT4g128": {"weight_bits": 4, "group_size": 128},
+}
 
 
 class Lathe(Engine):
@@ -34,8 +39,8 @@ class Lathe(Engine):
         from lathe.model.checkpoint import load_checkpoint
 
         checkpoint = load_checkpoint(model)
-        if weights in BITS:
-            settings = QuantizationSettings(weight_bits=BITS[weights], quantize_embedding=True)
+        if weights in FORMATS:
+            settings = QuantizationSettings(**FORMATS[weights], quantize_embedding=True)
             plan = replace(make_plan(checkpoint.model.config, settings), position_embedding=True)
             fake_quant.insert(checkpoint.model, plan)
             batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)

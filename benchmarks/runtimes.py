@@ -1,0 +1,93 @@
+r"""The same exports under onnxruntime and OpenVINO: what a second runtime of the server would gain.
+
+    python benchmarks/runtimes.py [--rounds 5]
+
+GPT-2 124M shape, random weights, INT8 and INT4 as `lathe export` writes them, one thread. OpenVINO
+gets a graph with paged attention, keys and values in float32, and the export's own integers and
+scales. Both take turns in one process, on its processor time; an environment with OpenVINO is made
+below the output, and neither it nor the exports are made again. "Difference" is the mean difference
+of OpenVINO's logits from onnxruntime's, relative to what quantizing changes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from league import random_shape
+from peers.entries import Entry
+from peers.process import BENCHMARKS, PYTHON_PATH, SETTINGS, convert, make_environment, python_of
+
+FLOAT = Entry("float32", "lathe", "saved")
+EXPORTS = [
+    Entry("INT8", "lathe", "INT8"),
+    Entry("INT4, groups of 64", "lathe", "INT4"),
+    Entry("INT4, groups of 128", "lathe", "INT4g128"),
+]
+REQUIREMENTS = ("openvino==2026.4.1", "onnx==1.23.2", "onnxruntime==1.31.1", "tokenizers==0.23.3")
+RUNTIMES = Entry("runtimes", "exported", "", REQUIREMENTS)
+CASES = {"prefill 128": 128, "prefill 512": 512, "decode 1": 1, "decode 8": 8}  # tokens of each
+Found = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("build/runtimes"))
+    parser.add_argument("--rounds", type=int, default=5)
+    settings = parser.parse_args()
+    environments = settings.output / "environments"
+    subject = random_shape(settings.output)
+    make_environment(RUNTIMES, environments)
+    folders = {entry: (settings.output / entry.key).resolve() for entry in (FLOAT, *EXPORTS)}
+    for entry, folder in folders.items():
+        convert(entry, environments, subject.model, subject.calibration, folder)
+    found = {}
+    for entry in EXPORTS:
+        print(entry.title, file=sys.stderr)
+        folder = folders[entry]
+        task = [folder, folders[FLOAT], settings.rounds]
+        command = [python_of(RUNTIMES, environments), "-m", "peers.exported", *map(str, task)]
+        done = subprocess.run(
+            command,
+            cwd=BENCHMARKS,
+            env=os.environ | SETTINGS | PYTHON_PATH,
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        found[entry.title] = json.loads(done.stdout)
+        (settings.output / "runtimes.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+
+
+def table(found: dict[str, Found]) -> str:
+    """Markdown; in brackets, how many times as fast as onnxruntime in the same round, with
+    quartiles."""
+    head = ["", "", *CASES, "difference"]
+    lines = [head, ["---"] * len(head)]
+    for title, runtimes in found.items():
+        first, *_ = runtimes.values()
+        for name, own in runtimes.items():
+            difference = f"{own['difference']:.2g}" if "difference" in own else ""
+            speeds = [_speed(own, first, case) for case in CASES]
+            lines.append([title, name, *speeds, difference])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _speed(own: dict[str, Any], first: dict[str, Any], case: str) -> str:
+    seconds = np.array(own[case])
+    middle = float(np.median(seconds))
+    speed = f"{1e3 * middle:.0f} ms"
+    if case.startswith("decode"):
+        speed = f"{CASES[case] / middle:.1f} tok/s"
+    if own is first:
+        return speed
+    low, ratio, high = np.quantile(np.array(first[case]) / seconds, [0.25, 0.5, 0.75])
+    return f"{speed}, {ratio:.2f}x ({low:.2f} to {high:.2f})"
+
+
+if __name__ == "__main__":
+    main()
