@@ -18,7 +18,8 @@ def mermaid(name: str) -> str:
 
 def _dag(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
     before = {name: set(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
-    order = list(TopologicalSorter(before).static_order())
+    in_order = {name: sorted(earlier) for name, earlier in before.items()}
+    order = list(TopologicalSorter(in_order).static_order())
     for name in order:
         task, key = dag.tasks[name], f"{prefix}{name}"
         inner = spec.components[task.component_ref.name].dag

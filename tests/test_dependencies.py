@@ -33,6 +33,7 @@ NOT_BY_NAME = {
     "httptools",  # uvicorn takes it where it is
     "kfp-kubernetes",  # is the module kfp.kubernetes
     "nvidia-pytriton",  # carries the program tritonserver
+    "pyopenssl",  # model_signing imports it without declaring it
     "tensorboard",  # torch.utils.tensorboard imports it
     "uvloop",  # uvicorn takes it where it is
 }

@@ -183,7 +183,10 @@ def _kill(pid: int) -> None:
 
 def _is_alive(pid: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     return False
 
 
@@ -197,7 +200,7 @@ def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            parent = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
     found, waiting = [], [pid]
     while waiting:

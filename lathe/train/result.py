@@ -36,7 +36,7 @@ FREE: Any = {
     **dict.fromkeys(
         (
             *("Distributed", "Launch", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
-            *("Sensitivity", "Prepare", "Card"),
+            *("Sensitivity", "Prepare", "Card", "Production"),
         ),
         True,
     ),

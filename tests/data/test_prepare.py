@@ -16,6 +16,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.lineage import training_data
 from lathe.storage import sha256
+from lathe.storage.attested import ATTESTATIONS
 
 
 def recipe(split: str = "6,2,2", max_seq_len: int = 32, **changes: object) -> Recipe:
@@ -62,7 +63,7 @@ def test_metadata_has_counts_and_digests(tmp_path: Path, corpus: str) -> None:
     done = prepare(recipe(), tmp_path / "out", corpus)
     metadata = json.loads((done.folder / "data.json").read_text())
     files = {p.name for p in done.folder.iterdir()}
-    assert files == {"data.json", *metadata["files"]}
+    assert files == {"data.json", ATTESTATIONS, *metadata["files"]}
     for name, file in metadata["files"].items():
         assert file["sha256"] == sha256(done.folder / name)
         assert file["bytes"] == (done.folder / name).stat().st_size
@@ -109,7 +110,7 @@ def test_same_bytes_every_time(tmp_path: Path, corpus: str) -> None:
     digests = []
     for name in ("a", "b"):
         folder = prepare(recipe(), tmp_path / name, corpus).folder
-        digests.append({p.name: sha256(p) for p in folder.iterdir()})
+        digests.append({p.name: sha256(p) for p in folder.iterdir() if p.name != ATTESTATIONS})
     assert digests[0] == digests[1]
 
 

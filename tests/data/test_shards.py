@@ -23,6 +23,7 @@ from lathe.data.sources import opened
 from lathe.data.tokenize import tokenize
 from lathe.errors import UserError
 from lathe.storage import sha256, upload
+from lathe.storage.attested import ATTESTATIONS
 
 
 def recipe(**changes: object) -> Recipe:
@@ -77,7 +78,8 @@ def few_documents(folder: Path, texts: list[str]) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: sha256(path) for path in folder.iterdir()}
+    """Of the data, without when and on which machine they were made."""
+    return {p.name: sha256(p) for p in folder.iterdir() if p.name != ATTESTATIONS}
 
 
 def in_shards(folder: Path, source: str, of: int, settings: Recipe, tokenizer: Path) -> list[Path]:

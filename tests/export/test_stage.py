@@ -20,6 +20,7 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.runtime.session import OnnxModel
 from lathe.storage import sha256
+from lathe.storage.attested import ATTESTATIONS
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,
@@ -72,7 +73,7 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
     result = export(Recipe(Export=settings), folder, data, tmp_path / "out")
     assert result.flavour == flavour.split()[0]
     assert result.integer_kernels == (13 if flavour in ("int8", "int4", *WIDE) else 0)
-    names = {"model.onnx", "config.json", "tokenizer.json", "export.json"}
+    names = {"model.onnx", "config.json", "tokenizer.json", "export.json", ATTESTATIONS}
     assert {path.name for path in result.folder.iterdir()} == names
     metadata = json.loads((result.folder / "export.json").read_text())
     assert metadata["source"] == checkpoint_digest(folder)

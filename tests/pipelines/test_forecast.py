@@ -55,4 +55,4 @@ def test_the_log_of_a_default_run_says_what_is_left_after_each_stage():
     assert shown == ["prepare"]  # another log's stage
     log = StageLog(Forecast())
     shown = [text for line in lines for text in log.feed(line)]
-    assert re.fullmatch(r"    done in 0\.0 s; 1 of 14 stages, about \d min left", shown[1])
+    assert re.fullmatch(r"    done in 0\.0 s; 1 of 15 stages, about \d min left", shown[1])

@@ -66,7 +66,7 @@ def test_pretrain_runs_and_a_second_run_reuses_its_stages(finished):
     assert model in finished.out
 
     out = finished.again()
-    assert out.count("reused") == 3
+    assert out.count(": reused") == 3
     assert model in out
 
 
@@ -79,7 +79,7 @@ def test_a_model_that_the_user_deleted_is_trained_again(finished):
             path.write_bytes(b"\xff")
     out = finished.again()
     assert f"pretrain is done again: {weights} is missing" in out
-    assert out.count("reused") == 1 and "step 3/3, loss" in out
+    assert out.count(": reused") == 1 and "step 3/3, loss" in out
 
 
 def test_a_stages_user_error_is_one_message(tmp_path, recipe):

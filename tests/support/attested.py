@@ -64,7 +64,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         gate(recipe, folder / "dense-eval", folder / "other-eval", folder / "verdict.json")
         export(recipe, folder / "other", data, folder / "onnx")
         export(recipe, folder / "dense", data, folder / "dense_onnx")
-        yield Made(folder, recipe)
+    yield Made(folder, recipe)
 
 
 @pytest.fixture
