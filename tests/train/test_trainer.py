@@ -70,7 +70,8 @@ def test_two_workers_trace_the_losses_of_one(
 
 def test_a_finished_run_is_not_trained_again(small_data: Path, small_dense: Path) -> None:
     before = (small_dense / "lathe.json").stat().st_mtime_ns
-    result = pretrain(load_recipe("tiny", SMALL), small_data, small_dense)
+    for elsewhere in ((), ("Production.rollout_seconds=60", "Card.contact=us")):
+        result = pretrain(load_recipe("tiny", (*SMALL, *elsewhere)), small_data, small_dense)
     assert result.loss == records(small_dense, "loss")[-1]
     assert (small_dense / "lathe.json").stat().st_mtime_ns == before
 
