@@ -22,7 +22,7 @@ from lathe.config.settings import Recipe
 from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.model.architecture import GPT2
-from lathe.model.config import GPTConfig, read_config
+from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.folder import (
     WEIGHTS,
     checkpoint_digest,
@@ -94,8 +94,9 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     claim_output_folder(output, PADDLE_CHECKPOINT, model)
     folder = resolve(model)
     config = read_config(folder)
+    require_gpt2(config, folder, "the format of PaddleFleetX")
     read_marker(folder)
-    require_size(folder / WEIGHTS, config)
+    require_size([folder / WEIGHTS], config)
     arrays: Arrays = {}
     for name, array in read_tensors(folder / WEIGHTS, "np", GPT2):
         if GPT2.is_fused(name):
@@ -186,7 +187,7 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
             n_embd=C,
             head_dim=D,
             n_head=tuple(
-                arrays[f"h.{i}.{qkv.name}.weight"].shape[1] // (qkv.parts * D)
+                arrays[f"h.{i}.{qkv.name}.weight"].shape[1] // (len(qkv.parts) * D)
                 for i in range(layers)
             ),
             n_inner=tuple(arrays[f"h.{i}.{ffn.name}.weight"].shape[1] for i in range(layers)),

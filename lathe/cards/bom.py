@@ -85,6 +85,7 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
         "hidden-size": config.n_embd,
         "head-size": config.head_dim,
         "attention-heads": " ".join(map(str, config.n_head)),
+        "key-value-heads": " ".join(map(str, config.kv_heads)) or None,
         "ffn-channels": " ".join(map(str, config.n_inner)),
         "vocabulary": config.vocab_size,
         "training-steps": meta.get("metrics", {}).get("step"),

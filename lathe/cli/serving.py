@@ -250,6 +250,7 @@ def generate(
     """
     settings = load(recipe, override)
     prompts = [argument_text(prompt, "prompt") for prompt in prompts]
+    from lathe.data.tokenizer import continuation
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
     from lathe.progress import bar
@@ -257,11 +258,12 @@ def generate(
     checkpoint = load_checkpoint(model)
     tokens = [checkpoint.tokenizer.encode(t, add_special_tokens=False).ids for t in prompts]
     with bar("generate", total=settings.Generation.max_dec_len) as progress:
-        seed, eos = settings.Global.seed, checkpoint.eos_id
-        new = generate(checkpoint.model, tokens, settings.Generation, eos, seed, progress)
+        seed, ends = settings.Global.seed, checkpoint.end_ids
+        new = generate(checkpoint.model, tokens, settings.Generation, ends, seed, progress)
     copies = settings.Generation.num_return_sequences
     for i, ids in enumerate(new):
-        print(prompts[i // copies] + checkpoint.tokenizer.decode(ids))
+        prompt = i // copies
+        print(prompts[prompt] + continuation(checkpoint.tokenizer, tokens[prompt], ids))
 
 
 def _span(option: str, text: str) -> tuple[int, int]:

@@ -10,11 +10,12 @@ A new criterion is an entry of `CRITERIA` and a word of `PruneSettings.criterion
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lathe.model.gpt import GPT, Block
+from lathe.model.gpt import GPT
 from lathe.progress import track
 from lathe.train.loss import next_token_loss
 
@@ -63,12 +64,11 @@ def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
 
     def of_model(model: GPT, _: Iterable[Tensor]) -> Importance:
         heads, channels, family = [], [], model.config.architecture
-        for block in model.h:
-            assert isinstance(block, Block)
+        for i, block in enumerate(model.blocks):
             qkv = block.get_parameter(f"{family.column('heads').name}.weight")
-            heads.append(score(qkv.detach().view(block.attn.n_head, -1)))
+            heads.append(score(qkv.detach().view(model.config.n_kv_head[i], -1)))
             ffn = block.get_parameter(f"{family.column('channels').name}.weight")
-            channels.append(score(ffn.detach()))
+            channels.append(score(ffn.detach().view(model.config.n_inner[i], -1)))
         return Importance(heads, channels)
 
     return of_model
@@ -78,13 +78,13 @@ def _readers(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
     """Of every layer, the linear that reads the heads and the one that reads the channels."""
     family = model.config.architecture
     names = family.row("heads").name, family.row("channels").name
-    found = [[block.get_submodule(name) for name in names] for block in model.h]
+    found = [[block.get_submodule(name) for name in names] for block in model.blocks]
     return found  # type: ignore[return-value]
 
 
 @torch.no_grad()
 def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
-    heads = [torch.zeros(n) for n in model.config.n_head]
+    heads = [torch.zeros(n) for n in model.config.n_kv_head]
     channels = [torch.zeros(n) for n in model.config.n_inner]
     tokens = 0
 
@@ -94,14 +94,14 @@ def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
 
         return hook
 
-    def of_heads(y: Tensor) -> Tensor:  # (B, T, H * D) -> (B, T, H)
-        heads = y.view(*y.shape[:2], -1, model.config.head_dim)
-        norms: Tensor = torch.linalg.vector_norm(heads, dim=3)
+    def of_heads(y: Tensor, count: int) -> Tensor:  # (B, T, H * D) -> (B, T, count)
+        norms: Tensor = torch.linalg.vector_norm(y.view(*y.shape[:2], count, -1), dim=3)
         return norms
 
     hooks = []
     for (attention, mlp), of_head, of_channel in zip(_readers(model), heads, channels, strict=True):
-        hooks.append(attention.register_forward_pre_hook(watch(of_head, of_heads)))
+        norms = partial(of_heads, count=len(of_head))
+        hooks.append(attention.register_forward_pre_hook(watch(of_head, norms)))
         hooks.append(mlp.register_forward_pre_hook(watch(of_channel, torch.abs)))
     try:
         for batch in track(list(batches), "importance"):
@@ -123,9 +123,9 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor]) -> Importance:
     Args:
         batches: tokens (B, T + 1) each.
     """
-    head_dim = model.config.head_dim
     linears = [linear for pair in _readers(model) for linear in pair]
     slopes: list[list[Tensor]] = [[] for _ in linears]
+    counts = model.config.n_kv_head
     gates: dict[nn.Module, Tensor] = {}
 
     def apply_gate(linear: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -137,9 +137,8 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor]) -> Importance:
     try:
         for batch in track(list(batches), "importance"):
             B = len(batch)
-            for attention, mlp in _readers(model):
-                heads = attention.in_features // head_dim
-                gates[attention] = torch.ones(B, heads, device=batch.device)
+            for groups, (attention, mlp) in zip(counts, _readers(model), strict=True):
+                gates[attention] = torch.ones(B, groups, device=batch.device)
                 gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():
                 gate.requires_grad_()

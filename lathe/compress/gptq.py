@@ -33,11 +33,12 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
     """
     model.eval()
-    if isinstance(model.wte, FakeQuantEmbedding):
+    head = model.output
+    if isinstance(head, FakeQuantEmbedding):
         finals = (_rounded(model.head_input, model.hidden(tokens)) for tokens in batches)
-        round_columns(model.wte.weight, model.wte.quantized.form, hessian_of(finals))
+        round_columns(head.weight, head.quantized.form, hessian_of(finals))
     hidden = [model.embed(tokens) for tokens in batches]
-    for block in track(model.h, "gptq", len(model.h)):
+    for block in track(model.blocks, "gptq", len(model.blocks)):
         for linear in block.modules():
             if isinstance(linear, FakeQuantLinear):
                 found = hessian_of(_inputs(block, linear, hidden))

@@ -82,7 +82,8 @@ def named_formats(
                     f"Compress.Quantization.{key} names {block!r}",
                     f"the model's blocks are block_0 to block_{config.n_layer - 1}",
                 )
-            named.update({f"h.{index}.{by_name[x]}": form for x, form in linears.items()})
+            path = config.architecture.block(index)
+            named.update({f"{path}.{by_name[x]}": form for x, form in linears.items()})
     if settings.head_format is not None:
         if not settings.quantize_embedding:
             raise UserError(

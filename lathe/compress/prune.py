@@ -134,7 +134,7 @@ def cut(
 def _to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor]) -> GPT:
     """Prune to the widths that the recipe gives."""
     config, kept = model.config, [i for i, heads in enumerate(settings.heads) if heads]
-    for name, have in (("heads", config.n_head), ("channels", config.n_inner)):
+    for name, have in (("heads", config.n_kv_head), ("channels", config.n_inner)):
         wanted = getattr(settings, name)
         if len(wanted) != config.n_layer or any(w > h for w, h in zip(wanted, have, strict=True)):
             raise UserError(
@@ -165,7 +165,7 @@ def _best_layers(model: GPT, remove: int, calibration: Sequence[Tensor]) -> list
 
 def _block_parameters(config: GPTConfig) -> float:
     cost = Cost.parameters(config)
-    return cost.head * sum(config.n_head) + cost.channel * sum(config.n_inner)
+    return cost.head * sum(config.n_kv_head) + cost.channel * sum(config.n_inner)
 
 
 def _share(recipe: Recipe, index: int) -> Recipe:

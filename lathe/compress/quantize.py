@@ -61,7 +61,8 @@ def quantize(
         trainable = with_dropout(start.model, recipe.Model)
         plan = replace(
             make_plan(config, settings, named_formats(config, settings, sensitivity)),
-            position_embedding=settings.quantize_embedding,
+            position_embedding=settings.quantize_embedding
+            and config.architecture.positions == "learned",
         )
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from lathe.compress.criteria import Importance
+from lathe.model.architecture import Parts, Units
+from lathe.model.block import Block
 from lathe.model.config import GPTConfig
-from lathe.model.gpt import GPT, Block
+from lathe.model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,16 @@ class Cost:
     @classmethod
     def parameters(cls, config: GPTConfig) -> "Cost":
         """Costs in parameters of a model of this shape."""
-        C, family = config.n_embd, config.architecture
-        costs = dict.fromkeys((linear.units for linear in family.linears), 0.0)
-        for linear in family.linears:
-            size = config.unit_size(linear.units)
-            costs[linear.units] += linear.n_params(C, size) - linear.n_params(C, 0)
-        return cls(head=costs["heads"], channel=costs["channels"])
+        shared = config.head_dim * sum(config.n_head) / sum(config.n_kv_head)
+        unit: dict[Parts, float] = {"heads": shared, "kv_heads": config.head_dim, "channels": 1}
+        none = dict.fromkeys(unit, 0.0)
+
+        def of(units: Units) -> float:
+            found = ((x, x.name in config.biased) for x in config.linears_of(units))
+            C = config.n_embd
+            return sum(x.n_params(C, unit, b) - x.n_params(C, none, b) for x, b in found)
+
+        return cls(head=of("heads"), channel=of("channels"))
 
 
 def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
@@ -104,12 +110,15 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
     config = replace(
         old,
         n_head=tuple(old.n_head[i] for i in layers),
+        kv_heads=tuple(old.kv_heads[i] for i in layers) if old.kv_heads else (),
         n_inner=tuple(old.n_inner[i] for i in layers),
     )
-    state = {n: t for n, t in model.state_dict().items() if not n.startswith("h.")}
+    family = config.architecture
+    blocks = f"{family.blocks}."
+    state = {n: t for n, t in model.state_dict().items() if not n.startswith(blocks)}
     for new, i in enumerate(layers):
-        for name, tensor in model.h[i].state_dict().items():
-            state[f"h.{new}.{name}"] = tensor
+        for name, tensor in model.blocks[i].state_dict().items():
+            state[f"{family.block(new)}.{name}"] = tensor
     return _like(model, config, state)
 
 
@@ -123,18 +132,23 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """
     if model.config.quantization is not None:
         raise ValueError("a quantized model cannot be pruned: prune first, then quantize")
+    old, groups = model.config, tuple(len(k.heads) for k in kept)
+    shared = [h // g for h, g in zip(old.n_head, old.n_kv_head, strict=True)]
     config = replace(
-        model.config,
-        n_head=tuple(len(k.heads) for k in kept),
+        old,
+        n_head=tuple(n * g for n, g in zip(shared, groups, strict=True)),
+        kv_heads=groups if old.kv_heads else (),
         n_inner=tuple(len(k.channels) for k in kept),
     )
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
         for linear in config.architecture.linears:
             units = layer.heads if linear.units == "heads" else layer.channels
-            index = _spans(units, linear.parts * config.unit_size(linear.units))
+            n_in, n_out = old.linear_shape(linear, i)
+            side = n_out if linear.style == "column" else n_in
+            index = _spans(units, side // old.groups(linear, i))
             keep = _keep_outputs if linear.style == "column" else _keep_inputs
-            keep(state, f"h.{i}.{linear.name}", index)
+            keep(state, f"{config.architecture.block(i)}.{linear.name}", index)
     return _like(model, config, state)
 
 
@@ -190,10 +204,10 @@ def _remove(groups: list[_Group], budget: float) -> None:
 
 def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
     """A GPT of these tensors, which it shares, with the dropout and recompute of `model`."""
-    first = model.h[0]
+    first = model.blocks[0]
     assert isinstance(first, Block)
     with torch.device("meta"):
-        small = GPT(config, first.drop.p, first.attn.dropout)
+        small = GPT(config, first.drop.p, first.attention.dropout)
     small.set_recompute(model.recompute)
     small.load_state_dict(state, assign=True)
     return small

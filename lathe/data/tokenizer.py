@@ -1,9 +1,9 @@
-"""Byte-level BPE tokenizers: read GPT-2's or any `tokenizers` file, or train one."""
+"""Tokenizers: read GPT-2's or any `tokenizers` file, or train a byte-level BPE."""
 
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from lathe.errors import UserError, explain_os_error, os_errors
 from lathe.inputs import open_file, parse_json
 
 EOS = "<|endoftext|>"
+OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>")
+"""How tokenizers without that token call the end of a document, as a special token."""
 FILES = ("tokenizer.json", "vocab.json", "merges.txt")
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
@@ -26,8 +28,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         path: one of those files, or a folder with them (`tokenizer.json` takes precedence).
 
     Raises:
-        UserError: missing, not a tokenizer, without the token `<|endoftext|>`, or with ids too
-            large for an embedding.
+        UserError: missing, not a tokenizer, without the token `<|endoftext|>` or another that ends
+            a document, or with ids too large for an embedding.
     """
     folder, name = (path, "tokenizer.json") if path.is_dir() else (path.parent, path.name)
     file, vocab, merges = folder / name, folder / "vocab.json", folder / "merges.txt"
@@ -43,10 +45,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
             "give tokenizer.json, or a folder with it or with vocab.json and merges.txt; "
             "Prepare.tokenizer=train trains one",
         )
-    if tokenizer.token_to_id(EOS) is None:
-        raise UserError(f"{path}: the tokenizer has no token {EOS}", "add it to the vocabulary")
-    _require_ids(tokenizer, path)
-    tokenizer.add_special_tokens([EOS])
+    end = end_token(tokenizer)
+    if end is None:
+        raise UserError(
+            f"{path}: the tokenizer has no token {EOS}",
+            f"add it to the vocabulary; {', '.join(OTHER_ENDS)} would do too, as special tokens",
+        )
+    _require_ids(tokenizer, path, end)
+    tokenizer.add_special_tokens([end])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -79,11 +85,31 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
         path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
+def end_token(tokenizer: Tokenizer) -> str | None:
+    """The token that ends a document: `<|endoftext|>`, or else the first of `OTHER_ENDS` that is a
+    special token; None if there is none."""
+    if tokenizer.token_to_id(EOS) is not None:
+        return EOS
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    return next((name for name in OTHER_ENDS if name in special), None)
+
+
 def eos_id(tokenizer: Tokenizer) -> int:
-    """The id of `<|endoftext|>`."""
-    found = tokenizer.token_to_id(EOS)
-    assert isinstance(found, int), "load_tokenizer and train_tokenizer promise it"
+    """The id of the token that ends a document."""
+    end = end_token(tokenizer)
+    assert end is not None, "load_tokenizer and train_tokenizer promise it"
+    found = tokenizer.token_to_id(end)
+    assert isinstance(found, int)
     return found
+
+
+def continuation(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of `ids` after that of `before`: a tokenizer that marks words by the space before
+    them drops it at the beginning of a text."""
+    known: str = tokenizer.decode(list(before))
+    whole: str = tokenizer.decode([*before, *ids])
+    return whole[len(known) :]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -143,13 +169,13 @@ def _require_vocabulary(path: Path) -> None:
         raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", HINT)
 
 
-def _require_ids(tokenizer: Tokenizer, path: Path) -> None:
+def _require_ids(tokenizer: Tokenizer, path: Path, eos: str) -> None:
     vocabulary = tokenizer.get_vocab()
-    largest, end = max(vocabulary.values()), vocabulary[EOS]
+    largest, end = max(vocabulary.values()), vocabulary[eos]
     if largest >= min(ID_LIMIT, 2 * len(vocabulary) + SPARE_IDS):
         raise UserError(
             f"{path}: ids up to {largest:,} for {len(vocabulary):,} tokens",
             "number the tokens from 0 on: the embedding has a row for every number",
         )
-    if same := [token for token, i in vocabulary.items() if i == end and token != EOS]:
-        raise UserError(f"{path}: {same[0]!r} has the id of {EOS}, {end}", "give each its own id")
+    if same := [token for token, i in vocabulary.items() if i == end and token != eos]:
+        raise UserError(f"{path}: {same[0]!r} has the id of {eos}, {end}", "give each its own id")

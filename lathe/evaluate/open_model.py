@@ -12,7 +12,7 @@ from lathe.evaluate.measure import EvaluatedModel, require_float32
 from lathe.evaluate.scorers import TorchScorer, onnx_scorer, served_scorer
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
-from lathe.model.folder import WEIGHTS
+from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
 from lathe.runtime.session import MODEL
 from lathe.storage import sha256
@@ -68,8 +68,8 @@ def _open_checkpoint(
         config=net.config,
         tokenizer=checkpoint.tokenizer,
         stage=checkpoint.meta.get("stage"),
-        n_bytes=(checkpoint.folder / WEIGHTS).stat().st_size,
+        n_bytes=weight_bytes(checkpoint.folder),
         digest=checkpoint.digest,
         on_cpu=device.type == "cpu",
-        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.eos_id, seed),
+        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
     )

@@ -20,7 +20,7 @@ from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
-from lathe.model.config import GPTConfig
+from lathe.model.config import GPTConfig, require_gpt2
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
 from lathe.runtime.session import METADATA, MODEL
@@ -124,7 +124,8 @@ def export(
 
 
 def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
-    """Raise UserError for a head size or a type that the graph does not support."""
+    """Raise UserError for a family, a head size or a type that the graph does not support."""
+    require_gpt2(config, model, "export")
     if config.head_dim % HEAD_SIZE_MULTIPLE:
         raise UserError(
             f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",

@@ -74,7 +74,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
     inputs = torch.from_numpy(x)
     observer: nn.Module | None
     if name == HEAD:
-        observer, weight = model.head_input, model.wte.table()
+        observer, weight = model.head_input, model.output.table()
         expected = model.head(inputs)
     else:
         linear = model.get_submodule(name)
@@ -82,7 +82,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
         observer, weight = linear.observer, linear.quantized(linear.weight)
         expected = linear(inputs)
         if model.config.architecture.is_fused(name):
-            expected = by_projection(expected.movedim(-1, 0), model.config.head_dim).movedim(0, -1)
+            expected = by_projection(expected.movedim(-1, 0), model.config, name).movedim(0, -1)
     allowed = ROUNDING * expected.abs().max()
     if observer is not None:
         assert isinstance(observer, Observer | RoundGroups)

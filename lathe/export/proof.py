@@ -261,7 +261,7 @@ def _rounded_otherwise(model: GPT, dtype: type[np.floating[Any]], seed: int) -> 
         sign = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
         return x * (1 + float(np.finfo(dtype).eps) * sign)
 
-    hooks = [model.ln_f.register_forward_hook(lambda _module, _inputs, output: moved(output))]
+    hooks = [model.final_norm.register_forward_hook(lambda _module, _inputs, output: moved(output))]
     for module in model.modules():
         if isinstance(module, nn.Linear):
             hook = module.register_forward_pre_hook(lambda _module, inputs: (moved(inputs[0]),))

@@ -5,6 +5,7 @@ candidates as beams, and only those among the best `num_beams` may finish. A fin
 scores log-probability / length ** length_penalty, where the length includes the final EOS.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ class BeamSearch:
     model."""
 
     def __init__(
-        self, prompts: int, settings: GenerationSettings, eos_id: int | None, device: torch.device
+        self, prompts: int, settings: GenerationSettings, ends: Sequence[int], device: torch.device
     ) -> None:
         N = settings.num_beams
-        self.settings, self.eos_id = settings, eos_id
+        self.settings, self.ends = settings, ends
+        self.end_ids = torch.tensor(ends, dtype=torch.long, device=device)
         self.tokens = torch.empty(prompts, N, 0, dtype=torch.long, device=device)
         self.scores = torch.full((prompts, N), -torch.inf, device=device)
         self.scores[:, 0] = 0.0  # the beams start equal: count one
@@ -46,8 +48,7 @@ class BeamSearch:
         tokens = torch.cat([_take(self.tokens, beams), (best % V)[:, :, None]], dim=2)
         is_last = tokens.shape[2] == self.settings.max_dec_len
         ends = torch.full_like(best, is_last, dtype=torch.bool)  # (P, 2N)
-        if self.eos_id is not None:
-            ends |= tokens[:, :, -1] == self.eos_id
+        ends |= torch.isin(tokens[:, :, -1], self.end_ids)
         self._collect(tokens, scores, ends)
         self.scores, kept = scores.masked_fill(ends, -torch.inf).topk(N)
         self.tokens = _take(tokens, kept)
@@ -63,7 +64,7 @@ class BeamSearch:
         """The `num_return_sequences` best continuations of every prompt, best first, without
         EOS."""
         return [
-            ids[:-1] if ids[-1] == self.eos_id else ids
+            ids[:-1] if ids[-1] in self.ends else ids
             for ended in self.ended
             for _, ids in ended[: self.settings.num_return_sequences]
         ]

@@ -55,6 +55,7 @@ def card_values(
         "card": card,
         "config": config,
         "heads": shown_counts(config.n_head),
+        "groups": shown_counts(config.n_kv_head),
         "channels": shown_counts(config.n_inner),
         "is_readable_by_transformers": is_plain(config),
         "steps": list(steps_of(config, meta)),
@@ -86,7 +87,7 @@ def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> 
         "language": [card.language] if card.language else None,
         "library_name": "transformers" if is_plain(config) else "lathe",
         "pipeline_tag": TASK,
-        "tags": ["lathe", "gpt2", *_tags(config, meta)],
+        "tags": ["lathe", config.architecture.model_type, *_tags(config, meta)],
         "base_model": origin.base_model,
         "datasets": list(dict.fromkeys(hub)),
     }
@@ -94,7 +95,7 @@ def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> 
 
 
 def is_plain(config: GPTConfig) -> bool:
-    """Whether transformers' GPT-2 computes what the checkpoint does."""
+    """Whether transformers computes what the checkpoint does."""
     return config.is_uniform and config.quantization is None
 
 
@@ -103,12 +104,13 @@ def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
     recipe, step = meta.get("recipe", {}), meta.get("metrics", {}).get("step")
     stage = meta.get("stage")
     compress = recipe.get("Compress", {})
-    full = config.n_embd // config.head_dim
-    if stage == "prune" or set(config.n_head) != {full}:
+    full = None if config.architecture.has_head_dim else config.n_embd // config.head_dim
+    if stage == "prune" or set(config.n_head) != {full or config.n_head[0]}:
         how = compress.get("Prune", {}).get("criterion")
         by = f", by the criterion `{how}`" if stage == "prune" and how else ""
         yield (
-            f"Pruned{by}: its layers keep {shown_counts(config.n_head)} of {full} attention heads "
+            f"Pruned{by}: its layers keep {shown_counts(config.n_head)}"
+            f"{f' of {full}' if full else ''} attention heads "
             f"and {shown_counts(config.n_inner)} FFN channels."
         )
     if config.quantization is not None:

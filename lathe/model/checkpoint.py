@@ -1,6 +1,6 @@
 """Load and save checkpoint folders as torch models; `lathe.model.folder` defines their files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from torch import Tensor
 from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import eos_id
+from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
-    WEIGHTS,
+    HINT,
     checkpoint_digest,
     non_finite,
     read_marker,
@@ -25,8 +26,10 @@ from lathe.model.folder import (
     require_fit,
     require_size,
     resolve,
+    weight_files,
     write_folder,
 )
+from lathe.model.fused import join, split
 from lathe.model.gpt import GPT
 
 
@@ -46,24 +49,30 @@ class Checkpoint:
 
     @property
     def eos_id(self) -> int:
-        """The id of `<|endoftext|>`."""
+        """The id of the end of a document."""
         return eos_id(self.tokenizer)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a generated text: the end of a document, and others of the model's."""
+        return tuple(dict.fromkeys((self.eos_id, *self.model.config.end_ids)))
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:
-    """Load a checkpoint folder, an HF GPT-2 folder, or `hf://NAME` from the Hugging Face hub.
+    """Load a checkpoint folder, an HF folder, or `hf://NAME` from the Hugging Face hub.
 
     Raises:
-        UserError: missing, truncated, altered, pickled or non-finite weights; not a GPT-2; a
-            tokenizer with more ids than the model.
+        UserError: missing, truncated, altered, pickled or non-finite weights; not a
+            model that Lathe knows; a tokenizer with more ids than the model.
     """
     folder = resolve(folder)
     config = read_config(folder)
     meta = read_marker(folder)
-    require_size(folder / WEIGHTS, config)
+    files = weight_files(folder)
+    require_size(files, config)
     with torch.device("meta"):
         model = GPT(config)
-    model.load_state_dict(_read_weights(folder / WEIGHTS, config), assign=True)
+    model.load_state_dict(_read_weights(files, config), assign=True)
     if config.quantization is not None:
         fake_quant.insert(model, config.quantization)
     return Checkpoint(folder, model.eval(), read_tokenizer(folder, config), meta)
@@ -84,66 +93,87 @@ def save_checkpoint(
     """
 
     def write_weights(path: Path) -> None:
-        prefix = model.config.architecture.prefix
-        tensors = {prefix + name: t.contiguous() for name, t in HFTensors(model).items()}
+        stored = model.config.architecture.stored_name
+        tensors = {stored(name): t.contiguous() for name, t in HFTensors(model).items()}
         save_file(tensors, path, {"format": "pt"})
 
     write_folder(folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics)
 
 
-def _read_weights(path: Path, config: GPTConfig) -> dict[str, Tensor]:
-    state, family = {}, config.architecture
-    for name, tensor in read_tensors(path, "pt", family):
-        if family.is_conv1d(name):
-            tensor = tensor.T
-        if family.is_fused(name):
-            tensor = by_head(tensor, config.head_dim)
-        state[name] = tensor.float().contiguous()
+def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]:
+    """The state of a model from its files; what does not belong to it is refused."""
+    family, found = config.architecture, dict[str, Tensor]()
+    for path in files:
+        for name, tensor in read_tensors(path, "pt", family):
+            if name in found:
+                raise UserError(f"{path}: holds {name}, as another file does", HINT)
+            found[name] = tensor
+    wanted = dict(config.tensor_shapes())
+    require_fit(files[0], {name: tensor.shape for name, tensor in found.items()}, wanted)
     with torch.device("meta"):
-        wanted = GPT(config).state_dict()
-    require_fit(
-        path, {n: t.shape for n, t in state.items()}, {n: t.shape for n, t in wanted.items()}
-    )
-    for name, tensor in state.items():
-        if not all(extreme.isfinite() for extreme in tensor.aminmax()):
-            raise non_finite(path, name)
-    return state
+        names = list(GPT(config).state_dict())
+    return {name: _assembled(name, found, config, files[0]) for name in names}
+
+
+def _assembled(name: str, found: dict[str, Tensor], config: GPTConfig, path: Path) -> Tensor:
+    """A parameter from the tensors of the files, which are taken out of `found`."""
+    family, parts = config.architecture, []
+    for stored in family.stored_names(name):
+        part = found.pop(stored).float()
+        if not all(extreme.isfinite() for extreme in part.aminmax()):
+            raise non_finite(path, stored)
+        parts.append(part.T if family.is_conv1d(name) else part)
+    if fused := fused_rows(config, name):
+        groups, sizes = fused
+        parts = [join(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
+    return parts[0].contiguous()
+
+
+def fused_rows(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
+    """Number of groups of rows of a parameter and the rows of each of its parts, None unless it
+    holds several matrices."""
+    linear = config.architecture.linear_of(name)
+    if linear is None or not config.architecture.is_fused(name):
+        return None
+    layer = int(name.removeprefix(f"{config.architecture.blocks}.").partition(".")[0])
+    widths = config.widths_of(layer)
+    return config.groups(linear, layer), [widths[part] for part in linear.parts]
 
 
 class HFTensors(Mapping[str, Tensor]):
-    """The float weights by HF name without `transformer.`, in HF's layout: linears are (in, out).
+    """The float weights by HF name without the prefix, in HF's layout: GPT-2's linears are
+    (in, out).
 
     Values are views where the layout allows it, otherwise copies made on access. Observers are left
     out, because the plan holds their scales.
     """
 
     def __init__(self, model: GPT) -> None:
-        self._family, self._head_dim = model.config.architecture, model.config.head_dim
-        self._parameters = {
-            name: parameter.detach()
-            for name, parameter in model.named_parameters()
-            if "observer" not in name and not name.startswith("head_input")
-        }
+        self._config = model.config
+        self._stored: dict[str, tuple[str, Tensor, int]] = {}
+        for name, parameter in model.named_parameters():
+            if "observer" not in name and not name.startswith("head_input"):
+                for part, stored in enumerate(model.config.architecture.stored_names(name)):
+                    self._stored[stored] = name, parameter.detach(), part
 
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._parameters[name]
-        if self._family.is_fused(name):
-            tensor = by_projection(tensor, self._head_dim)
-        return tensor.T if self._family.is_conv1d(name) else tensor
+    def __getitem__(self, stored: str) -> Tensor:
+        name, tensor, part = self._stored[stored]
+        family = self._config.architecture
+        if fused := fused_rows(self._config, name):
+            parts = split(tensor, *fused)
+            is_apart = len(family.stored_names(name)) > 1
+            tensor = parts[part] if is_apart else torch.cat(parts)
+        return tensor.T if family.is_conv1d(name) else tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self._stored)
 
 
-def by_head(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder rows (3 * H * D, ...) of a fused qkv: all q, all k, all v (HF) -> head by head
-    (`GPT`)."""
-    return rows.view(3, -1, head_dim, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def by_projection(rows: Tensor, head_dim: int) -> Tensor:
-    """The inverse of `by_head`."""
-    return rows.view(-1, 3, head_dim, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+def by_projection(rows: Tensor, config: GPTConfig, name: str) -> Tensor:
+    """Reorder the rows of the fused parameter `name`: group by group (`GPT`) -> one matrix after
+    the other (HF)."""
+    fused = fused_rows(config, name)
+    return torch.cat(split(rows, *fused)) if fused else rows

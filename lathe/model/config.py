@@ -1,26 +1,32 @@
-"""The shape of a GPT and its JSON form, which is HF's `config.json` for an unpruned model."""
+"""The shape of a model and its JSON form, which is HF's `config.json` for an unpruned model."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from lathe.artifacts.kinds import checked, read_json
+from lathe.artifacts.kinds import read_json
 from lathe.errors import UserError
-from lathe.model.architecture import GPT2, HEAD, Architecture, Units
+from lathe.model.architecture import GPT2, HEAD, Architecture, Linear, Parts, Units
 from lathe.model.chat_template import read_chat_template
-from lathe.model.quantization import PlanJson, QuantizationPlan
-
-MOST_LAYERS = 100_000
-_Size = Annotated[int, Field(gt=0, lt=2**31)]
+from lathe.model.config_json import parse, read_end_ids, rope_json
+from lathe.model.quantization import QuantizationPlan
+from lathe.model.rope import Rope
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a GPT-2/3 model; heads and FFN widths may differ from layer to layer."""
+    """Shape of a model; heads and FFN widths may differ from layer to layer.
+
+    Attributes:
+        kv_heads: key-value heads of each layer; empty where every head has its own.
+        biases: keys of `config.json` that are true and give linears a bias.
+        rope: rotary embedding, where positions are rotary.
+        chat_template: Jinja that makes a prompt of messages, as Hugging Face's tokenizers have it.
+        end_ids: ids that end a text, beside the tokenizer's end of a document.
+        architecture: the description of the model family.
+    """
 
     vocab_size: int
     n_positions: int
@@ -31,12 +37,12 @@ class GPTConfig:
     layer_norm_epsilon: float = 1e-5
     quantization: QuantizationPlan | None = None
     chat_template: str | None = None
-    """Jinja that makes a prompt of messages, as Hugging Face's tokenizers have it."""
-
-    @property
-    def architecture(self) -> Architecture:
-        """The description of the model family."""
-        return GPT2
+    architecture: Architecture = GPT2
+    kv_heads: tuple[int, ...] = ()
+    biases: tuple[str, ...] = ()
+    rope: Rope | None = None
+    tie_word_embeddings: bool = True
+    end_ids: tuple[int, ...] = ()
 
     @property
     def n_layer(self) -> int:
@@ -44,80 +50,145 @@ class GPTConfig:
         return len(self.n_head)
 
     @property
+    def n_kv_head(self) -> tuple[int, ...]:
+        """Key-value heads of each layer."""
+        return self.kv_heads or self.n_head
+
+    @property
     def is_uniform(self) -> bool:
-        """Whether HF's GPT-2 can represent the model: no heads removed, and one FFN width."""
-        full = self.n_embd // self.head_dim
-        return set(self.n_head) == {full} and len(set(self.n_inner)) == 1
+        """Whether HF's class can represent the model: its layers do not differ, and its heads are
+        as many as that class allows."""
+        if len({*zip(self.n_head, self.n_kv_head, self.n_inner, strict=True)}) > 1:
+            return False
+        if self.architecture.has_head_dim:
+            return self.n_embd % self.n_head[0] == 0
+        return self.n_embd == self.n_head[0] * self.head_dim
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """The linears of a block that have a bias."""
+        family = self.architecture
+        return family.always_biased + tuple(x for key in self.biases for x in family.biases[key])
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Paths of the token embedding and of the head's table, the last one; the same one where
+        they are tied."""
+        embedding = self.architecture.embeddings[0]
+        return (embedding,) if self.tie_word_embeddings else (embedding, HEAD)
 
     def n_params(self) -> int:
-        """Number of parameters, with biases and both embeddings; the tied head counts once."""
+        """Number of parameters, with biases and embeddings; a tied head counts once."""
         return sum(math.prod(shape) for _, shape in self.tensor_shapes())
 
     def unit_size(self, units: Units) -> int:
         """Width of one head or FFN channel."""
         return self.head_dim if units == "heads" else 1
 
-    def widths(self, units: Units) -> list[int]:
-        """Total width of the heads, or of the FFN channels, of every layer."""
-        counts = self.n_head if units == "heads" else self.n_inner
-        return [self.unit_size(units) * count for count in counts]
+    def widths(self, part: Parts) -> list[int]:
+        """Total width of the heads, of the key-value heads, or of the FFN channels, of every
+        layer."""
+        return [self.widths_of(layer)[part] for layer in range(self.n_layer)]
+
+    def widths_of(
+        self, layer: int, groups: int | None = None, channels: int | None = None
+    ) -> dict[Parts, int]:
+        """`widths` of one layer, or of what is left of it with so many key-value heads, and their
+        query heads, and so many channels."""
+        kv_heads = self.n_kv_head[layer] if groups is None else groups
+        heads = kv_heads * self.n_head[layer] // self.n_kv_head[layer]
+        return {
+            "heads": self.head_dim * heads,
+            "kv_heads": self.head_dim * kv_heads,
+            "channels": self.n_inner[layer] if channels is None else channels,
+        }
+
+    def groups(self, linear: Linear, layer: int) -> int:
+        """Number of groups of rows of a layer's fused linear: key-value heads or channels."""
+        return (self.n_kv_head if linear.units == "heads" else self.n_inner)[layer]
+
+    def linears_of(self, units: Units) -> tuple[Linear, Linear]:
+        """The linear of a block that computes the units, and the one that reads them."""
+        return self.architecture.column(units), self.architecture.row(units)
+
+    def linear_shape(self, linear: Linear, layer: int) -> tuple[int, int]:
+        """(in, out) of a layer's linear."""
+        return linear.shape(self.n_embd, self.widths_of(layer))
 
     def linear_names(self) -> list[str]:
         """Paths of every block linear, first layer first."""
-        names = [linear.name for linear in self.architecture.linears]
-        return [f"h.{i}.{name}" for i in range(self.n_layer) for name in names]
+        family = self.architecture
+        blocks = (family.block(i) for i in range(self.n_layer))
+        return [f"{block}.{linear.name}" for block in blocks for linear in family.linears]
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of every parameter; linears are (in, out)."""
+        """(name, shape) of every tensor in HF's files, names without the prefix."""
         C, family = self.n_embd, self.architecture
-        for name, rows in zip(family.embeddings, (self.vocab_size, self.n_positions), strict=True):
+        for name, rows in zip(family.embeddings, (self.vocab_size, self.n_positions), strict=False):
             yield f"{name}.weight", (rows, C)
-        widths = {linear.units: self.widths(linear.units) for linear in family.linears}
+        if not self.tie_word_embeddings:
+            yield f"{HEAD}.weight", (self.vocab_size, C)
         for i in range(self.n_layer):
             for linear in family.linears:
-                n_in, n_out = linear.shape(C, widths[linear.units][i])
-                yield f"h.{i}.{linear.name}.weight", (n_in, n_out)
-                yield f"h.{i}.{linear.name}.bias", (n_out,)
-        norms = [f"h.{i}.{norm}" for i in range(self.n_layer) for norm in family.block_norms]
+                yield from self._linear_tensors(linear, i)
+            for name in family.head_norms:
+                yield f"{family.block(i)}.{name}.weight", (self.head_dim,)
+        norms = [f"{family.block(i)}.{n}" for i in range(self.n_layer) for n in family.block_norms]
         for name in (*norms, family.final_norm):
             yield f"{name}.weight", (C,)
-            yield f"{name}.bias", (C,)
+            if family.norm == "layer_norm":
+                yield f"{name}.bias", (C,)
+
+    def _linear_tensors(self, linear: Linear, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        n_in, n_out = self.linear_shape(linear, layer)
+        path = f"{self.architecture.block(layer)}.{linear.name}"
+        outs = [self.widths_of(layer)[part] for part in linear.parts] if linear.files else [n_out]
+        for name, out in zip(self.architecture.stored_names(f"{path}.weight"), outs, strict=True):
+            yield name, (n_in, out) if self.architecture.transposed else (out, n_in)
+        if linear.name in self.biased:
+            biases = self.architecture.stored_names(f"{path}.bias")
+            yield from zip(biases, ((out,) for out in outs), strict=True)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs (multiplications and additions) of a forward and a backward pass per token of a
         sequence of `seq_len` tokens; recomputed operations do not count.
 
         The convention of PaLM (Chowdhery et al. 2022, appendix B): 6 per weight of a matrix product
-        (the tied head once, embedding lookups not at all), and 12 * heads * head_dim * seq_len per
+        (the head once, embedding lookups not at all), and 12 * heads * head_dim * seq_len per
         layer for attention scores and the sums that they weight. This counts the full square of
         scores. A causal kernel may skip half of it, but published figures count all of it, and a
         count that depended on the kernel could not be compared with them.
         """
         linears = sum(
-            math.prod(linear.shape(self.n_embd, sum(self.widths(linear.units))))
+            math.prod(self.linear_shape(linear, layer))
+            for layer in range(self.n_layer)
             for linear in self.architecture.linears
         )
         head = self.vocab_size * self.n_embd
         return 6.0 * (linears + head) + 12.0 * sum(self.widths("heads")) * seq_len
 
     def to_json(self) -> dict[str, Any]:
-        """HF's GPT2Config keys, and a group `lathe` for what these keys cannot express."""
+        """HF's keys, and a group `lathe` for what these keys cannot express."""
+        family, is_uniform = self.architecture, self.is_uniform
+        states_heads = is_uniform and family.has_head_dim
+        sizes = {
+            **{name: getattr(self, name) for name in family.keys.values() if name},
+            "n_head": self.n_head[0] if states_heads else self.n_embd // self.head_dim,
+            "n_kv_head": self.n_kv_head[0] if is_uniform else None,
+            "n_inner": self.n_inner[0] if is_uniform else None,
+        }
+        stated = {k: sizes[n] if n else family.arithmetic[k][0] for k, n in family.keys.items()}
         return {
-            "model_type": "gpt2" if self.is_uniform else "lathe-gpt",
-            "architectures": ["GPT2LMHeadModel" if self.is_uniform else "LatheGPT"],
-            "vocab_size": self.vocab_size,
-            "n_positions": self.n_positions,
-            "n_ctx": self.n_positions,
-            "n_embd": self.n_embd,
-            "n_layer": self.n_layer,
-            "n_head": self.n_embd // self.head_dim,
-            "n_inner": self.n_inner[0] if self.is_uniform else None,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": self.layer_norm_epsilon,
-            "tie_word_embeddings": True,
+            "model_type": family.model_type if is_uniform else family.own_type,
+            "architectures": [family.class_name if is_uniform else family.own_class],
+            **stated,
+            **{key: key in self.biases for key in family.biases},
+            **(rope_json(self.rope, self.end_ids) if self.rope else {}),
+            "tie_word_embeddings": self.tie_word_embeddings,
             "lathe": {
                 "head_dim": self.head_dim,
                 "n_head": list(self.n_head),
+                **({"n_kv_head": list(self.kv_heads)} if self.kv_heads else {}),
                 "n_inner": list(self.n_inner),
                 "quantization": self.quantization.to_json() if self.quantization else None,
                 "chat_template": self.chat_template,
@@ -126,37 +197,12 @@ class GPTConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], source: str = "config.json") -> "GPTConfig":
-        """Read Lathe's form or a plain HF GPT-2 one.
+        """Read Lathe's form or a plain HF one.
 
         Raises:
-            UserError: not a GPT-2, or a variant whose arithmetic differs.
+            UserError: not of a family that Lathe knows, or a variant whose arithmetic differs.
         """
-        model_type = values.get("model_type")
-        if model_type not in ("gpt2", "lathe-gpt"):
-            raise UserError(
-                f"{source}: model_type is {model_type!r}", "give a GPT-2 family checkpoint"
-            )
-        for key, wanted in _ARITHMETIC.items():
-            if values.get(key, wanted[0]) not in wanted:
-                raise UserError(
-                    f"{source}: {key} is {values[key]!r}, but Lathe supports {wanted[0]!r} only",
-                    "give a checkpoint of the plain GPT-2 architecture",
-                )
-        hint = "give the folder of a checkpoint"
-        C, L, H, inner = (values.get(key) for key in ("n_embd", "n_layer", "n_head", "n_inner"))
-        own = values.get("lathe")
-        if own is None:
-            whole = checked({"C": C, "L": L, "H": H}, _HFShape, source, hint)
-            own = {
-                "head_dim": whole.C // whole.H,
-                "n_head": [whole.H] * whole.L,
-                "n_inner": [inner or 4 * whole.C] * whole.L,
-            }
-        elif not isinstance(own, dict):
-            raise UserError(f"{source}: lathe is a {type(own).__name__}, not an object", hint)
-        keys = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
-        found = {key: values[key] for key in keys if key in values}
-        shape = checked({**own, **found}, _Shape, source, hint)
+        shape = parse(values, source)
         plan = shape.quantization
         return cls(
             vocab_size=shape.vocab_size,
@@ -168,6 +214,12 @@ class GPTConfig:
             layer_norm_epsilon=shape.layer_norm_epsilon,
             quantization=plan.plan() if plan else None,
             chat_template=shape.chat_template,
+            architecture=shape.architecture,
+            kv_heads=tuple(shape.n_kv_head),
+            biases=tuple(shape.biases),
+            rope=shape.rope,
+            tie_word_embeddings=shape.tie_word_embeddings,
+            end_ids=tuple(shape.end_ids),
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -175,13 +227,13 @@ class GPTConfig:
         return replace(self, quantization=plan)
 
 
-_ARITHMETIC: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "tie_word_embeddings": (True,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-}
+def require_gpt2(
+    config: GPTConfig, folder: Path | str, what: str, hint: str = "give a GPT-2 checkpoint"
+) -> None:
+    """Raise UserError unless a model is a GPT-2, for what supports no other family."""
+    if config.architecture != GPT2:
+        title = config.architecture.title
+        raise UserError(f"{folder}: is a {title} model, and {what} supports GPT-2 only", hint)
 
 
 def read_config(folder: Path) -> GPTConfig:
@@ -196,53 +248,10 @@ def read_config(folder: Path) -> GPTConfig:
     values = read_json(path, "copy the checkpoint again")
     config = GPTConfig.from_json(values, str(path))
     if "lathe" not in values:
-        return replace(config, chat_template=read_chat_template(folder))
+        own = config.rope and read_end_ids(folder)
+        return replace(
+            config,
+            chat_template=read_chat_template(folder),
+            end_ids=own or config.end_ids,
+        )
     return config
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
-
-class _HFShape(_Part):
-    """HF's `n_embd`, `n_layer` and `n_head`."""
-
-    C: _Size
-    L: Annotated[int, Field(gt=0, le=MOST_LAYERS)]
-    H: _Size
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "_HFShape":
-        if self.C % self.H:
-            raise ValueError(f"n_embd {self.C} is not a multiple of n_head {self.H}")
-        return self
-
-
-class _Shape(_Part):
-    vocab_size: _Size
-    n_positions: _Size
-    n_embd: _Size
-    head_dim: _Size
-    n_head: Annotated[list[_Size], Field(min_length=1, max_length=MOST_LAYERS)]
-    n_inner: list[_Size]
-    layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 1e-5
-    quantization: PlanJson | None = None
-    chat_template: str | None = None
-
-    @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "_Shape":
-        if len(self.n_inner) != len(self.n_head):
-            raise ValueError(f"n_head has {len(self.n_head)} layers, n_inner {len(self.n_inner)}")
-        if self.n_embd % self.head_dim or max(self.n_head) * self.head_dim > self.n_embd:
-            raise ValueError(
-                f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
-            )
-        if self.quantization is not None:
-            linears = [linear.name for linear in GPT2.linears]
-            names = {f"h.{i}.{name}" for i in range(len(self.n_head)) for name in linears}
-            found = self.quantization.plan().linears.keys()
-            if unknown := found - names - {HEAD}:
-                raise ValueError(
-                    f"quantization has {min(unknown)}, which is not a linear of the model"
-                )
-        return self

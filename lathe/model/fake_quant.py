@@ -179,14 +179,22 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
         observer = _observer(form, pact)
         if name == HEAD:
             model.head_input = observer
-            model.wte = FakeQuantEmbedding(model.wte, form.weight)
+            for table in model.config.tables:
+                _quantize_table(model, table, form.weight)
         else:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             quantized = QuantizedWeight(form.weight)
             replace_module(model, name, FakeQuantLinear(linear, observer, quantized))
     if plan.position_embedding:
-        model.wpe = FakeQuantEmbedding(model.wpe, INT8)
+        for table in model.config.architecture.embeddings[1:]:
+            _quantize_table(model, table, INT8)
+
+
+def _quantize_table(model: GPT, name: str, form: WeightFormat) -> None:
+    table = model.get_submodule(name)
+    assert isinstance(table, nn.Embedding)
+    replace_module(model, name, FakeQuantEmbedding(table, form))
 
 
 def _observer(form: LinearFormat, pact: bool) -> Observer | RoundGroups | None:
@@ -198,15 +206,17 @@ def _observer(form: LinearFormat, pact: bool) -> Observer | RoundGroups | None:
 @contextmanager
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
     """`insert` for the duration of a `with` block; afterwards the model is as before."""
-    linears = {n: model.get_submodule(n) for n in plan.linears if n != HEAD}
-    before = model.head_input, model.wte, model.wpe
+    config = model.config
+    names = [n for n in plan.linears if n != HEAD]
+    names += [*config.tables, *config.architecture.embeddings[1:]]
+    head_input, before = model.head_input, {name: model.get_submodule(name) for name in names}
     insert(model, plan)
     try:
         yield
     finally:
-        for name, linear in linears.items():
-            replace_module(model, name, linear)
-        model.head_input, model.wte, model.wpe = before
+        for name, module in before.items():
+            replace_module(model, name, module)
+        model.head_input = head_input
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

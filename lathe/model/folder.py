@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe.artifacts.kinds import CHECKPOINT, read_json, read_metadata
+from lathe.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
 from lathe.artifacts.metadata import CheckpointMetadata
 from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
@@ -27,11 +27,14 @@ from lathe.model.architecture import Architecture
 from lathe.model.card import CARD, README, card_of_checkpoint
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config
-from lathe.storage import sha256
+from lathe.model.config_json import GENERATION
+from lathe.storage import digest, sha256
 from lathe.storage.verified import require_intact
 
 HUB = "hf://"
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+HINT = "copy the checkpoint again"
 MARKER = CHECKPOINT.metadata_file
 FLOATS = ("F32", "F16", "BF16", "F64")
 SMALLEST = 2  # bytes of the smallest of them
@@ -41,12 +44,43 @@ def checkpoint_digest(folder: Path) -> str:
     """Identity of a checkpoint: the SHA-256 of `lathe.json`, or of the weights of an HF folder.
 
     Raises:
-        UserError: no such folder, or neither file is in it.
+        UserError: no such folder, or neither is in it.
     """
-    marker, weights = resolve(folder) / MARKER, folder / WEIGHTS
-    if not marker.is_file() and not weights.is_file():
+    marker = resolve(folder) / MARKER
+    if marker.is_file():
+        return sha256(marker)
+    if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
         raise UserError(f"{folder}: no {WEIGHTS}", "give the folder of a checkpoint")
-    return sha256(marker if marker.is_file() else weights)
+    first, *others = weight_files(folder)
+    if not others:
+        return sha256(first)
+    return digest("".join(f"{sha256(path)}  {path.name}\n" for path in (first, *others)))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: `model.safetensors`, or the shards of its index.
+
+    Raises:
+        UserError: none, or a shard that is missing or not within the folder.
+    """
+    index = folder / INDEX
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        return [folder / WEIGHTS]
+    shards = checked(read_json(index, HINT).get("weight_map"), dict[str, str], str(index), HINT)
+    names = sorted(set(shards.values()))
+    if not names:
+        raise UserError(f"{index}: names no shard", HINT)
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{index}: names {name!r}, which is not a shard in its folder", HINT)
+        if not (folder / name).is_file():
+            raise UserError(f"{index}: names {name}, which is not in the folder", HINT)
+    return [folder / name for name in names]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of the weights of a folder."""
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def resolve(folder: Path | str) -> Path:
@@ -60,7 +94,7 @@ def resolve(folder: Path | str) -> Path:
         from huggingface_hub import snapshot_download
 
         patterns = ["config.json", WEIGHTS, "tokenizer.json", "vocab.json", "merges.txt"]
-        patterns += CHAT_FILES
+        patterns += [INDEX, "model-*.safetensors", GENERATION, *CHAT_FILES]
         try:
             return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
         except (OSError, ValueError) as error:  # no such model, or no network
@@ -95,8 +129,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def require_checkpoint(folder: Path) -> None:
-    """Check that a folder is a complete checkpoint or an HF GPT-2 model, without reading the
-    tensors.
+    """Check that a folder is a complete checkpoint or an HF model, without reading the tensors.
 
     Raises:
         UserError: it is not.
@@ -104,7 +137,7 @@ def require_checkpoint(folder: Path) -> None:
     config = read_config(resolve(folder))
     read_marker(folder)
     read_tokenizer(folder, config)
-    if not (folder / WEIGHTS).is_file():
+    if not weight_files(folder)[0].is_file():
         raise UserError(f"{folder}: no {WEIGHTS}", "save the model as safetensors")
 
 
@@ -164,13 +197,16 @@ def read_tensors(
         yield short, tensor
 
 
-def require_size(path: Path, config: GPTConfig) -> None:
-    """Raise UserError if a weights file is too small for its `config.json`, so that a model of
+def require_size(files: Sequence[Path], config: GPTConfig) -> None:
+    """Raise UserError if weights files are too small for their `config.json`, so that a model of
     absurd size is never allocated."""
     needed = config.n_params() * SMALLEST
-    if path.is_file() and path.stat().st_size < needed:
+    if not all(path.is_file() for path in files):
+        return
+    held = sum(path.stat().st_size for path in files)
+    if held < needed:
         raise UserError(
-            f"{path}: does not fit config.json: {path.stat().st_size:,} bytes, but its "
+            f"{files[0]}: does not fit config.json: {held:,} bytes, but its "
             f"{config.n_params():,} parameters take {needed:,} or more",
             "use the config.json that belongs to these weights",
         )

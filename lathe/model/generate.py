@@ -3,7 +3,8 @@
 Strategies and filters are defined as in transformers' `generate`, which gives the same tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from lathe.config.settings import GenerationSettings
 from lathe.errors import UserError
 from lathe.model.beam import BeamSearch
-from lathe.model.gpt import GPT, KVCache
+from lathe.model.block import KVCache
+from lathe.model.gpt import GPT
 from lathe.progress import Bar
 
 
@@ -20,7 +22,7 @@ def generate(
     model: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     seed: int = 0,
     progress: Bar | None = None,
 ) -> list[list[int]]:
@@ -29,7 +31,7 @@ def generate(
     Args:
         prompts: token ids, at least one per prompt.
         settings: strategy, limits and filters, as `Generation` of a recipe.
-        eos_id: token that ends a row; it is not part of the result.
+        eos_id: token or tokens that end a row; they are not part of the result.
         progress: advanced by `max_dec_len` in total.
 
     Returns:
@@ -42,20 +44,21 @@ def generate(
     """
     _check(prompts, settings, model.config.n_positions)
     model.eval()
-    device = model.wte.weight.device
+    device = model.embedding.weight.device
     is_beam = settings.decode_strategy == "beam_search"
+    ends = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else sorted(eos_id)
     search: BeamSearch | _Draw
     if is_beam:
-        search = BeamSearch(len(prompts), settings, eos_id, device)
+        search = BeamSearch(len(prompts), settings, ends, device)
     else:
-        search = _Draw(settings, eos_id, torch.Generator(device).manual_seed(seed))
+        search = _Draw(settings, ends, torch.Generator(device).manual_seed(seed))
     copies = settings.num_beams if is_beam else settings.num_return_sequences
     rows = _Rows(model, prompts, copies, settings.max_dec_len)
     for step in range(settings.max_dec_len):
         scores = rows.logits.log_softmax(-1) if is_beam else rows.logits
         scores = _penalise(scores, rows.seen, settings.repetition_penalty)
-        if eos_id is not None and step < settings.min_dec_len:
-            scores[:, eos_id] = -torch.inf
+        if step < settings.min_dec_len:
+            scores[:, ends] = -torch.inf
         tokens, parents = search.step(scores)
         if search.done:
             break
@@ -107,7 +110,7 @@ class _Rows:
         self, model: GPT, prompts: Sequence[Sequence[int]], copies: int, max_len: int
     ) -> None:
         longest = max(map(len, prompts))
-        device = model.wte.weight.device
+        device = model.embedding.weight.device
         self.model, self.cache = model, KVCache.allocate(model, len(prompts), longest + max_len)
         self.pad = torch.tensor([longest - len(p) for p in prompts], device=device)  # (B,)
         self.seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool).to(device)
@@ -147,9 +150,10 @@ class _Draw:
     """Sampling and greedy search: rows are independent."""
 
     def __init__(
-        self, settings: GenerationSettings, eos_id: int | None, generator: torch.Generator
+        self, settings: GenerationSettings, ends: Sequence[int], generator: torch.Generator
     ) -> None:
-        self.settings, self.eos_id, self.generator = settings, eos_id, generator
+        self.settings, self.ends, self.generator = settings, ends, generator
+        self.end_ids = torch.tensor(ends, dtype=torch.long, device=generator.device)
         self.tokens: list[Tensor] = []  # each (B,)
         self.ended = torch.zeros((), dtype=torch.bool, device=generator.device)
 
@@ -161,8 +165,7 @@ class _Draw:
             probabilities = filtered(scores, self.settings).softmax(-1)
             chosen = torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
         self.tokens.append(chosen)
-        if self.eos_id is not None:
-            self.ended = self.ended | (chosen == self.eos_id)
+        self.ended = self.ended | torch.isin(chosen, self.end_ids)
         return chosen, None
 
     @property
@@ -171,7 +174,7 @@ class _Draw:
 
     def result(self) -> list[list[int]]:
         rows = torch.stack(self.tokens, dim=1).tolist()
-        return [row[: row.index(self.eos_id)] if self.eos_id in row else row for row in rows]
+        return [list(takewhile(lambda token: token not in self.ends, row)) for row in rows]
 
 
 def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:

@@ -1,16 +1,11 @@
-"""A GPT-2/3 language model: pre-LN blocks, tanh GELU, learned positions, tied head.
+"""A language model: embeddings, pre-norm Transformer blocks, a last norm and a head, as its
+architecture says.
 
-Shapes: B batch, T tokens, C hidden size, H heads of this layer, D head size, F FFN width, V
-vocabulary. Module names and arithmetic are those of HF's `GPT2LMHeadModel`, but every layer has its
-own H and F.
-
-The rows of `c_attn` are ordered head by head, each head's q, k and v together (Megatron-LM's
-order), so that a slice of rows is a slice of heads. HF's order, all of q first, is used in files
-only.
+Shapes: B batch, T tokens, C hidden size, V vocabulary. Module names and arithmetic are those of
+Hugging Face's models; `lathe.model.block` says what differs within a block.
 """
 
 import zlib
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,126 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lathe.model.architecture import HEAD
+from lathe.model.block import Block, KVCache, make_norm
 from lathe.model.config import GPTConfig
 
 Recompute = Literal["full", "full_attn", "core_attn"]
 
 
-@dataclass
-class KVCache:
-    """Keys and values of the tokens seen so far, pre-allocated for `size` tokens per row."""
-
-    keys: list[Tensor]  # per layer (B, H, size, D)
-    values: list[Tensor]
-    length: int = 0
-
-    @classmethod
-    def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
-        """An empty cache for `batch` rows of up to `size` tokens, on the model's device."""
-        c, like = model.config, model.wte.weight
-        shapes = [(batch, h, size, c.head_dim) for h in c.n_head]
-        return cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens to a layer; returns all of them."""
-        end = self.length + k.shape[2]
-        self.keys[layer][:, :, self.length : end] = k
-        self.values[layer][:, :, self.length : end] = v
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
-
-    def reorder(self, index: Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`; there may be more rows than before."""
-        self.keys = [k.index_select(0, index) for k in self.keys]
-        self.values = [v.index_select(0, index) for v in self.values]
-
-
 class Embedding(nn.Embedding):
-    """Token embedding; its table is also the head."""
+    """A table of vectors; the head's is one too."""
 
     def table(self) -> Tensor:
-        """The matrix (V, C) that lookups and the head use."""
+        """The matrix (V, C) that lookups, or the head, use."""
         return self.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T)."""
         return F.embedding(tokens, self.table())
-
-
-class Attention(nn.Module):
-    """Causal self-attention over `n_head` heads; `n_head * head_dim` may be smaller than C."""
-
-    def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
-        super().__init__()
-        self.layer, self.n_head, self.head_dim = layer, config.n_head[layer], config.head_dim
-        width = self.n_head * self.head_dim
-        self.c_attn = nn.Linear(config.n_embd, 3 * width)
-        self.c_proj = nn.Linear(width, config.n_embd)
-        self.dropout = dropout
-        self.recompute_core = False
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
-        """Self-attention of x (B, T, C), after the cached tokens if there is a cache."""
-        rows: Tensor = self.c_attn(x)
-        qkv = rows.view(*rows.shape[:2], -1, 3, self.head_dim)  # (B, T, H, 3, D)
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
-        else:
-            y = self._core(q, k, v, mask)
-        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
-        return out
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        causal = mask is None and q.shape[2] > 1
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
-
-
-class MLP(nn.Module):
-    """The feed-forward layer of a block."""
-
-    def __init__(self, config: GPTConfig, layer: int) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.n_inner[layer])
-        self.c_proj = nn.Linear(config.n_inner[layer], config.n_embd)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """A pre-norm Transformer block."""
-
-    def __init__(
-        self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
-    ) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.attn = Attention(config, layer, attention_dropout)
-        self.ln_2 = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
-        self.mlp = MLP(config, layer)
-        self.drop = nn.Dropout(hidden_dropout)
-        self.recompute_attn = False
-
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
-    ) -> Tensor:
-        """(B, T, C) -> (B, T, C)."""
-        if self.recompute_attn and torch.is_grad_enabled():
-            attended = checkpoint(self._attend, x, mask, cache, use_reentrant=False)
-        else:
-            attended = self._attend(x, mask, cache)
-        x = x + self.drop(attended)
-        out: Tensor = x + self.drop(self.mlp(self.ln_2(x)))
-        return out
-
-    def _attend(self, x: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        return self.attn(self.ln_1(x), mask, cache)  # type: ignore[no-any-return]
 
 
 def initial_weight(
@@ -168,15 +60,40 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.wte = Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        family, C = config.architecture, config.n_embd
+        setattr(self, family.embeddings[0], Embedding(config.vocab_size, C))
+        for name in family.embeddings[1:]:
+            setattr(self, name, nn.Embedding(config.n_positions, C))
         self.drop = nn.Dropout(hidden_dropout)
-        self.h = nn.ModuleList(
+        blocks = (
             Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)
         )
-        self.ln_f = nn.LayerNorm(config.n_embd, config.layer_norm_epsilon)
+        setattr(self, family.blocks, nn.ModuleList(blocks))
+        setattr(self, family.final_norm, make_norm(config, C))
+        if not config.tie_word_embeddings:
+            setattr(self, HEAD, Embedding(config.vocab_size, C))
         self.head_input: nn.Module | None = None
         self.recompute: Recompute | None = None
+
+    @property
+    def embedding(self) -> Embedding:
+        """The token embedding."""
+        return getattr(self, self.config.architecture.embeddings[0])  # type: ignore[no-any-return]
+
+    @property
+    def output(self) -> Embedding:
+        """The head's table, the token embedding where they are tied."""
+        return self.embedding if self.config.tie_word_embeddings else getattr(self, HEAD)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, first to last."""
+        return getattr(self, self.config.architecture.blocks)  # type: ignore[no-any-return]
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm before the head."""
+        return getattr(self, self.config.architecture.final_norm)  # type: ignore[no-any-return]
 
     def initialize(self, std: float, seed: int, scale_residual: bool = False) -> None:
         """Fill every parameter with its `initial_weight`."""
@@ -187,10 +104,10 @@ class GPT(nn.Module):
     def set_recompute(self, granularity: Recompute | None) -> None:
         """Trade compute for memory: keep no activations of the named part between passes."""
         self.recompute = granularity
-        for block in self.h:
+        for block in self.blocks:
             assert isinstance(block, Block)
             block.recompute_attn = granularity == "full_attn"
-            block.attn.recompute_core = granularity == "core_attn"
+            block.attention.recompute_core = granularity == "core_attn"
 
     def hidden(
         self,
@@ -209,13 +126,13 @@ class GPT(nn.Module):
             cache: filled with the new keys and values.
 
         Returns:
-            (B, T, C) after the last LayerNorm.
+            (B, T, C) after the last norm.
 
         Raises:
             ValueError: more than `n_positions` tokens.
         """
         x = self.embed(tokens, positions, cache.length if cache else 0)
-        out: Tensor = self.ln_f(self.transform(x, mask, cache))
+        out: Tensor = self.final_norm(self.transform(x, mask, cache, positions))
         return out
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
@@ -223,30 +140,37 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if start + T > self.config.n_positions:
             raise ValueError(f"{start + T} tokens exceed n_positions {self.config.n_positions}")
-        if positions is None:
-            positions = torch.arange(start, start + T, device=tokens.device)[None]
-        out: Tensor = self.drop(self.wte(tokens) + self.wpe(positions))
+        x = self.embedding(tokens)
+        for name in self.config.architecture.embeddings[1:]:
+            if positions is None:
+                positions = torch.arange(start, start + T, device=tokens.device)[None]
+            x = x + getattr(self, name)(positions)
+        out: Tensor = self.drop(x)
         return out
 
     def transform(
-        self, x: Tensor, mask: Tensor | None = None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """All blocks, (B, T, C) -> (B, T, C)."""
         T = x.shape[1]
-        for block in self.h:
+        for block in self.blocks:
             if self.recompute == "full" and torch.is_grad_enabled():
-                x = checkpoint(block, x, mask, cache, use_reentrant=False)
+                x = checkpoint(block, x, mask, cache, positions, use_reentrant=False)
             else:
-                x = block(x, mask, cache)
+                x = block(x, mask, cache, positions)
         if cache is not None:
             cache.length += T
         return x
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., C) through the tied embedding."""
+        """Logits (..., V) of hidden states (..., C) through its table."""
         if self.head_input is not None:
             hidden = self.head_input(hidden)
-        return F.linear(hidden, self.wte.table())
+        return F.linear(hidden, self.output.table())
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, V) logits."""

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from lathe.artifacts.origin import Origin
 from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
-from lathe.model.config import GPTConfig, read_config
+from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.folder import (
     WEIGHTS,
     checkpoint_digest,
@@ -55,8 +55,9 @@ def load_checkpoint(folder: Path | str) -> Checkpoint:
     """
     folder = resolve(folder)
     config = read_config(folder)
+    require_gpt2(config, folder, "the Paddle engine", "use Compress.engine=torch")
     meta = read_marker(folder)
-    require_size(folder / WEIGHTS, config)
+    require_size([folder / WEIGHTS], config)
     model = GPT(config)
     set_weights(model, _read_weights(folder / WEIGHTS, config), folder / WEIGHTS)
     model.eval()

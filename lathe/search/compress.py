@@ -19,7 +19,7 @@ from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import check_cloze
 from lathe.evaluate.results import METRICS
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import read_config
+from lathe.model.config import read_config, require_gpt2
 from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import Costs, estimate
 from lathe.search.design import Design
@@ -73,7 +73,9 @@ def compress(
     """
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
     backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
-    if read_config(model).quantization is not None:
+    config = read_config(model)
+    require_gpt2(config, model, "the search")
+    if config.quantization is not None:
         raise UserError(f"{model}: is quantized", "start from its dense parent")
     if cloze:
         check_cloze(cloze)  # before the work

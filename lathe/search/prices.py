@@ -62,10 +62,10 @@ def parts_of(config: GPTConfig, design: Design, group_size: int) -> Parts:
         if not heads:
             continue
         parts += Counter(layers=1, heads=heads, channels=channels)
-        widths = {"heads": heads * config.head_dim, "channels": channels}
+        widths = config.widths_of(i, heads, channels)
         for linear in config.architecture.linears:
-            form = design.formats.get(f"h.{i}.{linear.name}", "float")
-            shape = linear.shape(config.n_embd, widths[linear.units])
+            form = design.formats.get(f"{config.architecture.block(i)}.{linear.name}", "float")
+            shape = linear.shape(config.n_embd, widths)
             parts += linear_parts(shape, form, group_size)
     return parts
 
@@ -117,7 +117,7 @@ def shares_of(dense: Path, other: Path) -> dict[str, float]:
 
 def _samples(config: GPTConfig, settings: QuantizationSettings) -> Iterator[Design]:
     """Designs that differ enough for every part's price to be told from the others'."""
-    heads, channels, linears = config.n_head, config.n_inner, config.linear_names()
+    heads, channels, linears = config.n_kv_head, config.n_inner, config.linear_names()
     half_heads, half_channels = (tuple(-(-n // 2) for n in part) for part in (heads, channels))
     for form in formats(settings):
         every = dict.fromkeys(linears, form)

@@ -49,7 +49,7 @@ class Problem:
     def cost(self, design: Design) -> float:
         """The predicted cost of a design in quality: a KL divergence, nats a token."""
         kept = {"heads": design.heads, "channels": design.channels}
-        full = {"heads": self.config.n_head, "channels": self.config.n_inner}
+        full = {"heads": self.config.n_kv_head, "channels": self.config.n_inner}
         cost = 0.0
         for i in range(self.config.n_layer):
             cost += self.costs.heads[i][design.heads[i]]
@@ -89,7 +89,7 @@ class Problem:
                 widths[i, units] = self._add_widths(program, i, units, layer)
                 for linear in self.config.architecture.linears:
                     if linear.units == units:
-                        name = f"h.{i}.{linear.name}"
+                        name = f"{self.config.architecture.block(i)}.{linear.name}"
                         chosen[name] = self._add_linear(program, name, widths[i, units])
         chosen[HEAD] = {
             program.add(self.costs.of_linear(HEAD, form), self.prices.total(head_parts(form))): form
@@ -133,12 +133,13 @@ class Problem:
         self, program: "_Program", name: str, widths: Mapping[int, int]
     ) -> dict[int, Format]:
         """The formats that a linear may have at each width of its layer, by their variables."""
-        linear = self.config.architecture.linear_of(name)
+        linear, layer = self.config.architecture.linear_of(name), int(name.split(".")[1])
         assert linear is not None
-        size, full = self.config.unit_size(linear.units), max(widths.values())
+        full = max(widths.values())
         found: dict[int, Format] = {}
         for width, count in widths.items():
-            shape = linear.shape(self.config.n_embd, size * count)
+            kept = self.config.widths_of(layer, groups=count, channels=count)
+            shape = linear.shape(self.config.n_embd, kept)
             options = {
                 program.add(
                     self.costs.of_linear(name, form) * count / full,

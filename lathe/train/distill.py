@@ -62,7 +62,7 @@ class Teacher:
         hidden = self.model.hidden(tokens)
         if self.model.head_input is not None:
             hidden = self.model.head_input(hidden)
-        return Guidance(hidden, self.model.wte.table(), self.settings)
+        return Guidance(hidden, self.model.output.table(), self.settings)
 
 
 def distillation_loss(hidden: Tensor, weight: Tensor, targets: Tensor, guide: Guidance) -> Tensor:

@@ -29,7 +29,7 @@ class TiedEmbedding:
                 self.group = group
                 self.is_second_copy = stages[-1].is_last
                 end = stages[-1] if self.is_second_copy else stages[0]
-                self.table = end.gpt.wte.weight
+                self.table = end.gpt.output.weight
 
     def settle(self) -> None:
         """Make the gradients of both copies their sum."""

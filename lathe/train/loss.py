@@ -151,4 +151,4 @@ def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:
     hidden = model.hidden(tokens[:, :-1])
     if model.head_input is not None:
         hidden = model.head_input(hidden)
-    return linear_cross_entropy(hidden, model.wte.table(), tokens[:, 1:])
+    return linear_cross_entropy(hidden, model.output.table(), tokens[:, 1:])

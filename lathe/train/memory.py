@@ -13,10 +13,12 @@ vocabulary rows. `n` is N, or N / mp with sequence parallelism.
 from dataclasses import dataclass
 
 from lathe.config.settings import Recipe
+from lathe.model.architecture import Parts, Units
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout
 
 FLOAT = 4  # bytes
+UNITS: tuple[Units, ...] = ("heads", "channels")
 
 CHUNK_ELEMENTS = 2**26
 """Of the logits that `linear_cross_entropy` holds at a time: 256 MiB in float32. At V = 50304 that
@@ -74,19 +76,22 @@ def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
 def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     C, mp = config.n_embd, layout.mp
     heads, F = max(config.n_head) / mp, max(config.n_inner) / mp
-    W = heads * config.head_dim
+    W, KW = heads * config.head_dim, max(config.n_kv_head) / mp * config.head_dim
     N, n = _tokens(recipe, layout)
     narrow, stream = _bytes(recipe)
     dropout = n * C if recipe.Model.hidden_dropout_prob else 0  # a byte an element
 
     # A norm keeps its input in float32; a linear keeps its whole input, gathered if `n` is N / mp.
     branch = FLOAT * n * C + narrow * N * C + dropout
-    attention = branch + narrow * 4 * N * W + FLOAT * N * heads  # q, k, v, output; log-sum-exp
-    mlp = branch + narrow * 2 * N * F  # GELU's input and output
-    family, widths = config.architecture, {"heads": W, "channels": F}
+    family = config.architecture
+    qkv = W + 2 * KW + (W + KW if config.rope else 0)  # rotated ones beside what they were made of
+    attention = branch + narrow * N * (qkv + W) + FLOAT * N * heads  # output; log-sum-exp
+    # The activation's input and output, and a gated one's second factor and product.
+    mlp = branch + narrow * (4 if family.gated else 2) * N * F
+    widths: dict[Parts, float] = {"heads": W, "kv_heads": KW, "channels": F}
     attention_matrices, mlp_matrices = (
-        sum(x.n_params(C, width) for x in family.linears if x.units == units)
-        for units, width in widths.items()
+        sum(x.n_params(C, widths, x.name in config.biased) for x in config.linears_of(units))
+        for units in UNITS
     )
     autocast = narrow if _is_autocast(recipe) else 0
     attention_cast, mlp_cast = autocast * attention_matrices, autocast * mlp_matrices
@@ -99,7 +104,10 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     }[layout.recompute]
     weight_gradient = (FLOAT + (narrow if narrow < FLOAT else 0)) * C * F
     return _Block(
-        parameters=attention_matrices + mlp_matrices + 2 * C * len(family.block_norms),
+        parameters=attention_matrices
+        + mlp_matrices
+        + _norm(config) * len(family.block_norms)
+        + config.head_dim * len(family.head_norms),
         cast=attention_cast + mlp_cast,
         kept=kept,
         again=again,
@@ -160,7 +168,7 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
     # the embedding's: the two gradients of one tied table and their sum;
     rest -= block.kept
-    copies = (3 if is_first and is_last else 1) - (not before)
+    copies = (3 if is_first and is_last and config.tie_word_embeddings else 1) - (not before)
     moments.append(moment(late, state.gradients, rest, copies * sums))
     # then the last block's of the next micro-batch.
     if in_flight > 1:
@@ -169,12 +177,19 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
 
 
 def _ends(config: GPTConfig, layout: Layout, is_first: bool, is_last: bool) -> float:
-    """Elements outside of the blocks: the token embedding, which the last rank has as its head,
-    the position embedding, and the last norm's weight and bias."""
-    C, mp = config.n_embd, layout.mp
-    ends = config.vocab_size / mp * C if is_first or is_last else 0.0
-    ends += config.n_positions / mp * C if is_first else 0
-    return ends + (2 * C if is_last else 0)
+    """Elements outside of the blocks: the token embedding, which the last rank has as its head
+    unless that is a matrix of its own, the position embedding, and the last norm."""
+    C, mp, is_tied = config.n_embd, layout.mp, config.tie_word_embeddings
+    tables = (is_first or is_last) if is_tied else is_first + is_last
+    ends = config.vocab_size / mp * C * tables
+    if config.architecture.positions == "learned":
+        ends += config.n_positions / mp * C if is_first else 0
+    return ends + (_norm(config) if is_last else 0)
+
+
+def _norm(config: GPTConfig) -> int:
+    """Elements of a norm: a weight, and LayerNorm's bias."""
+    return config.n_embd * (2 if config.architecture.norm == "layer_norm" else 1)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Stage(nn.Module):
         """Ids (B, T) or hidden states (B, T, C) -> hidden states (B, T, C)."""
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             x = self.gpt.transform(self.gpt.embed(x) if self.is_first else x)
-            return self.gpt.ln_f(x) if self.is_last else x
+            return self.gpt.final_norm(x) if self.is_last else x
 
     def ask(self, teacher: Teacher, tokens: Tensor) -> Guidance:
         """The teacher's output for ids (B, T), in this stage's precision."""
@@ -89,7 +89,7 @@ class Stage(nn.Module):
             hidden = whole.to_local()
         if self.gpt.head_input is not None:
             hidden = self.gpt.head_input(hidden)
-        table = self.gpt.wte.table()
+        table = self.gpt.output.table()
         group = None
         if isinstance(table, DTensor):
             table, group = table.to_local(), self.mp.get_group()
@@ -131,7 +131,7 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
         if layout.mp > 1:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
-            for block in part.h:
+            for block in part.blocks:
                 block.compile()
         if workers.data_size > 1 or recipe.Engine.mix_precision.is_pure:
             _fully_shard(stage, recipe, workers)
@@ -146,15 +146,16 @@ def _cut(skeleton: GPT, index: int, count: int) -> GPT:
     part, n = copy.deepcopy(skeleton), skeleton.config.n_layer
     blocks = nn.ModuleList()
     for i in range(index * n // count, (index + 1) * n // count):
-        blocks.add_module(str(i), part.h[i])
-    part.h = blocks
-    if index > 0:
-        del part.wpe
+        blocks.add_module(str(i), part.blocks[i])
+    family, tables = part.config.architecture, part.config.tables
+    setattr(part, family.blocks, blocks)
+    at_first = {*family.embeddings, tables[0]}
+    at_last = {family.final_norm, tables[-1]}
     if index < count - 1:
-        del part.ln_f
         part.head_input = None
-    if 0 < index < count - 1:
-        del part.wte
+    here = (at_first if index == 0 else set()) | (at_last if index == count - 1 else set())
+    for name in (at_first | at_last) - here:
+        delattr(part, name)
     return part
 
 
@@ -208,7 +209,7 @@ def _fully_shard(stage: Stage, recipe: Recipe, workers: Workers) -> None:
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
-    for block in stage.gpt.h:
+    for block in stage.gpt.blocks:
         shard(block, reshard_after_forward=sharding.sharding_stage == 3)
     shard(stage, reshard_after_forward=False)
 

@@ -80,9 +80,9 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
     T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
     head = 6.0 * config.vocab_size * C
     layer = (config.flops_per_token(T) - head) / config.n_layer
-    width = max(config.widths("heads"))
-    linears = [x for x in config.architecture.linears if x.units == "heads"]
-    weights = sum(math.prod(linear.shape(C, width)) for linear in linears)
+    widest = config.n_head.index(max(config.n_head))
+    width = config.widths_of(widest)["heads"]
+    weights = sum(math.prod(config.linear_shape(x, widest)) for x in config.linears_of("heads"))
     again = {
         None: 0.0,
         "full": layer / 3,  # the forward pass

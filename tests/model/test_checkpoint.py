@@ -122,7 +122,7 @@ def test_pickled_weights_are_never_read(hf_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("model_type", "llama", "model_type is 'llama'"),
+        ("model_type", "bert", "model_type is 'bert'"),
         ("activation_function", "relu", "activation_function is 'relu'"),
         ("n_embd", None, "does not fit"),
         ("vocab_size", 100, "does not fit"),

@@ -100,7 +100,7 @@ class TorchModel:
     def n_params(self, name: str) -> int:
         """Number of parameters of a linear."""
         if name == HEAD:
-            return self.model.wte.weight.numel()
+            return self.model.output.weight.numel()
         return sum(parameter.numel() for parameter in self.model.get_submodule(name).parameters())
 
 

@@ -80,7 +80,7 @@ def estimate_costs(
             hidden, targets = model.hidden(tokens[:, :-1]), tokens[:, 1:]
             if HEAD in names:
                 watch_input(HEAD, hidden)
-            loss: Any = linear_cross_entropy(hidden, model.wte.table(), targets)
+            loss: Any = linear_cross_entropy(hidden, model.output.table(), targets)
             # Of the sum over tokens: its squared gradient grows as their number, since those of
             # single tokens are uncorrelated.
             (loss * targets.numel()).backward()

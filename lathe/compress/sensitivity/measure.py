@@ -38,7 +38,7 @@ class Measure:
 
     def __init__(self, metric: Metric, batches: EvalBatches, float_model: GPT) -> None:
         self.metric, self.batches = metric, batches
-        self.table = float_model.wte.weight
+        self.table = float_model.output.weight
         self.reference: list[Tensor] = []  # a batch (B * T, C) each
         if metric == "kl":
             with torch.no_grad():

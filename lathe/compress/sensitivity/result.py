@@ -50,7 +50,7 @@ class LinearScore:
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
 
-    name: Annotated[str, Field(pattern=r"^(h\.\d+\.\w+\.\w+|lm_head)$")]
+    name: Annotated[str, Field(pattern=r"^(\w+\.\d+\.\w+\.\w+|lm_head)$")]
     score: float
     n_params: Annotated[int, Field(gt=0)]
     estimate: float

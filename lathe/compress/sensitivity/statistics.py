@@ -25,9 +25,9 @@ def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
 
 
 def weight_of(model: GPT, name: str) -> Tensor:
-    """The weight (out, in) of a linear; of the tied head the embedding's table."""
-    table = model.config.architecture.table
-    return model.get_parameter(table if name == HEAD else f"{name}.weight")
+    """The weight (out, in) of a linear; of a tied head the embedding's table."""
+    path = model.config.tables[-1] if name == HEAD else name
+    return model.get_parameter(f"{path}.weight")
 
 
 @torch.no_grad()

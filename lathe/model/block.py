@@ -1,0 +1,212 @@
+"""The blocks of a model, whose parts are as its architecture says.
+
+Shapes: B batch, T tokens, C hidden size, H query heads of this layer, G key-value heads, each with
+n = H / G query heads, D head size, F FFN width, V vocabulary. Module names and arithmetic are those
+of Hugging Face's models, but every layer has its own H, G and F, and the matrices that read the
+same input are one.
+
+The rows of the fused query, key and value matrix are ordered by key-value heads, each one's n query
+heads, key and value together (Megatron-LM's order), so that a slice of rows is a slice of heads.
+Those of a gated FFN's first matrix are ordered by channels, each one's gate first.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lathe.model.architecture import Linear
+from lathe.model.config import GPTConfig
+from lathe.model.rotary import rotate, rotation
+
+if TYPE_CHECKING:
+    from lathe.model.gpt import GPT
+
+
+@dataclass
+class KVCache:
+    """Keys and values of the tokens seen so far, pre-allocated for `size` tokens per row."""
+
+    keys: list[Tensor]  # per layer (B, G, size, D), rotated where positions are rotary
+    values: list[Tensor]
+    length: int = 0
+
+    @classmethod
+    def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
+        """An empty cache for `batch` rows of up to `size` tokens, on the model's device."""
+        c, like = model.config, model.embedding.weight
+        shapes = [(batch, g, size, c.head_dim) for g in c.n_kv_head]
+        return cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens to a layer; returns all of them."""
+        end = self.length + k.shape[2]
+        self.keys[layer][:, :, self.length : end] = k
+        self.values[layer][:, :, self.length : end] = v
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i becomes a copy of row `index[i]`; there may be more rows than before."""
+        self.keys = [k.index_select(0, index) for k in self.keys]
+        self.values = [v.index_select(0, index) for v in self.values]
+
+
+class Attention(nn.Module):
+    """Causal self-attention over `n_head` heads; `n_head * head_dim` need not be C."""
+
+    def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.layer, self.n_head, self.head_dim = layer, config.n_head[layer], config.head_dim
+        self.per_group = self.n_head // config.n_kv_head[layer]
+        self.rope = config.rope
+        self.names = [_add_linear(self, config, layer, x) for x in config.linears_of("heads")]
+        self.norms = [name.rpartition(".")[2] for name in config.architecture.head_norms]
+        for name in self.norms:
+            setattr(self, name, make_norm(config, config.head_dim))
+        self.dropout = dropout
+        self.recompute_core = False
+
+    @property
+    def qkv(self) -> nn.Linear:
+        """The linear that computes queries, keys and values."""
+        return getattr(self, self.names[0])  # type: ignore[no-any-return]
+
+    @property
+    def out(self) -> nn.Linear:
+        """The linear that reads the heads."""
+        return getattr(self, self.names[1])  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Self-attention of x (B, T, C), after the cached tokens if there is a cache."""
+        q, k, v = self._heads(self.qkv(x))
+        if self.rope is not None:
+            start = cache.length if cache else 0
+            tokens = range(start, start + q.shape[2])
+            by = rotation(self.rope, self.head_dim, q.device, tokens, positions)
+            q, k = rotate(q, by), rotate(k, by)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        if self.recompute_core and torch.is_grad_enabled():
+            y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
+        else:
+            y = self._core(q, k, v, mask)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Queries (B, H, T, D), keys and values (B, G, T, D) of the rows (B, T, (H + 2 G) D)."""
+        n = self.per_group
+        groups = rows.view(*rows.shape[:2], -1, n + 2, self.head_dim)  # (B, T, G, n + 2, D)
+        qkv = torch.split(groups, [n, 1, 1], 3)
+        if self.norms:
+            q_norm, k_norm = (getattr(self, name) for name in self.norms)
+            qkv = q_norm(qkv[0]), k_norm(qkv[1]), qkv[2]
+        return tuple(part.flatten(2, 3).transpose(1, 2) for part in qkv)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        causal = mask is None and q.shape[2] > 1
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=causal, enable_gqa=self.per_group > 1
+        )
+
+
+class MLP(nn.Module):
+    """The feed-forward layer of a block."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.names = [_add_linear(self, config, layer, x) for x in config.linears_of("channels")]
+        self.activate = ACTIVATIONS[config.architecture.activation]
+        self.gated = config.architecture.gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        column, row = (getattr(self, name) for name in self.names)
+        rows: Tensor = column(x)
+        if self.gated:
+            gate, up = rows.view(*rows.shape[:2], -1, 2).unbind(3)
+            return row(self.activate(gate) * up)  # type: ignore[no-any-return]
+        return row(self.activate(rows))  # type: ignore[no-any-return]
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+NORMS: dict[str, Callable[[int, float], nn.Module]] = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+}
+
+
+def make_norm(config: GPTConfig, size: int) -> nn.Module:
+    """A norm of the family's kind."""
+    return NORMS[config.architecture.norm](size, config.layer_norm_epsilon)
+
+
+def _add_linear(module: nn.Module, config: GPTConfig, layer: int, linear: Linear) -> str:
+    """Add a block's linear to the module that it belongs to; returns its name there."""
+    n_in, n_out = config.linear_shape(linear, layer)
+    name = linear.name.rpartition(".")[2]
+    setattr(module, name, nn.Linear(n_in, n_out, bias=linear.name in config.biased))
+    return name
+
+
+class Block(nn.Module):
+    """A pre-norm Transformer block."""
+
+    def __init__(
+        self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
+    ) -> None:
+        super().__init__()
+        norms, linears = config.architecture.block_norms, config.architecture.linears
+        attn, mlp = (x.name.partition(".")[0] for x in linears if x.style == "column")
+        self.names = norms[0], attn, norms[1], mlp
+        setattr(self, norms[0], make_norm(config, config.n_embd))
+        setattr(self, attn, Attention(config, layer, attention_dropout))
+        setattr(self, norms[1], make_norm(config, config.n_embd))
+        setattr(self, mlp, MLP(config, layer))
+        self.drop = nn.Dropout(hidden_dropout)
+        self.recompute_attn = False
+
+    @property
+    def attention(self) -> Attention:
+        """Its self-attention."""
+        return getattr(self, self.names[1])  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        if self.recompute_attn and torch.is_grad_enabled():
+            attended = checkpoint(self._attend, x, mask, cache, positions, use_reentrant=False)
+        else:
+            attended = self._attend(x, mask, cache, positions)
+        x = x + self.drop(attended)
+        _, _, norm, mlp = (getattr(self, name) for name in self.names)
+        out: Tensor = x + self.drop(mlp(norm(x)))
+        return out
+
+    def _attend(
+        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, positions: Tensor | None
+    ) -> Tensor:
+        norm, attention, _, _ = (getattr(self, name) for name in self.names)
+        return attention(norm(x), mask, cache, positions)  # type: ignore[no-any-return]

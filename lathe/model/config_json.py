@@ -1,0 +1,264 @@
+"""Check a `config.json`, Hugging Face's or Lathe's, and read the parts of it that take forms."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
+
+from lathe.artifacts.kinds import checked, read_json
+from lathe.errors import UserError
+from lathe.model.architecture import ARCHITECTURES, HEAD, Architecture, architecture_of
+from lathe.model.quantization import PlanJson
+from lathe.model.rope import Rope, RopeScaling
+
+MOST_LAYERS = 100_000
+HINT = "give the folder of a checkpoint"
+GENERATION = "generation_config.json"
+FULL_ATTENTION = "full_attention"
+ROPE_TYPES = ("default", "linear", "llama3")
+_Size = Annotated[int, Field(gt=0, lt=2**31)]
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class Shape(_Part):
+    """What a `config.json` says, by the names of `GPTConfig`."""
+
+    architecture: InstanceOf[Architecture]
+    vocab_size: _Size
+    n_positions: _Size
+    n_embd: _Size
+    head_dim: _Size
+    n_head: Annotated[list[_Size], Field(min_length=1, max_length=MOST_LAYERS)]
+    n_kv_head: list[_Size] = []
+    n_inner: list[_Size]
+    layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
+    quantization: PlanJson | None = None
+    chat_template: str | None = None
+    biases: list[str] = []
+    rope: Rope | None = None
+    tie_word_embeddings: bool
+    end_ids: list[_Id] = []
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "Shape":
+        if len(self.n_inner) != len(self.n_head):
+            raise ValueError(f"n_head has {len(self.n_head)} layers, n_inner {len(self.n_inner)}")
+        if self.architecture.has_head_dim:
+            self._require_groups()
+        elif self.n_embd % self.head_dim or max(self.n_head) * self.head_dim > self.n_embd:
+            raise ValueError(
+                f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
+            )
+        if self.quantization is not None:
+            family = self.architecture
+            names = {
+                f"{family.block(i)}.{linear.name}"
+                for i in range(len(self.n_head))
+                for linear in family.linears
+            }
+            if self.quantization.position_embedding and family.positions == "rotary":
+                raise ValueError("quantization has a position embedding, and positions are rotary")
+            found = self.quantization.plan().linears.keys()
+            if unknown := found - names - {HEAD}:
+                raise ValueError(
+                    f"quantization has {min(unknown)}, which is not a linear of the model"
+                )
+        return self
+
+    def _require_groups(self) -> None:
+        if len(self.n_kv_head) != len(self.n_head):
+            raise ValueError(
+                f"n_head has {len(self.n_head)} layers, n_kv_head {len(self.n_kv_head)}"
+            )
+        for heads, groups in zip(self.n_head, self.n_kv_head, strict=True):
+            if heads % groups:
+                raise ValueError(
+                    f"{heads} query heads cannot share {groups} key-value heads equally"
+                )
+        if self.rope is not None and self.rope.n_rotated(self.head_dim) % 2:
+            raise ValueError(
+                f"rotary embedding of {self.rope.n_rotated(self.head_dim)} features, an odd number"
+            )
+
+
+def parse(values: dict[str, Any], source: str) -> Shape:
+    """Check Lathe's form or a plain HF one.
+
+    Args:
+        source: name of the file, for errors.
+
+    Raises:
+        UserError: not of a family that Lathe knows, a variant whose arithmetic differs, or a
+            wrong value.
+    """
+    family = architecture_of(values.get("model_type"))
+    if family is None:
+        raise UserError(
+            f"{source}: model_type is {values.get('model_type')!r}",
+            f"give a checkpoint of one of these: {', '.join(ARCHITECTURES)}",
+        )
+    _require_arithmetic(values, family, source)
+    own = values.get("lathe")
+    if own is None:
+        own = _plain(values, family, source)
+    elif not isinstance(own, dict):
+        raise UserError(f"{source}: lathe is a {type(own).__name__}, not an object", HINT)
+    names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
+    found = {name: values[key] for name in names if (key := family.key(name)) in values}
+    whole = {
+        "layer_norm_epsilon": family.epsilon,
+        "tie_word_embeddings": values.get("tie_word_embeddings", family.ties),
+        "biases": [key for key in family.biases if values.get(key)],
+        "rope": _rope(values, source) if family.positions == "rotary" else None,
+        "end_ids": end_ids(values, source) if family.positions == "rotary" else [],
+        **own,
+        **found,
+        "architecture": family,
+    }
+    return checked(whole, Shape, source, HINT)
+
+
+def _require_arithmetic(values: dict[str, Any], family: Architecture, source: str) -> None:
+    """Raise UserError for what Lathe would compute differently."""
+    hint = f"give a checkpoint of the plain {family.title} architecture"
+    for key, wanted in family.arithmetic.items():
+        if values.get(key, wanted[0]) not in wanted:
+            shown = repr(values[key])
+            shown = shown if len(shown) < 60 else f"{shown[:57]}..."
+            raise UserError(
+                f"{source}: {key} is {shown}, but Lathe supports {wanted[0]!r} only", hint
+            )
+    kinds = values.get("layer_types") or []
+    if others := [kind for kind in kinds if kind != FULL_ATTENTION]:
+        raise UserError(
+            f"{source}: layer_types has {others[0]!r}, but Lathe supports {FULL_ATTENTION!r} only",
+            hint,
+        )
+
+
+def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[str, Any]:
+    """What the group `lathe` would say of a plain HF model."""
+    needed = [family.key(name) for name in ("n_embd", "n_layer", "n_head")]
+    sizes = checked({key: values.get(key) for key in needed}, dict[str, _Size], source, HINT)
+    C, L, H = sizes.values()
+    if L > MOST_LAYERS:
+        raise UserError(f"{source}: {needed[1]} is {L}, more than {MOST_LAYERS}", HINT)
+    head_dim = values.get(family.key("head_dim")) if family.has_head_dim else None
+    if head_dim is None and C % H:
+        raise UserError(f"{source}: {needed[0]} {C} is not a multiple of {needed[2]} {H}", HINT)
+    shape = {
+        "head_dim": C // H if head_dim is None else head_dim,
+        "n_head": [H] * L,
+        "n_inner": [values.get(family.key("n_inner")) or 4 * C] * L,
+    }
+    if family.has_head_dim:
+        groups = values.get(family.key("n_kv_head"))
+        shape["n_kv_head"] = [H if groups is None else groups] * L
+    return shape
+
+
+class _RopeJson(_Part):
+    """HF's `rope_parameters`, or `rope_scaling` with `rope_theta` and so on, of one form."""
+
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10_000.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    low_freq_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
+    original_max_position_embeddings: _Size = 8192
+
+    @model_validator(mode="after")
+    def _high_above_low(self) -> "_RopeJson":
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError("high_freq_factor is not above low_freq_factor")
+        return self
+
+    def rope(self) -> Rope:
+        scaling = None
+        if self.rope_type == "linear":
+            scaling = RopeScaling("linear", self.factor)
+        elif self.rope_type == "llama3":
+            scaling = RopeScaling(
+                "llama3",
+                self.factor,
+                self.low_freq_factor,
+                self.high_freq_factor,
+                self.original_max_position_embeddings,
+            )
+        return Rope(self.rope_theta, self.partial_rotary_factor, scaling)
+
+
+def _rope(values: dict[str, Any], source: str) -> Rope:
+    """The rotary embedding, in the form of transformers 5 or of earlier versions."""
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    form = values.get(key) or {}
+    if not isinstance(form, dict) or any(isinstance(x, dict) for x in form.values()):
+        raise UserError(
+            f"{source}: {key} is not one object of numbers",
+            "give a checkpoint whose layers have one rotary embedding",
+        )
+    found = dict(form)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if values.get(key) is not None:
+            found.setdefault(key, values[key])
+    return read_rope(found, source)
+
+
+def read_rope(found: dict[str, Any], source: str) -> Rope:
+    """The rotary embedding of one object with HF's keys.
+
+    Raises:
+        UserError: of a type that Lathe does not compute, or a wrong value.
+    """
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UserError(
+            f"{source}: rope_type is {kind!r}, but Lathe supports {', '.join(ROPE_TYPES)} only",
+            "give a checkpoint without it",
+        )
+    known = {key: value for key, value in found.items() if key in _RopeJson.model_fields}
+    return checked({**known, "rope_type": kind}, _RopeJson, source, HINT).rope()
+
+
+def rope_json(rope: Rope, end_ids: tuple[int, ...]) -> dict[str, Any]:
+    """The keys of a rotary embedding in the form that all versions of transformers read, and the
+    ids that end a text."""
+    scaling: dict[str, Any] | None = None
+    if rope.scaling is not None:
+        scaling = {"rope_type": rope.scaling.rope_type, "factor": rope.scaling.factor}
+        if rope.scaling.rope_type == "llama3":
+            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            scaling |= {name: getattr(rope.scaling, name) for name in names}
+    partial = rope.partial_rotary_factor
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        **({"partial_rotary_factor": partial} if not math.isclose(partial, 1) else {}),
+        "bos_token_id": None,
+        "eos_token_id": end_ids[0] if len(end_ids) == 1 else list(end_ids) or None,
+    }
+
+
+def end_ids(values: dict[str, Any], source: str) -> list[int]:
+    """`eos_token_id` of a `config.json` or `generation_config.json`: an id, a list, or none."""
+    found = values.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    return checked(ids, list[_Id], f"{source}: eos_token_id", HINT)
+
+
+def read_end_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that `generation_config.json` ends a text at; empty if it is not there.
+
+    Raises:
+        UserError: it is broken.
+    """
+    path = folder / GENERATION
+    if not path.is_file():
+        return ()
+    return tuple(end_ids(read_json(path, "copy the checkpoint again"), str(path)))

@@ -1,0 +1,73 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) of queries and keys.
+
+As in Hugging Face's Llama, feature i is rotated with feature i + n / 2 of the n rotated ones.
+Angles, cosines and sines are float32.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lathe.model.rope import Rope
+
+LEAST_LENGTH = 256
+
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of every token, (T, n_rotated) or (B, 1, T, n_rotated)."""
+
+
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position, (n_rotated / 2,) float32."""
+    n = rope.n_rotated(head_dim)
+    exponents = torch.arange(0, n, 2, dtype=torch.int64).float() / n
+    plain = 1.0 / rope.theta**exponents
+    if rope.scaling is None:
+        return plain
+    slow = plain / rope.scaling.factor
+    if rope.scaling.rope_type == "linear":
+        return slow
+    low, high = rope.scaling.low_freq_factor, rope.scaling.high_freq_factor
+    periods = rope.scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    share = ((periods - low) / (high - low)).clamp(0, 1)  # of the unchanged frequency
+    return (1 - share) * slow + share * plain
+
+
+def rotation(
+    rope: Rope, head_dim: int, device: torch.device, tokens: range, positions: Tensor | None
+) -> Rotation:
+    """The rotation of the tokens at `positions` (B, T), or else at `tokens`."""
+    if positions is None:
+        length = max(LEAST_LENGTH, 1 << (tokens.stop - 1).bit_length())
+        cos, sin = _table(rope, head_dim, length, device)
+        return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]
+    angles = positions[:, None, :, None].float() * _frequencies(rope, head_dim, device)
+    twice = torch.cat((angles, angles), -1)
+    return twice.cos(), twice.sin()
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotate heads (B, H, T, D)."""
+    cos, sin = by
+    n = cos.shape[-1]
+    rotated, kept = x[..., :n].float(), x[..., n:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = (rotated * cos + torch.cat((-second, first), -1) * sin).type_as(x)
+    return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
+
+
+@lru_cache(maxsize=8)
+def _table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
+    """The rotation of `length` tokens from 0."""
+    with torch.inference_mode(False):  # gradients may be wanted of what it rotates
+        angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
+        twice = torch.cat((angles, angles), -1)
+        return twice.cos().to(device), twice.sin().to(device)
+
+
+@lru_cache(maxsize=8)
+def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return frequencies(rope, head_dim).to(device)

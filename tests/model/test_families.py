@@ -1,0 +1,340 @@
+"""Llama, Mistral, Qwen2 and Qwen3 against transformers' classes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GlmConfig,
+    LlamaConfig,
+    Qwen2Config,
+)
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from lathe.config.settings import GenerationSettings, Recipe
+from lathe.errors import UserError
+from lathe.model.block import KVCache
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.config import GPTConfig, read_config
+from lathe.model.folder import checkpoint_digest
+from lathe.model.generate import generate
+from lathe.model.gpt import GPT
+from lathe.model.rope import Rope, RopeScaling
+from lathe.model.rotary import frequencies, rotate, rotation
+from tests.support.families import FAMILIES, LLAMA3, VOCABULARY, make, save
+
+TOKENS = torch.randint(VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(3))
+every_family = pytest.mark.parametrize("case", FAMILIES)
+
+
+def folder_of(case: str, path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
+    return save(make(case, **changes), path / "hf", tokenizer)
+
+
+@every_family
+def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    theirs, ours = make(case), load_checkpoint(folder_of(case, tmp_path, byte_tokenizer)).model
+    with torch.inference_mode():
+        expected = theirs(TOKENS).logits
+        assert expected.std() > 0.3
+        torch.testing.assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-5)
+        cache = KVCache.allocate(ours, 2, 60)
+        parts = [ours.hidden(TOKENS[:, :40], cache=cache)]
+        parts += [ours.hidden(TOKENS[:, i : i + 1], cache=cache) for i in range(40, 60)]
+        torch.testing.assert_close(ours.head(torch.cat(parts, 1)), expected, atol=1e-5, rtol=1e-5)
+    assert ours.config.n_params() == sum(p.numel() for p in theirs.parameters())
+
+
+@every_family
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padded_rows_equal_transformers(
+    case: str, padding: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    theirs, ours = make(case), load_checkpoint(folder_of(case, tmp_path, byte_tokenizer)).model
+    own = torch.ones(2, 60, dtype=torch.bool)
+    own[0, slice(0, 13) if padding == "left" else slice(47, 60)] = False
+    positions = (own.cumsum(1) - 1).clamp(min=0)
+    causal = torch.ones(60, 60, dtype=torch.bool).tril()
+    mask = causal & own[:, None, :] | torch.eye(60, dtype=torch.bool)
+    with torch.inference_mode():
+        expected = theirs(TOKENS, attention_mask=own.long(), position_ids=positions).logits
+        found = ours.head(ours.hidden(TOKENS, positions, mask[:, None]))
+    torch.testing.assert_close(found[own], expected[own], atol=1e-5, rtol=1e-5)
+
+
+@every_family
+def test_greedy_and_beam_texts_equal_transformers(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    theirs = make(case)
+    ours = load_checkpoint(save(theirs, tmp_path / "hf", byte_tokenizer))
+    settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=20)
+    prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()]
+    free = generate(ours.model, prompts, settings)
+    ends = [free[0][6], free[1][9]]  # both end before the limit
+    for strategy, beams in (("greedy_search", 1), ("beam_search", 3)):
+        settings = GenerationSettings(
+            decode_strategy=strategy, max_dec_len=20, min_dec_len=0, num_beams=max(2, beams)
+        )
+        found = generate(ours.model, prompts, settings, ends)
+        for prompt, row in zip(prompts, found, strict=True):
+            expected = theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=20,
+                do_sample=False,
+                num_beams=beams,
+                eos_token_id=ends,
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+            assert row == (expected[:-1] if expected[-1] in ends else expected)
+
+
+@every_family
+def test_transformers_reads_what_lathe_writes(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    theirs = make(case)
+    loaded = load_checkpoint(save(theirs, tmp_path / "hf", byte_tokenizer))
+    save_checkpoint(tmp_path / "own", loaded.model, byte_tokenizer, "test", Recipe())
+    tensors, original = load_file(tmp_path / "own" / "model.safetensors"), theirs.state_dict()
+    if "lm_head.weight" not in tensors:
+        del original["lm_head.weight"]
+    assert tensors.keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in tensors.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()
+    assert type(again) is type(theirs)
+    with torch.inference_mode():
+        assert torch.equal(again(TOKENS).logits, theirs(TOKENS).logits)
+    config = load_checkpoint(tmp_path / "own").model.config
+    assert config == loaded.model.config and config.is_uniform
+
+
+def test_a_pruned_shape_is_read_back_bit_for_bit(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    plain = read_config(folder_of("qwen3", tmp_path, byte_tokenizer))
+    values = plain.to_json()
+    values["lathe"] |= {"n_head": [4, 2, 3], "n_kv_head": [2, 1, 3], "n_inner": [80, 7, 64]}
+    model = GPT(GPTConfig.from_json(values))
+    model.initialize(0.2, seed=1)
+    assert not model.config.is_uniform and model.config.to_json()["model_type"] == "lathe-qwen3"
+    save_checkpoint(tmp_path / "own", model, byte_tokenizer, "prune", Recipe())
+    again = load_checkpoint(tmp_path / "own").model
+    assert again.config == model.config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    with torch.inference_mode():
+        assert again(TOKENS).isfinite().all()
+
+
+def test_shards_are_read_as_one_file_is(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    whole = save(make("llama"), tmp_path / "whole", byte_tokenizer)
+    parts = save(make("llama"), tmp_path / "parts", byte_tokenizer, max_shard_size="80KB")
+    shards = sorted(parts.glob("model-*.safetensors"))
+    assert len(shards) > 2 and not (parts / "model.safetensors").exists()
+    one, many = load_checkpoint(whole), load_checkpoint(parts)
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(many.model.state_dict()[name], tensor)
+    before = checkpoint_digest(parts)
+    flipped = bytearray(shards[1].read_bytes())
+    flipped[-1] ^= 1
+    shards[1].write_bytes(flipped)
+    assert checkpoint_digest(parts) != before
+    shards[1].unlink()
+    with pytest.raises(UserError, match=rf"names {shards[1].name}, which is not in the folder"):
+        load_checkpoint(parts)
+
+
+@pytest.mark.parametrize("shard", ["../whole/model.safetensors", "/etc/passwd", "a.bin"])
+def test_an_index_that_names_a_file_elsewhere(
+    shard: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    parts = save(make("llama"), tmp_path / "parts", byte_tokenizer, max_shard_size="80KB")
+    index = parts / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = shard
+    index.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="which is not a shard in its folder"):
+        load_checkpoint(parts)
+
+
+def test_bfloat16_weights_are_read(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    folder = save(make("qwen2").to(torch.bfloat16), tmp_path / "hf", byte_tokenizer)
+    ours = load_checkpoint(folder).model
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs(TOKENS).logits
+        torch.testing.assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, RopeScaling("linear", 2.5), RopeScaling("llama3", 4.0, 1.0, 4.0, 24)],
+    ids=["plain", "linear", "llama3"],
+)
+def test_rotations_equal_transformers(scaling: RopeScaling | None) -> None:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+    if scaling and scaling.rope_type == "llama3":
+        parameters = LLAMA3
+    elif scaling:
+        parameters = {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
+    positions = torch.tensor([[0, 1, 5, 400], [7, 300, 2, 90]])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    found = rotation(Rope(500.0, 1.0, scaling), 16, torch.device("cpu"), range(4), positions)
+    torch.testing.assert_close(found, (cos[:, None], sin[:, None]), atol=5e-5, rtol=1e-5)
+    table = rotation(Rope(500.0, 1.0, scaling), 16, torch.device("cpu"), range(3, 9), None)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(3, 9)[None])
+    torch.testing.assert_close(table, (cos[0], sin[0]), atol=1e-6, rtol=1e-5)
+
+
+def test_a_part_of_a_head_is_rotated() -> None:
+    config = GlmConfig(
+        hidden_size=64, num_attention_heads=4, head_dim=16, partial_rotary_factor=0.5
+    )
+    positions = torch.tensor([[0, 1, 5, 400]])
+    cos, sin = GlmRotaryEmbedding(config)(torch.zeros(1), positions)
+    rope = Rope(config.rope_parameters["rope_theta"], 0.5)
+    by = rotation(rope, 16, torch.device("cpu"), range(4), positions)
+    torch.testing.assert_close(by, (cos[:, None], sin[:, None]), atol=1e-5, rtol=1e-5)
+    x = torch.randn(1, 3, 4, 16)
+    turned = rotate(x, by)
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    pairs, before = torch.complex(turned[..., :4], turned[..., 4:8]), x
+    expected = torch.complex(before[..., :4], before[..., 4:8]) * torch.polar(
+        torch.ones(4, 4), positions[0, :, None] * frequencies(rope, 16)
+    )
+    torch.testing.assert_close(pairs, expected, atol=1e-5, rtol=1e-5)
+
+
+REFUSED = {
+    "mixtral": ("llama", {"model_type": "mixtral"}, "model_type is 'mixtral'"),
+    "experts": ("qwen3", {"num_experts": 8}, "num_experts is 8"),
+    "local experts": ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+    "window": ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+    "mistral window": ("mistral", {"sliding_window": 32}, "sliding_window is 32"),
+    "layer types": (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types has 'sliding_attention'",
+    ),
+    "images": ("llama", {"vision_config": {"depth": 2}}, r"vision_config is \{'depth': 2\}"),
+    "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type is 'dynamic'",
+    ),
+    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "is 'longrope'"),
+    "ropes of layers": (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters is not one object",
+    ),
+    "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is"),
+    "pretraining tp": ("llama", {"pretraining_tp": 2}, "pretraining_tp is 2"),
+    "softcap": ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+    "no size": ("llama", {"hidden_size": None}, "hidden_size"),
+    "groups": ("llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3 key-value"),
+    "other weights": ("llama", {"intermediate_size": 96}, r"gate_proj\.weight: \(80, 48\), not"),
+    "theta": ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
+    "end": ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_lathe_does_not_compute_is_refused(
+    name: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    case, changes, message = REFUSED[name]
+    folder = folder_of(case, tmp_path, byte_tokenizer)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    if name != "other weights":  # the others are refused before a weight is read
+        (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=message):
+        load_checkpoint(folder)
+
+
+def test_the_keys_of_earlier_versions_of_transformers_are_read(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    folder = folder_of("llama with biases, tied, llama3", tmp_path, byte_tokenizer)
+    new = read_config(folder)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    form = values.pop("rope_parameters")
+    values["rope_theta"] = form.pop("rope_theta")
+    path.write_text(json.dumps(values | {"rope_scaling": form}))
+    assert read_config(folder) == new
+    assert new.rope == Rope(500.0, 1.0, RopeScaling("llama3", 4.0, 1.0, 4.0, 24))
+
+
+def test_a_text_ends_where_the_generation_config_says(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    folder = folder_of("llama", tmp_path, byte_tokenizer, eos_token_id=7)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert load_checkpoint(folder).end_ids == (256, 7)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 256, 11]}')
+    loaded = load_checkpoint(folder)
+    assert loaded.end_ids == (256, 9, 11)
+    save_checkpoint(tmp_path / "own", loaded.model, byte_tokenizer, "test", Recipe())
+    assert load_checkpoint(tmp_path / "own").end_ids == (256, 9, 11)
+    assert AutoConfig.from_pretrained(tmp_path / "own").eos_token_id == [9, 256, 11]
+
+
+SHAPES = {
+    "smollm2-135m": (
+        LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        ),
+        134_515_008,
+    ),
+    "qwen2.5-0.5b": (
+        Qwen2Config(
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        ),
+        494_032_768,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_of_true_shapes_equal_transformers(
+    name: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    config, parameters = SHAPES[name]
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    ours = load_checkpoint(save(theirs, tmp_path / "hf", byte_tokenizer)).model
+    assert ours.config.n_params() == parameters
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+    os.remove(tmp_path / "hf" / "model.safetensors")

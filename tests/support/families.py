@@ -1,0 +1,78 @@
+"""Small models of Hugging Face's classes with random weights, as folders that they saved."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
+
+VOCABULARY, POSITIONS = 300, 96
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 2},
+    "llama with biases, tied, llama3": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": LLAMA3,
+    },
+    "llama without groups, linear": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "rope_parameters": LINEAR,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "sliding_window": None,
+    },
+    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
+}
+"""What is special about the config of each."""
+
+
+def make(case: str, **changes: Any) -> PreTrainedModel:
+    """A model of `FAMILIES`, whose biases and norms are random too."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 80,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **FAMILIES[case],
+        **changes,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer, **how: Any) -> Path:
+    """Save a model and a tokenizer as Hugging Face's folder."""
+    model.save_pretrained(folder, **how)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
