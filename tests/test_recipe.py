@@ -29,6 +29,9 @@ SHAPES = {
     "gpt-6.7b": ((4096, 32, 32, 1024), 6_654_402_560, (1, 1, 16)),
     "gpt-175b-mp8-pp16": ((12288, 96, 96, 1024), 174_603_264_000, (8, 16, 1)),
     "qat-345m-mp8": ((1024, 24, 16, 1024), 354_871_296, (8, 1, 1)),
+    "smollm2-135m": ((576, 30, 9, 2048), 134_515_008, (1, 1, 1)),
+    "qwen2.5-0.5b": ((896, 24, 14, 4096), 494_032_768, (1, 1, 1)),
+    "llama-1.1b": ((2048, 22, 32, 2048), 1_100_048_384, (1, 1, 1)),
     "prune-6.7b-sharding16": ((4096, 32, 32, 1024), 6_654_402_560, (1, 1, 16)),
 }
 
@@ -60,6 +63,14 @@ def test_shape_and_parameters_are_the_published_ones(name: str) -> None:
     assert (m.hidden_size, m.num_layers, m.num_attention_heads, m.max_position_embeddings) == shape
     assert (d.mp_degree, d.pp_degree, d.sharding.sharding_degree) == degrees
     assert model_config(recipe, data_vocab_size=50257).n_params() == parameters
+
+
+def test_the_twin_of_tiny_is_as_large_and_trained_alike() -> None:
+    twin, tiny = load_recipe("tiny-llama"), load_recipe("tiny")
+    sizes = [model_config(recipe, 4096).n_params() for recipe in (twin, tiny)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+    others = {"Model"}
+    assert twin.model_dump(exclude=others) == tiny.model_dump(exclude=others)
 
 
 def test_one_sequence_length_sets_data_and_positions() -> None:

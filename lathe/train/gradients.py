@@ -20,7 +20,8 @@ class TiedEmbedding:
         self.group: dist.ProcessGroup | None = None
         self.table: Tensor | None = None
         self.is_second_copy = False
-        if workers.mesh["pp"].size() == 1:
+        tied = stages[0].gpt.config.tie_word_embeddings
+        if workers.mesh["pp"].size() == 1 or not tied:
             return
         first, last = workers.mesh.mesh[0].flatten(), workers.mesh.mesh[-1].flatten()
         for ends in zip(first.tolist(), last.tolist(), strict=True):

@@ -226,10 +226,10 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
             "raise Distributed.pp_degree, or leave virtual_pp_degree at 1",
         )
     sizes = {
-        "attention heads": config.n_head,
+        "key-value heads" if config.kv_heads else "attention heads": config.n_kv_head,
         "FFN channels": config.n_inner,
         "ids of vocabulary": [config.vocab_size],
-        "positions": [config.n_positions],
+        "positions": [config.n_positions] if config.rope is None else [],
         "tokens of a sequence": [recipe.Data.Train.dataset.max_seq_len],
     }
     if not layout.sequence_parallel:

@@ -178,17 +178,19 @@ def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     row = RowwiseParallel(output_layouts=residual)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
     norm = SequenceParallel(use_local_output=True) if stage.sequence_parallel else _Replicated()
-    family = stage.gpt.config.architecture
+    of_own_heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # (B, T, G, n, D)
+    config, family = stage.gpt.config, stage.gpt.config.architecture
     styles: dict[str, ParallelStyle] = {
-        **dict.fromkeys(family.embeddings, embedding),
+        **dict.fromkeys((*family.embeddings, *config.tables), embedding),
         **dict.fromkeys((*family.block_norms, family.final_norm), norm),
+        **dict.fromkeys(family.head_norms, of_own_heads),
         **{linear.name: column if linear.style == "column" else row for linear in family.linears},
     }
     plan = {
         name: style
         for name, _ in stage.gpt.named_modules()
         for ending, style in styles.items()
-        if name == ending or (name.startswith("h.") and name.endswith(f".{ending}"))
+        if name == ending or (name.startswith(f"{family.blocks}.") and name.endswith(f".{ending}"))
     }
     # A style partitions all that is under its module; an observer is to stay as it is.
     linears = [m for m in stage.gpt.modules() if isinstance(m, FakeQuantLinear)]

@@ -1,21 +1,83 @@
 """The shape of the model that a recipe trains."""
 
-from lathe.config.settings import Recipe
+from lathe.config.settings import ModelSettings, Recipe
+from lathe.errors import UserError
+from lathe.model.architecture import ARCHITECTURES, Architecture
 from lathe.model.config import GPTConfig
+from lathe.model.config_json import read_rope
+from lathe.model.rope import Rope
 
 VOCAB_MULTIPLE = 128
+OF_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
     """The recipe's shape; `Model.vocab_size` defaults to the data's, padded to a multiple of
-    128."""
+    128.
+
+    Raises:
+        UserError: a setting that the family does not have, or heads that cannot share keys and
+            values equally.
+    """
     m = recipe.Model
+    family = ARCHITECTURES[m.architecture]
+    _require_own_settings(m, family)
+    groups = m.num_key_value_heads or m.num_attention_heads
+    if m.num_attention_heads % groups:
+        raise UserError(
+            f"Model.num_attention_heads {m.num_attention_heads} cannot share "
+            f"num_key_value_heads {groups} equally",
+            "choose a number of key-value heads that divides it",
+        )
     padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return GPTConfig(
+    tie = m.tie_word_embeddings
+    config = GPTConfig(
         vocab_size=m.vocab_size or padded,
         n_positions=m.max_position_embeddings,
         n_embd=m.hidden_size,
-        head_dim=m.hidden_size // m.num_attention_heads,
+        head_dim=m.head_dim or m.hidden_size // m.num_attention_heads,
         n_head=(m.num_attention_heads,) * m.num_layers,
         n_inner=(m.ffn_size,) * m.num_layers,
+        layer_norm_epsilon=m.rms_norm_eps or family.epsilon,
+        architecture=family,
+        kv_heads=(groups,) * m.num_layers if family.has_head_dim else (),
+        rope=_rope(m) if family.positions == "rotary" else None,
+        tie_word_embeddings=family.ties if tie is None else tie,
     )
+    if config.rope is not None and config.rope.n_rotated(config.head_dim) % 2:
+        raise UserError(
+            f"Model: {config.rope.n_rotated(config.head_dim)} features of a head are to be "
+            "rotated, an odd number",
+            "choose another head_dim or partial_rotary_factor",
+        )
+    return config
+
+
+def _rope(settings: ModelSettings) -> Rope:
+    given = {
+        "rope_theta": settings.rope_theta,
+        "partial_rotary_factor": settings.partial_rotary_factor,
+    }
+    found = {key: value for key, value in given.items() if value is not None}
+    return read_rope({**found, **settings.rope_scaling}, "Model.rope_scaling")
+
+
+def _require_own_settings(settings: ModelSettings, family: Architecture) -> None:
+    """Raise UserError for a setting that is given and means nothing in the family."""
+    foreign = {
+        **dict.fromkeys(("num_key_value_heads", "head_dim"), not family.has_head_dim),
+        **dict.fromkeys(OF_ROTARY, family.positions != "rotary"),
+        "rms_norm_eps": family.norm != "rms_norm",
+        "tie_word_embeddings": settings.tie_word_embeddings
+        not in (
+            None,
+            *family.arithmetic.get("tie_word_embeddings", (True, False)),
+        ),
+    }
+    for name, is_foreign in foreign.items():
+        value = getattr(settings, name)
+        if is_foreign and value not in (None, {}):
+            raise UserError(
+                f"Model.{name} is {value}, which {family.title} does not have",
+                f"leave it out, or choose another Model.architecture than {family.model_type}",
+            )

@@ -7,8 +7,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lathe.config.recipe import load_recipe
+from lathe.model.architecture import LLAMA
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.model.rope import Rope
 from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops
 from lathe.train.shape import model_config
 from tests.conftest import small_config
@@ -20,8 +22,14 @@ from tests.conftest import small_config
         small_config(),
         small_config(n_head=(1, 3, 4), n_inner=(10, 96, 50)),  # pruned
         small_config(vocab_size=1000, n_head=(4,), n_inner=(192,)),
+        small_config(
+            architecture=LLAMA,
+            kv_heads=(2, 1),
+            rope=Rope(),
+            tie_word_embeddings=False,
+        ),
     ],
-    ids=["whole", "pruned", "one layer"],
+    ids=["whole", "pruned", "one layer", "llama"],
 )
 @pytest.mark.parametrize("seq_len", [64, 24])
 def test_equals_the_flop_counter_of_torch(config: GPTConfig, seq_len: int) -> None:

@@ -30,6 +30,12 @@ BASE = (
 )
 DP, MP, PP = (f"Distributed.{name}_degree=2" for name in ("dp", "mp", "pp"))
 SP = "Model.sequence_parallel=True"
+LLAMA = (
+    "Model.architecture=llama",
+    "Model.num_key_value_heads=2",
+    "Model.ffn_hidden_size=384",
+    "Model.tie_word_embeddings=True",
+)
 HALF = ("Engine.mix_precision.dtype=bfloat16", "Model.vocab_size=384")
 
 
@@ -48,6 +54,8 @@ ONE = {
     "full_attn": recompute("full_attn"),
     "bfloat16-O1": HALF,
     "bfloat16-O2": (*HALF, "Engine.mix_precision.level=O2"),
+    "llama": LLAMA,
+    "qwen3-untied": (*LLAMA, "Model.architecture=qwen3", "Model.tie_word_embeddings=False"),
 }
 TWO = {
     "dp2": (DP,),
@@ -155,8 +163,12 @@ def test_estimate_is_what_torch_allocates(
         recipe = load_recipe("tiny", [*BASE, *cases[name]])
         config = model_config(recipe, VOCABULARY)
         layout = own_layout(config, recipe, 1 if cases is ONE else 2)
-        # A CPU's softmax of half precision makes a float copy; torch's interleaved schedule may
-        # free what it sent a moment sooner than is assumed.
-        tolerance = 0.05 if "interleaved" in name or "bfloat16" in name else 0.02
+        # A CPU's softmax of half precision makes a float copy, and its RMSNorm, unlike a GPU's
+        # fused one, keeps what it has normalized; torch's interleaved schedule may free what it
+        # sent a moment sooner than is assumed.
+        is_rough = any(word in name for word in ("interleaved", "bfloat16", "llama", "qwen3"))
+        tolerance = (
+            0.02 if not is_rough else 0.06 if "Model.architecture" in str(cases[name]) else 0.05
+        )
         estimated = estimate(config, recipe, layout).total
         assert estimated == pytest.approx(allocated, rel=tolerance), name

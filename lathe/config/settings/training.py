@@ -92,17 +92,29 @@ class ModelSettings(Settings):
 
     A stage that starts from a checkpoint takes the shape from there, and from here dropout,
     recomputation, `sequence_parallel` and `virtual_pp_degree`. PaddleFleetX's group;
-    `scale_residual_init` is Lathe's own.
+    `scale_residual_init` is Lathe's own, and so is what the families other than GPT-2 add, whose
+    keys are Hugging Face's.
     """
 
+    architecture: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = "gpt2"
+    """Family of the model, by Hugging Face's name. All but `gpt2` have rotary positions, RMSNorm
+    and a gated feed-forward layer; `qwen2` has biases on queries, keys and values, `qwen3` norms
+    of queries and keys."""
     vocab_size: Positive | None = 50304
     """Rows of the token embedding; null pads the data's vocabulary to a multiple of 128."""
     hidden_size: Positive = 1024
-    """Width of the residual stream; it has to be a multiple of `num_attention_heads`."""
+    """Width of the residual stream; it has to be a multiple of `num_attention_heads` unless
+    `head_dim` is given."""
     num_layers: Annotated[int, Field(gt=0, le=10_000)] = 24
     """Number of Transformer blocks."""
     num_attention_heads: Positive = 16
     """Attention heads of each block."""
+    num_key_value_heads: Positive | None = None
+    """Key-value heads of each block, each shared by as many attention heads; null gives every
+    attention head its own. Not for `gpt2`."""
+    head_dim: Positive | None = None
+    """Width of an attention head; null stands for `hidden_size` / `num_attention_heads`. Not for
+    `gpt2`."""
     ffn_hidden_size: Positive | None = None
     """Width of the feed-forward layer; null stands for 4 x `hidden_size`."""
     hidden_dropout_prob: Probability = 0.1
@@ -111,6 +123,21 @@ class ModelSettings(Settings):
     """Dropout probability on the attention weights during training."""
     max_position_embeddings: Positive = 1024
     """Longest sequence the model can take, in tokens."""
+    rope_theta: Annotated[float, Field(gt=1, le=1e12)] | None = None
+    """Base of the frequencies of rotary positions; null stands for 10000. Not for `gpt2`, whose
+    positions are learned."""
+    rope_scaling: dict[str, str | float] = Field(default={})
+    """How those frequencies are changed for longer texts, in Hugging Face's words:
+    `{rope_type: linear, factor: 2}`, or `llama3` with `factor`, `low_freq_factor`,
+    `high_freq_factor` and `original_max_position_embeddings`. Not for `gpt2`."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a head's features that is rotated; null stands for all. Not for `gpt2`."""
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Number added to the mean square in RMSNorm; null stands for 1e-6. Not for `gpt2`, which has
+    LayerNorm with 1e-5."""
+    tie_word_embeddings: bool | None = None
+    """Whether the output layer is the token embedding; null stands for yes in `gpt2`, where it has
+    to be, and for no in the others."""
     initializer_range: Annotated[float, Field(gt=0, le=100)] = 0.02
     """Standard deviation of the normal distribution that initial weights are drawn from."""
     scale_residual_init: bool = False
@@ -131,7 +158,7 @@ class ModelSettings(Settings):
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> "ModelSettings":
-        if self.hidden_size % self.num_attention_heads:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of "
                 f"num_attention_heads {self.num_attention_heads}"

@@ -1,0 +1,202 @@
+"""Families other than GPT-2 train as transformers' classes do, in every layout, and resume."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.train.batch import Batch
+from lathe.train.batches import TrainBatches
+from lathe.train.pretrain import new_model, pretrain
+from lathe.train.shape import model_config
+from tests.support.small_run import SMALL, kill_after_saves, records, run_layouts, start
+
+SHAPE = (
+    *SMALL,
+    "Model.architecture=qwen3",
+    "Model.num_layers=4",
+    "Model.num_key_value_heads=2",
+    "Model.ffn_hidden_size=56",
+    "Model.rope_theta=500",
+)
+UNTIED, TIED = "Model.tie_word_embeddings=False", "Model.tie_word_embeddings=True"
+LLAMA = (*SHAPE, "Model.architecture=llama", TIED)
+QWEN2 = (*SHAPE, "Model.architecture=qwen2", UNTIED)
+BASE = (
+    *SHAPE,
+    UNTIED,
+    "Engine.max_steps=10",
+    "Engine.eval_freq=5",
+    "Global.global_batch_size=16",
+    "Global.local_batch_size=",
+    "Engine.save_load.save_steps=1000",
+)
+DP, MP, PP = (f"Distributed.{name}_degree=2" for name in ("dp", "mp", "pp"))
+SP, SHARD = "Model.sequence_parallel=True", "Distributed.sharding.sharding_degree=2"
+STAGE3 = "Distributed.sharding.sharding_stage=3"
+TWO = {
+    "dp2": (DP,),
+    "mp2": (MP,),
+    "mp2-sequence-parallel": (MP, SP),
+    "pp2": (PP,),
+    "pp2-tied": (PP, TIED),
+    "pp2-interleaved": (PP, "Model.virtual_pp_degree=2"),
+    "sharding2-stage3-recompute": (SHARD, STAGE3, "Model.use_recompute=True"),
+}
+FOUR = {"mp2-pp2-sequence-parallel": (MP, PP, SP), "mp2-sharding2": (MP, SHARD, STAGE3)}
+
+
+@pytest.mark.parametrize("shape", [LLAMA, QWEN2, (*SHAPE, UNTIED)], ids=["llama", "qwen2", "qwen3"])
+def test_twenty_steps_equal_a_loop_with_transformers(
+    shape: tuple[str, ...], small_data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    recipe = load_recipe("tiny", shape)
+    model = new_model(model_config(recipe, 257), recipe.Model)
+    model.initialize(0.02, recipe.Global.seed)
+    save_checkpoint(tmp_path / "start", model, byte_tokenizer, "pretrain", Recipe())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "start").train()
+    batches = TrainBatches(recipe, TokenDataset.open(small_data), Batch(8, 8, 8, 1), 0)
+    named = list(theirs.named_parameters())
+    spared = [p for n, p in named if "norm" in n or n.endswith("bias")]
+    decayed = [p for n, p in named if "norm" not in n and not n.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}],
+        betas=(0.9, 0.999),
+    )
+    trace = []
+    for step in range(20):
+        x = torch.from_numpy(batches(step, 0))
+        logits = theirs(x[:, :-1]).logits
+        loss = -logits.log_softmax(-1).gather(2, x[:, 1:, None]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * (step + 1) / 2  # 2 warm-up steps of 20
+            if step >= 2:
+                cosine = 0.5 * (1 + math.cos(math.pi * (step + 1 - 2) / 18))
+                group["lr"] = 2e-4 + (2e-3 - 2e-4) * cosine
+        optimizer.step()
+        trace.append(loss.item())
+    batches.close()
+    pretrain(recipe, small_data, tmp_path / "run")
+    np.testing.assert_allclose(records(tmp_path / "run", "loss"), trace, atol=1e-4)
+    assert trace[-1] < trace[0] - 0.5
+
+
+def test_weights_begin_as_those_of_transformers(small_data: Path) -> None:
+    """N(0, initializer_range) in every matrix and embedding, biases of 0 and norms of 1."""
+    recipe = load_recipe("tiny", (*QWEN2, "Model.hidden_size=128", "Model.ffn_hidden_size=256"))
+    model = new_model(model_config(recipe, 257), recipe.Model)
+    model.initialize(0.02, seed=1)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:
+            assert float(parameter.detach().std()) == pytest.approx(0.02, rel=0.05), name
+
+
+@pytest.fixture(scope="module")
+def alone(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    for name, tie in (("untied", UNTIED), ("tied", TIED)):
+        pretrain(load_recipe("tiny", (*BASE, tie)), small_data, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with a run of every layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for workers, layouts in ((2, TWO), (4, FOUR)):
+        wanted = {folder / name: ("tiny", *BASE, *o) for name, o in layouts.items()}
+        run_layouts(small_data, wanted, workers)
+    return folder
+
+
+@pytest.mark.parametrize("layout", [*TWO, *FOUR])
+@pytest.mark.slow
+def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone: Path) -> None:
+    one, run = alone / ("tied" if "-tied" in layout else "untied"), runs / layout
+    assert len(records(run, "loss")) == 10
+    for key in ("loss", "eval_loss", "grad_norm"):
+        np.testing.assert_allclose(records(run, key), records(one, key), atol=1e-4)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, one))
+    assert ours.keys() == theirs.keys()
+    assert ("lm_head.weight" in ours) == ("-tied" not in layout)
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(ours[name], tensor, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+def test_recompute_leaves_every_bit(
+    granularity: str, small_data: Path, tmp_path: Path, alone: Path
+) -> None:
+    on = ("Model.use_recompute=True", f"Model.recompute_granularity={granularity}")
+    pretrain(load_recipe("tiny", (*BASE, *on)), small_data, tmp_path / "run")
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert records(tmp_path / "run", key) == records(alone / "untied", key)
+
+
+def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    pretrain(load_recipe("tiny", LLAMA), small_data, whole)
+    kill_after_saves(
+        start("pretrain", small_data, killed, overrides=LLAMA[len(SMALL) :]), killed, 1
+    )
+    pretrain(load_recipe("tiny", LLAMA), small_data, killed)
+    for key in ("loss", "eval_loss", "lr", "grad_norm"):
+        assert records(killed, key) == records(whole, key)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (killed, whole))
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_training_goes_on_from_a_checkpoint(small_data: Path, tmp_path: Path) -> None:
+    pretrain(load_recipe("tiny", LLAMA), small_data, tmp_path / "first")
+    again = load_recipe("tiny", (*SMALL, "Engine.max_steps=5"))  # the shape is the checkpoint's
+    result = pretrain(again, small_data, tmp_path / "second", tmp_path / "first")
+    assert result.first_eval_loss == pytest.approx(
+        records(tmp_path / "first", "eval_loss")[-1], abs=1e-5
+    )
+    assert load_checkpoint(tmp_path / "second").model.config.architecture.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("Model.rope_theta=500",), r"Model.rope_theta is 500\.0, which GPT-2 does not have"),
+        (("Model.num_key_value_heads=2",), "num_key_value_heads is 2, which GPT-2 does not have"),
+        (("Model.head_dim=16",), "head_dim is 16, which GPT-2 does not have"),
+        (("Model.rms_norm_eps=1e-5",), "rms_norm_eps is 1e-05, which GPT-2 does not have"),
+        ((UNTIED,), "tie_word_embeddings is False, which GPT-2 does not have"),
+        ((*SHAPE, "Model.num_key_value_heads=3"), "num_key_value_heads 3 equally"),
+        ((*SHAPE, "Model.rope_scaling={rope_type: yarn, factor: 2}"), "rope_type is 'yarn'"),
+        ((*SHAPE, "Model.partial_rotary_factor=0.4"), "3 features of a head are to be rotated"),
+    ],
+)
+def test_settings_that_do_not_belong_to_the_family(
+    overrides: tuple[str, ...], message: str, small_data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        pretrain(load_recipe("tiny", (*SMALL, *overrides)), small_data, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_groups_that_tensor_parallelism_cannot_divide(small_data: Path, tmp_path: Path) -> None:
+    from lathe.train.layout import own_layout
+
+    recipe = load_recipe("tiny", (*SHAPE, "Model.num_key_value_heads=1", MP))
+    with pytest.raises(UserError, match=r"1 key-value heads cannot be divided by .*mp_degree 2"):
+        own_layout(model_config(recipe, 257), recipe, 2)
