@@ -28,8 +28,9 @@ class Importance:
     channels: list[Tensor]
 
 
-Score = Callable[[GPT, Iterable[Tensor]], Importance]
-"""Scores a model in eval mode, on calibration tokens (B, T + 1) if it uses data."""
+Score = Callable[[GPT, Iterable[Tensor], bool], Importance]
+"""Scores a model in eval mode, on calibration tokens (B, T + 1) if it uses data; of query heads one
+by one, or of key-value heads with the query heads that share them."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,19 @@ class Criterion:
     comparable: bool = False
 
 
-def importance(model: GPT, criterion: str, batches: Iterable[Tensor]) -> Importance:
+def importance(
+    model: GPT, criterion: str, batches: Iterable[Tensor], of_queries: bool = False
+) -> Importance:
     """Score every head and channel by one of `CRITERIA`.
 
     Args:
         batches: calibration tokens (B, T + 1), for criteria that use data.
+        of_queries: score query heads one by one, not key-value heads with their query heads.
     """
     training = model.training
     model.eval()
     try:
-        return CRITERIA[criterion].score(model, batches)
+        return CRITERIA[criterion].score(model, batches, of_queries)
     finally:
         model.train(training)
 
@@ -62,11 +66,14 @@ def importance(model: GPT, criterion: str, batches: Iterable[Tensor]) -> Importa
 def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
     """Score the rows (units, weights) of a layer's first linears, without data."""
 
-    def of_model(model: GPT, _: Iterable[Tensor]) -> Importance:
+    def of_model(model: GPT, _: Iterable[Tensor], of_queries: bool) -> Importance:
         heads, channels, family = [], [], model.config.architecture
         for i, block in enumerate(model.blocks):
             qkv = block.get_parameter(f"{family.column('heads').name}.weight")
-            heads.append(score(qkv.detach().view(model.config.n_kv_head[i], -1)))
+            groups, n = model.config.n_kv_head[i], model.config.per_group[i]
+            rows = qkv.detach().view(groups, n + 2, -1)  # of each group its queries, key and value
+            rows = rows[:, :n].flatten(0, 1) if of_queries else rows.flatten(1)
+            heads.append(score(rows))
             ffn = block.get_parameter(f"{family.column('channels').name}.weight")
             channels.append(score(ffn.detach().view(model.config.n_inner[i], -1)))
         return Importance(heads, channels)
@@ -82,9 +89,14 @@ def _readers(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
     return found  # type: ignore[return-value]
 
 
+def _heads(model: GPT, of_queries: bool) -> tuple[int, ...]:
+    """Heads of every layer that are scored."""
+    return model.config.n_head if of_queries else model.config.n_kv_head
+
+
 @torch.no_grad()
-def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
-    heads = [torch.zeros(n) for n in model.config.n_kv_head]
+def _of_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
+    heads = [torch.zeros(n) for n in _heads(model, of_queries)]
     channels = [torch.zeros(n) for n in model.config.n_inner]
     tokens = 0
 
@@ -113,7 +125,7 @@ def _of_activations(model: GPT, batches: Iterable[Tensor]) -> Importance:
     return Importance([s / tokens for s in heads], [s / tokens for s in channels])
 
 
-def gate_slopes(model: GPT, batches: Iterable[Tensor]) -> Importance:
+def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False) -> Importance:
     """First-order change of each sequence's mean loss if a unit's output is zeroed: (N, H) and
     (N, F) per layer for N sequences.
 
@@ -125,7 +137,7 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor]) -> Importance:
     """
     linears = [linear for pair in _readers(model) for linear in pair]
     slopes: list[list[Tensor]] = [[] for _ in linears]
-    counts = model.config.n_kv_head
+    counts = _heads(model, of_queries)
     gates: dict[nn.Module, Tensor] = {}
 
     def apply_gate(linear: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -152,8 +164,8 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor]) -> Importance:
     return Importance(whole[0::2], whole[1::2])
 
 
-def _of_gates(model: GPT, batches: Iterable[Tensor]) -> Importance:
-    slopes = gate_slopes(model, batches)
+def _of_gates(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
+    slopes = gate_slopes(model, batches, of_queries)
     return Importance(
         [s.square().mean(0) for s in slopes.heads], [s.square().mean(0) for s in slopes.channels]
     )

@@ -9,16 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lathe.compress.criteria import CRITERIA, importance
+from lathe.compress.criteria import CRITERIA, Importance, importance
 from lathe.compress.enabled import require_enabled
 from lathe.compress.widths import (
     Cost,
     KeptUnits,
+    by_rank,
     choose_global,
     choose_layers,
     choose_uniform,
     keep_layers,
     largest_units,
+    of_ranks,
     shrink,
 )
 from lathe.config.settings import PruneSettings, Recipe
@@ -120,28 +122,59 @@ def cut(
         return _to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
         model = keep_layers(model, _best_layers(model, settings.layers, calibration))
-    left = (1 - settings.ratio) ** (index / settings.rounds)
-    whole = _block_parameters(dense) * model.config.n_layer / dense.n_layer
-    ratio = max(0.0, 1 - left * whole / _block_parameters(model.config))
-    scores = importance(model, settings.criterion, calibration)
+    left, of_queries = (
+        (1 - settings.ratio) ** (index / settings.rounds),
+        _of_queries(settings, dense),
+    )
+    whole = _block_parameters(dense, of_queries) * model.config.n_layer / dense.n_layer
+    ratio = max(0.0, 1 - left * whole / _block_parameters(model.config, of_queries))
+    scores, order = _scores(model, settings, calibration, of_queries)
+    multiple = settings.channel_multiple
     if settings.scope == "uniform":
-        return shrink(model, choose_uniform(scores, ratio, settings.channel_multiple))
-    cost, comparable = Cost.parameters(model.config), CRITERIA[settings.criterion].comparable
-    kept = choose_global(scores, cost, ratio, settings.channel_multiple, comparable)
-    return shrink(model, kept)
+        kept = choose_uniform(scores, ratio, multiple)
+    else:
+        cost = Cost.parameters(model.config, of_queries)
+        comparable = CRITERIA[settings.criterion].comparable
+        kept = choose_global(scores, cost, ratio, multiple, comparable)
+    return shrink(model, of_ranks(kept, order) if of_queries else kept)
+
+
+def _of_queries(settings: PruneSettings, config: GPTConfig) -> bool:
+    """Whether query heads are removed, and not key-value heads with theirs.
+
+    Raises:
+        UserError: they are to be, and every one has keys and values of its own.
+    """
+    if settings.head_unit == "query" and config.n_head == config.n_kv_head:
+        raise UserError(
+            "Compress.Prune.head_unit is query, but every query head of the model has keys and "
+            "values of its own",
+            "set Compress.Prune.head_unit=group",
+        )
+    return settings.head_unit == "query"
+
+
+def _scores(
+    model: GPT, settings: PruneSettings, calibration: Sequence[Tensor], of_queries: bool
+) -> tuple[Importance, list[Tensor]]:
+    """Scores of what can be removed, and of query heads their order within their groups."""
+    scores = importance(model, settings.criterion, calibration, of_queries)
+    return by_rank(scores, model.config.n_kv_head) if of_queries else (scores, [])
 
 
 def _to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor]) -> GPT:
     """Prune to the widths that the recipe gives."""
     config, kept = model.config, [i for i, heads in enumerate(settings.heads) if heads]
-    for name, have in (("heads", config.n_kv_head), ("channels", config.n_inner)):
+    of_queries = _of_queries(settings, config)
+    have_heads = config.per_group if of_queries else config.n_kv_head
+    for name, have in (("heads", have_heads), ("channels", config.n_inner)):
         wanted = getattr(settings, name)
         if len(wanted) != config.n_layer or any(w > h for w, h in zip(wanted, have, strict=True)):
             raise UserError(
                 f"Compress.Prune.{name} is {wanted}, but the model's layers have {list(have)}",
                 "give a number for every layer, at most as large",
             )
-    scores = importance(model, settings.criterion, calibration)
+    scores, order = _scores(model, settings, calibration, of_queries)
     largest = [
         KeptUnits(
             largest_units(scores.heads[i], settings.heads[i]),
@@ -149,7 +182,8 @@ def _to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor
         )
         for i in kept
     ]
-    return shrink(keep_layers(model, kept), largest)
+    units = of_ranks(largest, [order[i] for i in kept]) if of_queries else largest
+    return shrink(keep_layers(model, kept), units)
 
 
 @torch.no_grad()
@@ -163,9 +197,11 @@ def _best_layers(model: GPT, remove: int, calibration: Sequence[Tensor]) -> list
     return choose_layers(loss, model.config.n_layer, remove)
 
 
-def _block_parameters(config: GPTConfig) -> float:
-    cost = Cost.parameters(config)
-    return cost.head * sum(config.n_kv_head) + cost.channel * sum(config.n_inner)
+def _block_parameters(config: GPTConfig, of_queries: bool) -> float:
+    """Parameters that belong to units."""
+    cost = Cost.parameters(config, of_queries)
+    heads = config.per_group if of_queries else config.n_kv_head
+    return cost.head * sum(heads) + cost.channel * sum(config.n_inner)
 
 
 def _share(recipe: Recipe, index: int) -> Recipe:

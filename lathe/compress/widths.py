@@ -19,10 +19,17 @@ from lathe.model.gpt import GPT
 
 @dataclass(frozen=True)
 class KeptUnits:
-    """Indexes of one layer's surviving heads and FFN channels, ascending."""
+    """Indexes of one layer's surviving heads and FFN channels, ascending.
+
+    Attributes:
+        heads: key-value heads, which are the heads where each has one query head.
+        queries: (len(heads), n) query heads that each of them keeps, from 0 within its group; None
+            keeps all.
+    """
 
     heads: Tensor
     channels: Tensor
+    queries: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,16 @@ class Cost:
     channel: float
 
     @classmethod
-    def parameters(cls, config: GPTConfig) -> "Cost":
-        """Costs in parameters of a model of this shape."""
-        shared = config.head_dim * sum(config.n_head) / sum(config.n_kv_head)
-        unit: dict[Parts, float] = {"heads": shared, "kv_heads": config.head_dim, "channels": 1}
+    def parameters(cls, config: GPTConfig, of_queries: bool = False) -> "Cost":
+        """Costs in parameters of a model of this shape, means over its layers; a head is a
+        key-value head with its query heads, or a query head of every group of a layer."""
+        heads, groups = sum(config.n_head), sum(config.n_kv_head)
+        D, units = config.head_dim, sum(config.per_group) if of_queries else groups
+        unit: dict[Parts, float] = {
+            "heads": D * heads / units,
+            "kv_heads": 0.0 if of_queries else D,
+            "channels": 1,
+        }
         none = dict.fromkeys(unit, 0.0)
 
         def of(units: Units) -> float:
@@ -133,23 +146,64 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     if model.config.quantization is not None:
         raise ValueError("a quantized model cannot be pruned: prune first, then quantize")
     old, groups = model.config, tuple(len(k.heads) for k in kept)
-    shared = [h // g for h, g in zip(old.n_head, old.n_kv_head, strict=True)]
+    queries = [_queries(old, i, layer) for i, layer in enumerate(kept)]
     config = replace(
         old,
-        n_head=tuple(n * g for n, g in zip(shared, groups, strict=True)),
+        n_head=tuple(found.numel() for found in queries),
         kv_heads=groups if old.kv_heads else (),
         n_inner=tuple(len(k.channels) for k in kept),
     )
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
+        n = old.per_group[i]
+        own = torch.tensor([n, n + 1]).expand(len(layer.heads), 2)  # a group's key and value
+        rows = torch.cat([queries[i], own], 1) + (n + 2) * layer.heads[:, None]
+        read = queries[i] + n * layer.heads[:, None]
+        parts = len(old.architecture.column("channels").parts)
+        indexes = {
+            ("heads", "column"): _spans(rows.flatten(), old.head_dim),
+            ("heads", "row"): _spans(read.flatten(), old.head_dim),
+            ("channels", "column"): _spans(layer.channels, parts),
+            ("channels", "row"): layer.channels,
+        }
         for linear in config.architecture.linears:
-            units = layer.heads if linear.units == "heads" else layer.channels
-            n_in, n_out = old.linear_shape(linear, i)
-            side = n_out if linear.style == "column" else n_in
-            index = _spans(units, side // old.groups(linear, i))
             keep = _keep_outputs if linear.style == "column" else _keep_inputs
-            keep(state, f"{config.architecture.block(i)}.{linear.name}", index)
+            path = f"{config.architecture.block(i)}.{linear.name}"
+            keep(state, path, indexes[linear.units, linear.style])
     return _like(model, config, state)
+
+
+def _queries(config: GPTConfig, layer: int, kept: KeptUnits) -> Tensor:
+    """(groups, n) query heads within their groups that a layer keeps."""
+    if kept.queries is not None:
+        return kept.queries
+    return torch.arange(config.per_group[layer]).expand(len(kept.heads), -1)
+
+
+def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list[Tensor]]:
+    """Scores of query heads (H,) as those of what a layer can lose: the r-th most important query
+    head of every group, together.
+
+    Args:
+        groups: key-value heads of each layer.
+
+    Returns:
+        Mean scores (H / groups,) by r, which descend, and (groups, H / groups) query heads in that
+        order.
+    """
+    apart = [
+        s.view(n, -1).sort(1, descending=True) for s, n in zip(scores.heads, groups, strict=True)
+    ]
+    means = [found.values.mean(0) for found in apart]
+    return Importance(means, scores.channels), [found.indices for found in apart]
+
+
+def of_ranks(kept: Sequence[KeptUnits], order: Sequence[Tensor]) -> list[KeptUnits]:
+    """The units of a choice among `by_rank`'s scores."""
+    return [
+        KeptUnits(torch.arange(len(o)), k.channels, o[:, k.heads].sort(1).values)
+        for k, o in zip(kept, order, strict=True)
+    ]
 
 
 def largest_units(scores: Tensor, count: int) -> Tensor:

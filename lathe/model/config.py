@@ -55,6 +55,11 @@ class GPTConfig:
         return self.kv_heads or self.n_head
 
     @property
+    def per_group(self) -> tuple[int, ...]:
+        """Query heads that share a key-value head, of each layer."""
+        return tuple(h // g for h, g in zip(self.n_head, self.n_kv_head, strict=True))
+
+    @property
     def is_uniform(self) -> bool:
         """Whether HF's class can represent the model: its layers do not differ, and its heads are
         as many as that class allows."""
@@ -96,7 +101,7 @@ class GPTConfig:
         """`widths` of one layer, or of what is left of it with so many key-value heads, and their
         query heads, and so many channels."""
         kv_heads = self.n_kv_head[layer] if groups is None else groups
-        heads = kv_heads * self.n_head[layer] // self.n_kv_head[layer]
+        heads = kv_heads * self.per_group[layer]
         return {
             "heads": self.head_dim * heads,
             "kv_heads": self.head_dim * kv_heads,

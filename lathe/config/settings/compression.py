@@ -41,9 +41,14 @@ class PruneSettings(Settings):
     rounds: Positive = 1
     """Rounds of pruning and finetuning in which the ratio is reached; `Engine.max_steps` is
     divided among them."""
+    head_unit: Literal["group", "query"] = "group"
+    """What is removed as a head where query heads share keys and values: a key-value head with all
+    its query heads (`group`), which shortens the cache too, or a query head of every group of a
+    layer (`query`), which keeps all keys and values. Elsewhere a head is a group of one."""
     heads: list[NonNegative] = Field(default=[])
-    """Attention heads that each layer keeps, instead of `ratio`, `scope` and `layers`; 0 here and
-    in `channels` removes the layer."""
+    """Attention heads that each layer keeps, as `head_unit` counts them, instead of `ratio`,
+    `scope` and `layers`; 0 here and in `channels` removes the layer. With `query`, of every
+    group."""
     channels: list[NonNegative] = Field(default=[])
     """FFN channels that each layer keeps; goes with `heads`."""
     channel_multiple: Positive = 1

@@ -1,0 +1,237 @@
+"""Pruning, quantization, sensitivity and evaluation of families other than GPT-2."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from lathe.compress.criteria import CRITERIA, importance
+from lathe.compress.prune import cut, prune
+from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.analyze import analyze
+from lathe.compress.widths import KeptUnits, by_rank, of_ranks, shrink
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import PruneSettings, Recipe
+from lathe.errors import UserError
+from lathe.evaluate.evaluate import evaluate
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.train.batches import EvalBatches, open_data
+from lathe.train.loss import next_token_loss
+from lathe.train.pretrain import pretrain
+from tests.support.families import VOCABULARY, make, save
+from tests.support.small_run import SMALL, records
+
+TOKENS = torch.randint(VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
+SHAPE = (
+    "Model.architecture=qwen3",
+    "Model.num_key_value_heads=2",
+    "Model.ffn_hidden_size=64",
+    "Model.tie_word_embeddings=False",
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path, byte_tokenizer: Tokenizer) -> GPT:
+    """Qwen3's shape: 4 query heads of 8 in 2 groups, 80 channels."""
+    return load_checkpoint(save(make("qwen3"), tmp_path / "hf", byte_tokenizer)).model
+
+
+@pytest.fixture(scope="module")
+def dense(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("families") / "dense"
+    pretrain(load_recipe("tiny", (*SMALL, *SHAPE)), small_data, output)
+    return output
+
+
+def without(model: GPT, layer: int, heads: Sequence[int], channels: torch.Tensor) -> None:
+    """Zero what the output linears read of query heads and channels."""
+    family, D = model.config.architecture, model.config.head_dim
+    block = model.blocks[layer]
+    with torch.no_grad():
+        for head in heads:
+            weight = block.get_parameter(f"{family.row('heads').name}.weight")
+            weight[:, head * D : (head + 1) * D] = 0
+        block.get_parameter(f"{family.row('channels').name}.weight")[:, channels] = 0
+
+
+@pytest.mark.parametrize(
+    ("unit", "kept"),
+    [
+        ("group", KeptUnits(torch.tensor([1]), torch.arange(0, 80, 2))),
+        (
+            "query",
+            KeptUnits(torch.arange(2), torch.arange(0, 80, 2), torch.tensor([[1], [0]])),
+        ),
+    ],
+)
+def test_shrunk_logits_equal_zeroed_ones(model: GPT, unit: str, kept: KeptUnits) -> None:
+    pruned = shrink(model, [kept] * 3).eval()
+    gone = [0, 1] if unit == "group" else [0, 3]
+    heads = ((2, 1),) if unit == "group" else ((2, 2),)
+    assert set(zip(pruned.config.n_head, pruned.config.n_kv_head, strict=True)) == set(heads)
+    with torch.inference_mode():
+        after = pruned(TOKENS)
+        for layer in range(3):
+            without(model, layer, gone, torch.arange(1, 80, 2))
+        torch.testing.assert_close(model(TOKENS), after, atol=1e-5, rtol=1e-5)
+    assert pruned.config.n_params() == sum(p.numel() for p in pruned.parameters())
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("unit", ["group", "query"])
+def test_what_is_gone_scores_lowest(model: GPT, criterion: str, unit: str) -> None:
+    """Units without weights, whose outputs are zero, are the first to go."""
+    family = model.config.architecture
+    qkv, out, gate_up = (
+        model.blocks[1].get_parameter(f"{linear.name}.weight")
+        for linear in (family.column("heads"), family.row("heads"), family.column("channels"))
+    )
+    gone = [2, 3] if unit == "group" else [1, 2]  # a group, or a query head of each
+    with torch.no_grad():
+        rows = qkv.view(2, 4, 8, -1)  # of each group two queries, key, value
+        if criterion == "fpgm":  # equal to another unit, which can replace it
+            rows[:, :] = rows[:1, :1] if unit == "query" else rows[1:]
+        elif unit == "group":
+            rows[1] = 0
+        else:
+            rows[0, 1] = rows[1, 0] = 0
+        for head in gone:
+            out[:, head * 8 : (head + 1) * 8] = 0
+        gate_up.view(80, 2, -1)[5] = 0
+    found = importance(model, criterion, [TOKENS], of_queries=unit == "query")
+    assert all(scores.shape == ((4,) if unit == "query" else (2,)) for scores in found.heads)
+    if criterion == "fpgm":
+        assert len(found.heads[1].unique()) == 1
+        return
+    if criterion == "activation":  # of what the output linear reads: only its input counts
+        gone = gone if unit == "group" else []
+    lowest = found.heads[1].argsort()
+    if unit == "group":
+        assert lowest[0] == 1
+    elif gone:
+        assert set(lowest[:2].tolist()) == set(gone)
+    assert found.channels[1].argmin() == 5
+
+
+def test_query_heads_go_by_their_rank_within_the_group(model: GPT) -> None:
+    scores = importance(model, "l1_norm", [], of_queries=True)
+    ranked, order = by_rank(scores, model.config.n_kv_head)
+    assert all(means.shape == (2,) and means[0] >= means[1] for means in ranked.heads)
+    kept = of_ranks([KeptUnits(torch.tensor([0]), torch.arange(80))] * 3, order)
+    for layer, found in zip(kept, scores.heads, strict=True):
+        assert layer.queries is not None
+        assert layer.queries[:, 0].tolist() == found.view(2, 2).argmax(1).tolist()
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("unit", ["group", "query"])
+@pytest.mark.parametrize("scope", ["uniform", "global"])
+def test_every_criterion_prunes(model: GPT, criterion: str, unit: str, scope: str) -> None:
+    settings = PruneSettings(criterion=criterion, scope=scope, ratio=0.5, head_unit=unit)
+    before = model.config
+    pruned = cut(model, settings, before, calibration=[TOKENS])
+    config = pruned.config
+    if scope == "uniform":
+        n = (2, 1) if unit == "group" else (2, 2)
+        assert set(zip(config.n_head, config.n_kv_head, strict=True)) == {n}
+        assert set(config.n_inner) == {40}
+    if unit == "query":
+        assert config.n_kv_head == before.n_kv_head
+    assert config.n_params() < 0.95 * before.n_params()
+    with torch.inference_mode():
+        assert pruned.eval()(TOKENS).isfinite().all()
+
+
+def test_transformers_computes_a_uniformly_pruned_model(
+    model: GPT, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    settings = PruneSettings(ratio=0.5, head_unit="query", layers=1)
+    pruned = cut(model, settings, model.config, calibration=[TOKENS]).eval()
+    save_checkpoint(tmp_path / "own", pruned, byte_tokenizer, "prune", Recipe())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()
+    assert theirs.config.num_hidden_layers == 2 and theirs.config.num_attention_heads == 2
+    with torch.inference_mode():
+        torch.testing.assert_close(pruned(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_without_groups_have_no_query_heads_to_lose(
+    small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe("tiny", (*SMALL, "Compress.Prune.head_unit=query"))
+    with pytest.raises(UserError, match="head_unit is query, but every query head"):
+        prune(recipe, small_dense, small_data, tmp_path / "p")
+
+
+def test_prune_with_a_teacher_then_quantize(dense: Path, small_data: Path, tmp_path: Path) -> None:
+    changes = (
+        "Compress.Prune.ratio=0.25",
+        "Compress.Prune.scope=global",
+        "Compress.Prune.criterion=taylor",
+        "Compress.Distill.teacher=parent",
+        "Compress.Distill.hidden=0.1",
+    )
+    recipe = load_recipe("tiny", (*SMALL, *changes))
+    result = prune(recipe, dense, small_data, tmp_path / "p")
+    assert result.eval_loss < result.first_eval_loss
+    pruned = load_checkpoint(tmp_path / "p").model
+    assert pruned.config.n_params() < load_checkpoint(dense).model.config.n_params()
+    assert len(records(tmp_path / "p", "loss")) == 20
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_quantized_checkpoint_computes_what_was_trained(
+    dense: Path, small_data: Path, tmp_path: Path, bits: int, rounding: str
+) -> None:
+    recipe = load_recipe(
+        "tiny",
+        (
+            *SMALL,
+            "Compress.Quantization.quantize_embedding=True",
+            f"Compress.Quantization.weight_bits={bits}",
+            f"Compress.Quantization.rounding={rounding}",
+            "Optimizer.lr.max_lr=2e-4",
+            "Engine.max_steps=6",
+        ),
+    )
+    result = quantize(recipe, dense, small_data, tmp_path / "q")
+    model = load_checkpoint(tmp_path / "q").model
+    plan = model.config.quantization
+    assert plan is not None and not plan.position_embedding
+    assert set(plan.linears) == {*model.config.linear_names(), HEAD}
+    for table in model.config.tables:  # the embedding and the head are rounded, each by its rows
+        weight = model.get_parameter(f"{table}.weight")
+        assert not torch.equal(model.get_submodule(table).table(), weight)  # type: ignore[operator]
+    tokens = open_data(small_data, recipe, model.config.vocab_size, model.config.n_positions)
+    batches = EvalBatches(recipe, tokens, 4, 2)
+    with torch.no_grad():
+        tensors = [torch.from_numpy(batches[i]) for i in range(len(batches))]
+        losses = [float(next_token_loss(model, each)) for each in tensors]
+    assert sum(losses) / len(losses) == pytest.approx(result.eval_loss, abs=1e-6)
+    assert result.eval_loss < load_checkpoint(dense).meta["metrics"]["eval_loss"] + 0.2
+
+
+def test_analysis_names_every_linear(dense: Path, small_data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", (*SMALL, "Compress.Quantization.quantize_embedding=True"))
+    result = analyze(recipe, dense, small_data, tmp_path / "a")
+    config = load_checkpoint(dense).model.config
+    assert {x.name for x in result.linears} == {*config.linear_names(), HEAD}
+
+
+def test_evaluation_measures_the_perplexity_that_transformers_finds(
+    dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "held-out.txt"
+    text.write_text("9 bottles of milk on wall 63.\n\n")  # 31 tokens: one window
+    found = evaluate(load_recipe("tiny", SMALL), dense, tmp_path / "e", text=text)
+    theirs = AutoModelForCausalLM.from_pretrained(dense).eval()
+    ids = torch.tensor([load_checkpoint(dense).tokenizer.encode(text.read_text()).ids])
+    with torch.inference_mode():
+        loss = theirs(ids, labels=ids).loss
+    assert found.perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
