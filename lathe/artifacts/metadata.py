@@ -202,10 +202,12 @@ class ExportMetadata(Metadata):
 
     flavour: Literal["fp32", "fp16", "int8", "int4"]
     n_head: Annotated[list[Positive], Field(min_length=1)]
+    n_kv_head: list[Positive] | None = None
     head_dim: Positive
     n_positions: Positive
     vocab_size: Positive
     eos_id: Count
+    end_ids: list[Count] = []
     bytes: Positive
     sha256: Sha256
     source: Sha256
@@ -214,8 +216,8 @@ class ExportMetadata(Metadata):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "ExportMetadata":
-        if self.eos_id >= self.vocab_size:
-            raise ValueError(f"eos_id {self.eos_id} is beyond the vocabulary of {self.vocab_size}")
+        if (last := max(self.eos_id, *self.end_ids, 0)) >= self.vocab_size:
+            raise ValueError(f"eos_id {last} is beyond the vocabulary of {self.vocab_size}")
         return self
 
 

@@ -6,6 +6,7 @@ other one; in either branch the cache that is not used passes through without be
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -29,11 +30,25 @@ def mixed_inputs() -> Iterator[onnx.NodeProto]:
     yield helper.make_node("Sub", ["chunk_total", "one_token"], [CHUNK_SEQLENS])
 
 
-def attention_node(i: int, qkv: str, n_head: int, output: str, dtype: int) -> onnx.NodeProto:
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer.
+
+    Attributes:
+        n_head, n_kv_head: query heads, and key-value heads that they share.
+        rotary: names of the cosines and sines of rotary positions, or none.
+    """
+
+    n_head: int
+    n_kv_head: int
+    rotary: tuple[str, ...] = ()
+
+
+def attention_node(i: int, qkv: str, heads: Heads, output: str, dtype: int) -> onnx.NodeProto:
     """Causal self-attention of layer i.
 
     Args:
-        qkv: (batch, length, 3 C), or (1, chunk + rows, 3 C) in a mixed step.
+        qkv: (batch, length, W), queries, keys and values, or (1, chunk + rows, W) in a mixed step.
         output: name of the result, (batch, length, C).
         dtype: of `qkv` and of the result, one of TensorProto's.
     """
@@ -42,22 +57,22 @@ def attention_node(i: int, qkv: str, n_head: int, output: str, dtype: int) -> on
         [MIXED],
         [output, *_caches("present", i), *_caches("chunk_present", i)],
         name=output,
-        then_branch=_mixed(i, qkv, n_head, dtype),
-        else_branch=_ordinary(i, qkv, n_head, dtype),
+        then_branch=_mixed(i, qkv, heads, dtype),
+        else_branch=_ordinary(i, qkv, heads, dtype),
     )
 
 
-def _ordinary(i: int, qkv: str, n_head: int, dtype: int) -> onnx.GraphProto:
-    step = _Branch(i, n_head, "ordinary")
+def _ordinary(i: int, qkv: str, heads: Heads, dtype: int) -> onnx.GraphProto:
+    step = _Branch(i, heads, "ordinary")
     output = step.attend(qkv, "past", "seqlens_k", "total_sequence_length")
     kept = [step.add("Identity", [name]) for name in _caches("chunk_past", i)]
     return step.graph([*output, *kept], dtype)
 
 
-def _mixed(i: int, qkv: str, n_head: int, dtype: int) -> onnx.GraphProto:
-    step = _Branch(i, n_head, "mixed")
+def _mixed(i: int, qkv: str, heads: Heads, dtype: int) -> onnx.GraphProto:
+    step = _Branch(i, heads, "mixed")
     chunk, packed = step.add_many("Split", [qkv, SIZES], 2, axis=1)
-    rows = step.add("Transpose", [packed], perm=[1, 0, 2])  # (rows, 1, 3 C)
+    rows = step.add("Transpose", [packed], perm=[1, 0, 2])  # (rows, 1, W)
     chunk, *chunk_cache = step.attend(chunk, "chunk_past", CHUNK_SEQLENS, "chunk_total")
     rows, *cache = step.attend(rows, "past", "seqlens_k", "total_sequence_length")
     packed = step.add("Transpose", [rows], perm=[1, 0, 2])
@@ -68,8 +83,8 @@ def _mixed(i: int, qkv: str, n_head: int, dtype: int) -> onnx.GraphProto:
 class _Branch:
     """Builder of a branch of the `If` of layer i."""
 
-    def __init__(self, i: int, n_head: int, name: str) -> None:
-        self.i, self.n_head, self.name = i, n_head, name
+    def __init__(self, i: int, heads: Heads, name: str) -> None:
+        self.i, self.heads, self.name = i, heads, name
         self.nodes: Nodes = []
 
     def add(self, op_type: str, inputs: list[str], **attributes: Any) -> str:
@@ -87,11 +102,12 @@ class _Branch:
         """Attention, and the cache with the new tokens appended."""
         return self.add_many(
             "GroupQueryAttention",
-            [qkv, "", "", *_caches(cache, self.i), seqlens, total],
+            [qkv, "", "", *_caches(cache, self.i), seqlens, total, *self.heads.rotary],
             3,
             domain=MICROSOFT,
-            num_heads=self.n_head,
-            kv_num_heads=self.n_head,
+            num_heads=self.heads.n_head,
+            kv_num_heads=self.heads.n_kv_head,
+            **({"do_rotary": 1} if self.heads.rotary else {}),
         )
 
     def graph(self, outputs: list[str], dtype: int) -> onnx.GraphProto:

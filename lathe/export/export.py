@@ -19,8 +19,8 @@ from lathe.errors import UserError
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
-from lathe.model.checkpoint import Checkpoint, HFTensors, load_checkpoint
-from lathe.model.config import GPTConfig, require_gpt2
+from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
+from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
 from lathe.runtime.session import METADATA, MODEL
@@ -31,6 +31,7 @@ log = logging.getLogger("lathe")
 FLAVOURS = {"float32": "fp32", "float16": "fp16"}
 PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
 HEAD_SIZE_MULTIPLE = 8  # required by onnxruntime's GroupQueryAttention
+ROTARY_MULTIPLE = 16  # also of the rotated part of a head, where positions are rotary
 
 
 AlsoExport = Callable[[Path], dict[str, Any]]
@@ -124,11 +125,17 @@ def export(
 
 
 def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
-    """Raise UserError for a family, a head size or a type that the graph does not support."""
-    require_gpt2(config, model, "export")
-    if config.head_dim % HEAD_SIZE_MULTIPLE:
+    """Raise UserError for a head size or a type that the graph does not support."""
+    if config.rope is not None and config.rope.n_rotated(config.head_dim) % ROTARY_MULTIPLE:
         raise UserError(
-            f"{model}: head size {config.head_dim} is not a multiple of {HEAD_SIZE_MULTIPLE}",
+            f"{model}: {config.rope.n_rotated(config.head_dim)} rotated features of a head are not "
+            f"a multiple of {ROTARY_MULTIPLE}",
+            "choose another head size or partial_rotary_factor",
+        )
+    multiple = HEAD_SIZE_MULTIPLE if config.rope is None else ROTARY_MULTIPLE
+    if config.head_dim % multiple:
+        raise UserError(
+            f"{model}: head size {config.head_dim} is not a multiple of {multiple}",
             "choose num_attention_heads so that hidden_size / num_attention_heads is one",
         )
     if config.quantization and settings.dtype == "float16":
@@ -146,7 +153,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     """
     config = checkpoint.model.config
     graph = build(
-        config, _Weights(checkpoint.model, settings.dtype), config.quantization, settings.opset
+        config, GraphWeights(checkpoint.model, settings.dtype), config.quantization, settings.opset
     )
     if graph.n_bytes >= PROTOBUF_LIMIT:
         raise UserError(
@@ -160,11 +167,13 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     metadata = {
         "flavour": flavour(config, settings),
         "n_head": list(config.n_head),
+        **({"n_kv_head": list(config.kv_heads)} if config.kv_heads else {}),
         "head_dim": config.head_dim,
         "n_positions": config.n_positions,
         "vocab_size": config.vocab_size,
         "eos_id": checkpoint.eos_id,
-        "opset": settings.opset,
+        **({"end_ids": list(ends)} if len(ends := checkpoint.end_ids) > 1 else {}),
+        "opset": max(x.version for x in graph.model.opset_import if not x.domain),
         "bytes": (folder / MODEL).stat().st_size,
         "sha256": sha256(folder / MODEL),
         "source": checkpoint.digest,
@@ -180,14 +189,23 @@ def flavour(config: GPTConfig, settings: ExportSettings) -> str:
     return f"int{plan.weight_bits}" if plan else FLAVOURS[settings.dtype]
 
 
-class _Weights(Mapping[str, Weight]):
-    """A model's tensors as arrays of one type, each converted on access."""
+class GraphWeights(Mapping[str, Weight]):
+    """A model's tensors by their names in it, as arrays of one type, each converted on access.
+    Linears are (in, out), and the matrices of a fused one stand one after the other."""
 
     def __init__(self, model: GPT, dtype: str) -> None:
-        self._tensors, self._dtype = HFTensors(model), dtype
+        self._config, self._dtype = model.config, dtype
+        self._tensors = {
+            name: parameter.detach()
+            for name, parameter in model.named_parameters()
+            if "observer" not in name and not name.startswith("head_input")
+        }
 
     def __getitem__(self, name: str) -> Weight:
-        weight: Weight = self._tensors[name].numpy().astype(self._dtype, copy=False)
+        tensor = by_projection(self._tensors[name], self._config, name)
+        if name.endswith(".weight") and self._config.architecture.linear_of(name) is not None:
+            tensor = tensor.T
+        weight: Weight = tensor.numpy().astype(self._dtype, copy=False)
         return weight
 
     def __iter__(self) -> Iterator[str]:

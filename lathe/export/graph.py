@@ -1,4 +1,4 @@
-"""The GPT as an ONNX graph, built node by node, in float32, float16, QDQ int8 or int4.
+"""A model as an ONNX graph, built node by node, in float32, float16, QDQ int8 or int4.
 
 Batch and length are dynamic. One graph serves prefill, decode, scoring, and steps that are both
 prefill and decode ("mixed").
@@ -11,12 +11,12 @@ Inputs
     logits_index           int64 (batch, k), positions within `length` whose logits are wanted
     chunk_length           int64 (), 0 unless the step is mixed
     chunk_total            int32 (), tokens of the chunk's prompt, past and present
-    past_key_{i}, past_value_{i}        type of the weights (rows, n_head_i, past, head_dim)
-    chunk_past_key_{i}, ..._value_{i}   type of the weights (1, n_head_i, past, head_dim)
+    past_key_{i}, past_value_{i}        type of the weights (rows, n_kv_head_i, past, head_dim)
+    chunk_past_key_{i}, ..._value_{i}   type of the weights (1, n_kv_head_i, past, head_dim)
 Outputs
     logits                 float32 (batch, k, vocab)
-    present_key_{i}, present_value_{i}  type of the weights (rows, n_head_i, total, head_dim)
-    chunk_present_key_{i}, ..._value_{i}                    (1, n_head_i, total, head_dim)
+    present_key_{i}, present_value_{i}  type of the weights (rows, n_kv_head_i, total, head_dim)
+    chunk_present_key_{i}, ..._value_{i}                    (1, n_kv_head_i, total, head_dim)
 
 In a mixed step, batch is 1 and `input_ids` packs `chunk_length` tokens of one prompt and after them
 one token for each of the rows: everything but attention reads the weights once for all of them
@@ -49,7 +49,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from lathe.export import int4
-from lathe.export.attention import MICROSOFT, PARTS, attention_node, mixed_inputs
+from lathe.export.attention import MICROSOFT, PARTS, mixed_inputs
+from lathe.export.blocks import RMS_OPSET, activated, attention, norm
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
@@ -64,35 +65,42 @@ def build(
     quantization: QuantizationPlan | None,
     opset: int = 21,
 ) -> "Graph":
-    """Build the graph of a GPT.
+    """Build the graph of a model.
 
     Args:
-        config: shape; `n_head` and `n_inner` may differ from layer to layer.
-        weights: by HF GPT-2 name without `transformer.`; linears are (in, out). All float32 or all
-            float16, which is also the type of the computation (a CPU has no kernels for float16).
+        config: shape; heads and `n_inner` may differ from layer to layer.
+        weights: by the model's names; linears are (in, out), and the matrices of a fused one stand
+            one after the other. All float32 or all float16, which is also the type of the
+            computation (a CPU has no kernels for float16).
         quantization: plan of a quantized flavour, which needs float32 weights; None: not quantized.
-        opset: ONNX opset, at least 20 (the first with Gelu).
+        opset: ONNX opset, at least 20 (the first with Gelu); RMSNorm takes 23 or more.
 
     Raises:
         ValueError: a plan, and weights that are not float32.
 
-    The tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
+    A tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
     """
-    if quantization and weights["wte.weight"].dtype != np.float32:
+    family = config.architecture
+    if quantization and weights[family.table].dtype != np.float32:
         raise ValueError("a quantization plan needs float32 weights")
-    g = Graph(weights, quantization, config.layer_norm_epsilon)
-    x = g.op("Add", g.embedding("input_ids"), g.positions("position_ids"))
-    for i, n_head in enumerate(config.n_head):
-        layer = f"h.{i}"
-        attention = g.attention(i, g.layer_norm(f"{layer}.ln_1", x), n_head, config.head_dim)
-        if i == len(config.n_head) - 1:
+    if family.norm == "rms_norm":
+        opset = max(opset, RMS_OPSET)
+    g = Graph(weights, quantization, config)
+    x = g.embedding("input_ids")
+    if family.positions == "learned":
+        x = g.op("Add", x, g.positions("position_ids"))
+    first, second = family.block_norms
+    for i in range(config.n_layer):
+        layer = family.block(i)
+        attended = attention(g, i, norm(g, f"{layer}.{first}", x))
+        if i == config.n_layer - 1:
             # After the last attention, no other positions are needed.
-            x, attention = g.wanted(x), g.wanted(attention)
-        x = g.op("Add", x, g.linear(f"{layer}.attn.c_proj", attention))
-        inner = g.linear(f"{layer}.mlp.c_fc", g.layer_norm(f"{layer}.ln_2", x))
-        inner = g.op("Gelu", inner, approximate="tanh")
-        x = g.op("Add", x, g.linear(f"{layer}.mlp.c_proj", inner))
-    g.head(g.layer_norm("ln_f", x))
+            x, attended = g.wanted(x), g.wanted(attended)
+        x = g.op("Add", x, g.linear(f"{layer}.{family.row('heads').name}", attended))
+        column, row = config.linears_of("channels")
+        inner = g.linear(f"{layer}.{column.name}", norm(g, f"{layer}.{second}", x))
+        x = g.op("Add", x, g.linear(f"{layer}.{row.name}", activated(g, inner)))
+    g.head(norm(g, family.final_norm, x))
     g.model = g.without_weights(config, opset)
     return g
 
@@ -130,10 +138,12 @@ class Graph:
         self,
         weights: Mapping[str, Weight],
         plan: QuantizationPlan | None,
-        epsilon: float,
+        config: GPTConfig,
     ) -> None:
-        self.weights, self.plan, self.epsilon = weights, plan, epsilon
-        self.dtype = helper.np_dtype_to_tensor_dtype(weights["wte.weight"].dtype)
+        self.weights, self.plan, self.config = weights, plan, config
+        self.epsilon, self.tables = config.layer_norm_epsilon, config.tables
+        self.weights_type = weights[config.architecture.table].dtype
+        self.dtype = helper.np_dtype_to_tensor_dtype(self.weights_type)
         self.nodes = list(mixed_inputs())
         self.made: dict[str, NDArray[Any]] = {}  # constants and quantized weights
         self.kept: set[str] = set()  # names of float weights
@@ -145,6 +155,17 @@ class Graph:
         self.nodes.append(helper.make_node(op_type, inputs, [output], name=output, **attributes))
         return output
 
+    def ops(self, op_type: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:
+        """Add a node with several outputs; returns their names."""
+        name = f"{op_type}_{len(self.nodes)}"
+        made = [f"{name}.{k}" for k in range(outputs)]
+        self.nodes.append(helper.make_node(op_type, inputs, made, name=name, **attributes))
+        return made
+
+    def declare(self, name: str, *shape: int | str | None) -> None:
+        """State the shape of a result that the checker cannot infer."""
+        self.declared.append(_value(name, self.dtype, *shape))
+
     def constant(self, name: str, value: NDArray[Any]) -> str:
         """Add an initializer; returns its name."""
         self.made.setdefault(name, value)
@@ -155,50 +176,33 @@ class Graph:
         self.kept.add(name)
         return name
 
-    def layer_norm(self, name: str, x: str) -> str:
-        """Layer norm of x (B, T, C)."""
-        return self.op(
-            "LayerNormalization",
-            x,
-            self.weight(f"{name}.weight"),
-            self.weight(f"{name}.bias"),
-            name=name,
-            axis=-1,
-            epsilon=self.epsilon,
-        )
-
     def wanted(self, x: str) -> str:
         """Rows of x (batch, length, C) at `logits_index` -> (batch, k, C)."""
         last = self.constant("last_axis", np.array([-1], np.int64))
         index = self.op("Unsqueeze", "logits_index", last)
         return self.op("GatherND", x, index, batch_dims=1)
 
-    def attention(self, i: int, x: str, n_head: int, head_dim: int) -> str:
-        """Causal self-attention of x (B, T, C) over the cache."""
-        qkv = self.linear(f"h.{i}.attn.c_attn", x)
-        output = f"h.{i}.attn"
-        self.nodes.append(attention_node(i, qkv, n_head, output, self.dtype))
-        self.declared.append(_value(output, self.dtype, "batch", "length", n_head * head_dim))
-        return output
-
     def embedding(self, tokens: str) -> str:
         """Token embeddings (B, T, C) of ids (B, T)."""
         if not (self.plan and self.plan.quantize_embedding):
-            return self.op("Gather", self.weight("wte.weight"), tokens)
+            return self.op("Gather", self.weight(f"{self.tables[0]}.weight"), tokens)
         if self.plan.linears[HEAD].weight.group_size:
             return self._grouped_embedding(tokens)
-        return self._int8_rows("wte.weight", tokens, self.plan.linears[HEAD].weight)
+        form = self.plan.linears[HEAD].weight
+        return self._int8_rows(f"{self.tables[0]}.weight", tokens, form)
 
     def positions(self, ids: str) -> str:
-        """Position embeddings (B, T, C) of positions (B, T)."""
+        """Learned position embeddings (B, T, C) of positions (B, T)."""
+        table = self.config.architecture.embeddings[1]
         if self.plan and self.plan.position_embedding:
-            return self._int8_rows("wpe.weight", ids, INT8)
-        return self.op("Gather", self.weight("wpe.weight"), ids)
+            return self._int8_rows(f"{table}.weight", ids, INT8)
+        return self.op("Gather", self.weight(f"{table}.weight"), ids)
 
     def head(self, x: str) -> None:
         """The output projection: logits (B, k, V) at the requested positions."""
+        weights = f"{self.tables[-1]}.weight"
         if not (self.plan and self.plan.quantize_embedding):
-            transposed = self.op("Transpose", self.weight("wte.weight"), perm=[1, 0])
+            transposed = self.op("Transpose", self.weight(weights), perm=[1, 0])
             if self.dtype == TensorProto.FLOAT:
                 self.op("MatMul", x, transposed, name="logits")
             else:
@@ -206,9 +210,9 @@ class Graph:
                 self.op("Cast", product, to=TensorProto.FLOAT, name="logits")
             return
         if self.plan.linears[HEAD].weight.group_size:
-            self._grouped(HEAD, x, "wte.weight", "logits")
+            self._grouped(HEAD, x, weights, "logits")
             return
-        table, scale = self._int8_table("wte.weight", self.plan.linears[HEAD].weight)
+        table, scale = self._int8_table(weights, self.plan.linears[HEAD].weight)
         # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer
         # weight from onnxruntime's fusion.
         transposed = self.op("Transpose", table, perm=[1, 0])
@@ -218,10 +222,11 @@ class Graph:
 
     def linear(self, name: str, x: str) -> str:
         """A linear of x, quantized as the plan says."""
-        weight, bias = f"{name}.weight", self.weight(f"{name}.bias")
+        weight, own = f"{name}.weight", self.config.architecture.linear_of(name)
+        is_biased = own is not None and own.name in self.config.biased
+        bias = self.weight(f"{name}.bias") if is_biased else ""
         if not (self.plan and name in self.plan.linears):
-            product = self.op("MatMul", x, self.weight(weight), name=f"{name}.matmul")
-            return self.op("Add", product, bias, name=name)
+            return self._product(name, x, self.weight(weight), bias)
         form = self.plan.linears[name].weight
         if form.group_size:
             return self._grouped(name, x, weight, name, bias)
@@ -233,8 +238,12 @@ class Graph:
             *self._zero_points(name, scale),
             axis=1,
         )
-        product = self.op("MatMul", self._rounded(name, x), dequantized, name=f"{name}.matmul")
-        return self.op("Add", product, bias, name=name)
+        return self._product(name, self._rounded(name, x), dequantized, bias)
+
+    def _product(self, name: str, x: str, weight: str, bias: str) -> str:
+        if not bias:
+            return self.op("MatMul", x, weight, name=name)
+        return self.op("Add", self.op("MatMul", x, weight, name=f"{name}.matmul"), bias, name=name)
 
     def _zero_points(self, linear: str, scale: NDArray[np.float32]) -> list[str]:
         """The zero points of a weight whose input is in float. Without them onnxruntime fails on
@@ -265,7 +274,7 @@ class Graph:
         form = self.plan.linears[linear]
         self.nodes.append(int4.linear_node((x, packed, scale), bias, output, (n_out, n_in), form))
         if linear != HEAD:
-            self.declared.append(_value(output, self.dtype, None, None, n_out))
+            self.declare(output, None, None, n_out)
         return output
 
     def _packed(self, linear: str, weight: str) -> tuple[str, str]:
@@ -281,17 +290,18 @@ class Graph:
     def _grouped_embedding(self, tokens: str) -> str:
         """Token embeddings (B, T, C) from the bytes of the INT4 head."""
         assert self.plan is not None
-        packed, scale = self._packed(HEAD, "wte.weight")
+        embedding = self.tables[0]
+        packed, scale = self._packed(HEAD, f"{embedding}.weight")
         rows = self.op("Reshape", packed, self.constant("rows", np.array([0, -1], np.int64)))
         form, padded = self.plan.linears[HEAD], 2 * math.prod(self.made[packed].shape[1:])
-        self.nodes.append(int4.embedding_node((rows, tokens, scale), "wte", form))
-        self.declared.append(_value("wte", self.dtype, None, None, padded))
-        width = self.weights["wte.weight"].shape[1]
+        self.nodes.append(int4.embedding_node((rows, tokens, scale), embedding, form))
+        self.declare(embedding, None, None, padded)
+        width = self.weights[f"{embedding}.weight"].shape[1]
         if width == padded:
-            return "wte"
+            return embedding
         bounds = [np.array([bound], np.int64) for bound in (0, width, -1)]
         names = ("first_feature", "n_features", "last_axis")
-        return self.op("Slice", "wte", *map(self.constant, names, bounds))
+        return self.op("Slice", embedding, *map(self.constant, names, bounds))
 
     def _int8_rows(self, table: str, ids: str, form: WeightFormat) -> str:
         """Embeddings (B, T, C) of ids (B, T) from a table with a scale for every row."""
@@ -347,7 +357,7 @@ class Graph:
         ]
         outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
         for rows, prefix in (("rows", ""), (1, "chunk_")):
-            for (i, n_head), part in product(enumerate(config.n_head), PARTS):
+            for (i, n_head), part in product(enumerate(config.n_kv_head), PARTS):
                 past = (rows, n_head, f"{prefix}past", config.head_dim)
                 present = (rows, n_head, f"{prefix}total", config.head_dim)
                 inputs.append(_value(f"{prefix}past_{part}_{i}", self.dtype, *past))

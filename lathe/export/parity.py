@@ -18,7 +18,7 @@ from lathe.model.groups import RoundGroups, activation_scales, split
 from lathe.runtime.open_session import open_session
 from lathe.runtime.session import OnnxModel
 
-FIRST_NORM, EMBEDDINGS = "h.0.ln_1", "embeddings"
+EMBEDDINGS = "embeddings"
 # Relative to the largest output: error of a float32 sum. Observed: 6e-7.
 ROUNDING = 1e-5
 # In units of the scale: this close to the midpoint of two levels, the quotient's last bit decides
@@ -48,7 +48,9 @@ def linear_errors(
         return {}
     rounded, graph = plan.activation_scales, onnx.load(path)
     places = {name: _input_and_output(graph, name, name in rounded) for name in plan.linears}
-    embedded = next(node.input[0] for node in graph.graph.node if node.name == FIRST_NORM)
+    family = model.config.architecture
+    first_norm = f"{family.block(0)}.{family.block_norms[0]}"
+    embedded = next(node.input[0] for node in graph.graph.node if node.name == first_norm)
     watched = sorted({embedded, *(x for pair in places.values() for x in pair)} - {"logits"})
     graph.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched
@@ -112,7 +114,7 @@ def _input_and_output(graph: onnx.ModelProto, linear: str, is_rounded: bool) -> 
     result = "logits" if linear == HEAD else linear
     if made_by[result].op_type == GROUPED:
         return made_by[result].input[0], result
-    product = made_by[result] if linear == HEAD else made_by[f"{linear}.matmul"]
+    product = made_by.get(f"{linear}.matmul", made_by[result])  # the sum with a bias comes after
     if not is_rounded:
         return product.input[0], result
     rounded = made_by[product.input[0]]

@@ -29,7 +29,7 @@ class Divergence:
 def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[int]:
     """The checkpoint's own greedy continuation, in torch."""
     settings = GREEDY.model_copy(update={"max_dec_len": max_tokens})
-    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.eos_id)[0]
+    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.end_ids)[0]
 
 
 @torch.inference_mode()

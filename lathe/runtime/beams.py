@@ -31,7 +31,7 @@ class Beams(SequenceGroup):
         scores, beams = flat[best], best // V
         tokens = np.concatenate([self._tokens[beams], (best % V)[:, None]], 1)
         count = tokens.shape[1]
-        ends = (tokens[:, -1] == self._vocabulary.eos_id) | (count == self._max_tokens)
+        ends = np.isin(tokens[:, -1], self._vocabulary.end_ids) | (count == self._max_tokens)
         for rank in np.flatnonzero(ends[:N]):
             self._ended.append((self._final(scores[rank], count), tokens[rank].tolist()))
         self._ended = sorted(self._ended, key=lambda entry: -entry[0])[:N]
@@ -50,7 +50,7 @@ class Beams(SequenceGroup):
                 seen[self.prompt] = seen[own] = True
                 row[:] = penalize(row, seen, self._params.repetition_penalty)
         if self._tokens.shape[1] < self._params.min_tokens:
-            scores[:, self._vocabulary.eos_id] = -np.inf
+            scores[:, self._vocabulary.end_ids] = -np.inf
         return scores
 
     def _is_hopeless(self, count: int) -> bool:
@@ -71,7 +71,7 @@ class Beams(SequenceGroup):
     def _deliver_best(self, cut: FinishReason) -> None:
         for index, (_, ids) in enumerate(self._ended[: self._params.num_return_sequences]):
             reason = cut
-            if ids[-1] == self._vocabulary.eos_id:
+            if ids[-1] in self._vocabulary.end_ids:
                 ids, reason = ids[:-1], "stop"
             stream = TextStream(self._vocabulary.token_bytes, self._params.stop)
             text = "".join(stream.add(token) for token in ids) + stream.rest()

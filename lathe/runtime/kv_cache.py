@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.floating[Any]]
-"""Keys and values of n tokens of a row in all layers, (2 * sum of n_head_i, n, head_dim)."""
+"""Keys and values of n tokens of a row in all layers, (2 * sum of n_kv_head_i, n, head_dim)."""
 
 
 @dataclass
@@ -17,7 +17,7 @@ class KVCache:
     """Keys and values of a batch, at most `capacity` tokens per row.
 
     Attributes:
-        keys, values: per layer (batch, n_head_i, capacity, head_dim), float32 or float16 as the
+        keys, values: per layer (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as the
             graph computes; row b holds `lengths[b]` tokens, what lies after them is never read.
         lengths: int64 (batch,).
     """

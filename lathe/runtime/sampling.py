@@ -22,7 +22,7 @@ def next_token(
     seen: NDArray[np.bool_],
     n_generated: int,
     params: Params,
-    eos_id: int | None,
+    eos_id: int | list[int] | None,
     rng: np.random.Generator,
     counts: NDArray[np.int32] | None = None,
 ) -> int:
@@ -31,7 +31,8 @@ def next_token(
     Args:
         logits: (vocab,) float32 of the last position; not modified.
         seen: (vocab,) true for every id in the prompt or generated so far.
-        n_generated: number of ids generated so far; EOS is excluded below `params.min_tokens`.
+        n_generated: number of ids generated so far; `eos_id`, one or several, is
+            excluded below `params.min_tokens`.
         counts: (vocab,) how often each id was generated so far, for the presence and frequency
             penalties.
     """

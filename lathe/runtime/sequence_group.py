@@ -25,10 +25,10 @@ Score = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Vocabulary size, the EOS id, and the bytes of every id."""
+    """Vocabulary size, the ids that end a text, and the bytes of every id."""
 
     size: int
-    eos_id: int
+    end_ids: list[int]
     token_bytes: TokenBytes
 
 
@@ -209,7 +209,7 @@ class _Branch:
     def __init__(self, index: int, request: Request, rng: np.random.Generator) -> None:
         vocabulary, params = request.vocabulary, request.params
         self._index, self._max_tokens, self._params = index, request.max_tokens, params
-        self._eos_id, self._rng = vocabulary.eos_id, rng
+        self._end_ids, self._rng = vocabulary.end_ids, rng
         self._text = TextStream(vocabulary.token_bytes, params.stop)
         self._seen = np.zeros(vocabulary.size, bool)
         self._seen[list(request.prompt)] = True
@@ -229,9 +229,9 @@ class _Branch:
 
     def choose(self, logits: NDArray[np.float32]) -> Chunk:
         token = next_token(
-            logits, self._seen, self._count, self._params, self._eos_id, self._rng, self._counts
+            logits, self._seen, self._count, self._params, self._end_ids, self._rng, self._counts
         )
-        if token == self._eos_id:
+        if token in self._end_ids:
             return self._ended(self._text.rest(), "stop")
         self._count, self._seen[token] = self._count + 1, True
         self._counts[token] += 1

@@ -53,13 +53,19 @@ class OnnxModel:
         types = {node.name: node.type for node in self.session.get_inputs()}
         self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
         self.can_mix = "chunk_length" in types
-        self.n_head: list[int] = self.metadata["n_head"]
+        self.n_kv_head: list[int] = self.metadata.get("n_kv_head", self.metadata["n_head"])
         self.head_dim: int = self.metadata["head_dim"]
         self.n_positions: int = self.metadata["n_positions"]
         self.vocab_size: int = self.metadata["vocab_size"]
         self.eos_id: int = self.metadata["eos_id"]
-        shapes = [(1, n_head, 0, self.head_dim) for n_head in self.n_head]
+        shapes = [(1, n_head, 0, self.head_dim) for n_head in self.n_kv_head]
         self._no_prompt = [np.zeros(shape, self.dtype) for shape in shapes]
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The ids that end a generated text, the end of a document first."""
+        others: list[int] = self.metadata.get("end_ids", [])
+        return [self.eos_id, *(token for token in others if token != self.eos_id)]
 
     def start(self, batch: int, capacity: int | None = None) -> KVCache:
         """Make an empty cache for `batch` rows of at most `capacity` tokens (default
@@ -67,7 +73,7 @@ class OnnxModel:
         capacity = capacity or self.n_positions
         if not 0 < capacity <= self.n_positions:
             raise ValueError(f"capacity {capacity} is not within 1..{self.n_positions}")
-        shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_head]
+        shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_kv_head]
         keys = [np.zeros(shape, self.dtype) for shape in shapes]
         values = [np.zeros(shape, self.dtype) for shape in shapes]
         return self._bound(keys, values, np.zeros(batch, np.int64), capacity)
@@ -271,19 +277,20 @@ class OnnxModel:
     ) -> list[list[int]]:
         """Greedy continuations of a batch of prompts.
 
-        Returns only the new tokens: up to `new_tokens` for each prompt, fewer where it reaches EOS
-        (not included) or `n_positions`.
+        Returns only the new tokens: up to `new_tokens` for each prompt, fewer where it reaches one
+        of `end_ids` (not included) or `n_positions`.
         """
         tokens, lengths = pad(prompts)
         capacity = min(self.n_positions, int(lengths.max()) + new_tokens)
         cache = self.start(len(prompts), capacity)
         logits = self.step(cache, tokens, lengths)
         out: list[list[int]] = [[] for _ in prompts]
+        ends = self.end_ids
         alive = [True] * len(prompts)
         while True:
             best = logits.argmax(axis=1)
             for row, token in enumerate(best.tolist()):
-                alive[row] = alive[row] and not (stop_at_eos and token == self.eos_id)
+                alive[row] = alive[row] and not (stop_at_eos and token in ends)
                 if alive[row]:
                     out[row].append(token)
                     room = capacity - int(cache.lengths[row])

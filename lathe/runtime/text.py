@@ -1,7 +1,11 @@
-"""Incremental detokenization of byte-level BPE that never emits half a character."""
+"""Incremental detokenization that never emits half a character, of byte-level BPE and of
+SentencePiece's kind, whose words begin with U+2581."""
 
 import codecs
+import json
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -18,6 +22,38 @@ def _byte_of_letter() -> dict[str, int]:
 BYTE_OF_LETTER = _byte_of_letter()
 
 
+WORD = "\u2581"
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _decoder(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The steps of decoding, as `tokenizer.json` has them."""
+    found = json.loads(tokenizer.to_str()).get("decoder") or {}
+    steps: list[dict[str, Any]] = found.get("decoders", [found])
+    return steps
+
+
+def _marks_words(steps: list[dict[str, Any]]) -> bool:
+    """Whether U+2581 stands for a space in tokens, and decoding replaces it."""
+    return WORD in json.dumps(steps, ensure_ascii=False)
+
+
+def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
+    """Whether decoding drops the space that encoding put before a text."""
+    return any(
+        (step.get("type") == "Strip" and step.get("start"))
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
+
+
+def _bytes_of_piece(piece: str) -> bytes:
+    """The bytes of a token of SentencePiece's kind; `<0x0A>` is one byte."""
+    if found := BYTE.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    return piece.replace(WORD, " ").encode()
+
+
 class TokenBytes:
     """The bytes of every id; empty for special tokens and ids that the tokenizer lacks."""
 
@@ -25,15 +61,19 @@ class TokenBytes:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
+        steps = _decoder(tokenizer)
+        marks_words, self._drops_a_space = _marks_words(steps), _drops_a_space(steps)
         for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
                 self._bytes[i] = b"" if added[i].special else token.encode()
+            elif marks_words:
+                self._bytes[i] = _bytes_of_piece(token)
             elif BYTE_OF_LETTER.keys() >= set(token):
                 self._bytes[i] = bytes(BYTE_OF_LETTER[letter] for letter in token)
             else:
                 raise UserError(
                     f"tokenizer.json: token {token!r} is not byte-level BPE",
-                    "serve a model with GPT-2's kind of tokenizer",
+                    "serve a model with GPT-2's kind of tokenizer, or SentencePiece's",
                 )
         self.longest = max(map(len, self._bytes.values()))
 
@@ -56,7 +96,8 @@ class TokenBytes:
     def echo(self, tokens: Iterable[int]) -> str:
         """The text of a prompt, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         parts = (self._special.get(token, "").encode() or self[token] for token in tokens)
-        return b"".join(parts).decode(errors="replace")
+        text = b"".join(parts).decode(errors="replace")
+        return text.removeprefix(" ") if self._drops_a_space else text
 
 
 class TextStream:

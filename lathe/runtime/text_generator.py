@@ -43,7 +43,7 @@ class TextGenerator:
         self.n_positions = self.model.n_positions
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
-        self._vocabulary = Vocabulary(self.model.vocab_size, self.model.eos_id, self.token_bytes)
+        self._vocabulary = Vocabulary(self.model.vocab_size, self.model.end_ids, self.token_bytes)
         self._batcher = Batcher(
             self.model, max_running, max_queue, prefix_bytes, speculates, watcher
         )

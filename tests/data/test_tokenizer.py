@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import (
     EOS,
@@ -20,6 +20,7 @@ from lathe.data.tokenizer import (
     vocab_size,
 )
 from lathe.errors import StageError, UserError
+from tests.support.tokenizers import metaspace_tokenizer
 
 TEXTS = [
     "Hello world",
@@ -116,29 +117,6 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"has no token <\|endoftext\|>"):
         load_tokenizer(tmp_path)
-
-
-def metaspace_tokenizer() -> Tokenizer:
-    """A BPE as SentencePiece makes them, whose words begin with U+2581 and whose other characters
-    are bytes."""
-    letters = ["\u2581", *"abcdeflo"]
-    merges = [("l", "o"), ("\u2581", "a"), ("\u2581", "lo")]
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
-    vocab = {piece: i for i, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return tokenizer
 
 
 def test_a_tokenizer_of_sentencepiece_ends_documents_in_its_own_way(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""The graph of families other than GPT-2 computes what the checkpoint does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from lathe.config.settings import ExportSettings, Recipe
+from lathe.errors import UserError
+from lathe.export.export import export
+from lathe.export.proof import ProofError
+from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe.runtime.session import OnnxModel
+from tests.support.families import LINEAR, LLAMA3, VOCABULARY, make, save
+from tests.support.small_export import write_held_out
+
+TOKENS = torch.randint(VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 16}),
+    "llama with biases, tied, llama3": (
+        "llama with biases, tied, llama3",
+        {"head_dim": 32, "rope_parameters": LLAMA3},
+    ),
+    "mistral, linear": ("mistral", {"rope_parameters": LINEAR}),
+    "qwen2": ("qwen2", {"hidden_size": 64}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+}
+SETTINGS = ExportSettings(prompts=4, new_tokens=12)
+
+
+def quantized(model: GPT, group_size: int = 0) -> GPT:
+    """The same model, every linear quantized and calibrated."""
+    forms = {name: LinearFormat() for name in (*model.config.linear_names(), HEAD)}
+    if group_size:
+        int4 = LinearFormat(WeightFormat.int4(group_size), "dynamic_int8")
+        forms = dict.fromkeys(forms, int4)
+    plan = QuantizationPlan(forms)
+    fake_quant.insert(model, plan)
+    scales = fake_quant.calibrate(model, [TOKENS])
+    model.config = model.config.with_quantization(plan.with_scales(scales))
+    return model.eval()
+
+
+def pruned_config(config: GPTConfig) -> GPTConfig:
+    """Layers that differ in groups, in query heads of a group, and in channels."""
+    values = config.to_json()
+    values["lathe"] |= {"n_head": [4, 1, 2], "n_kv_head": [2, 1, 2], "n_inner": [80, 24, 64]}
+    return GPTConfig.from_json(values)
+
+
+def folder_of(case: str, path: Path, tokenizer: Tokenizer) -> Path:
+    name, changes = CASES[case]
+    return save(make(name, **changes), path / "hf", tokenizer)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("flavour", ["fp32", "fp16", "int8", "int4"])
+def test_export_is_proven(
+    case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    source = folder_of(case, tmp_path, byte_tokenizer)
+    theirs = AutoModelForCausalLM.from_pretrained(source).eval()
+    if flavour.startswith("int"):
+        model = quantized(load_checkpoint(source).model, 32 if flavour == "int4" else 0)
+        save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
+        source = tmp_path / "q"
+    dtype = "float16" if flavour == "fp16" else "float32"
+    recipe = Recipe(Export=SETTINGS.model_copy(update={"dtype": dtype}))
+    result = export(recipe, source, write_held_out(tmp_path / "data"), tmp_path / "onnx")
+    assert result.flavour == flavour
+    linears = 4 * 3 + 1
+    assert result.integer_kernels == (linears if flavour.startswith("int") else 0)
+    found = OnnxModel(tmp_path / "onnx", threads=1)
+    assert found.n_kv_head == [theirs.config.num_key_value_heads] * 3
+    if flavour == "fp32":  # against transformers itself, with a cache too
+        with torch.inference_mode():
+            expected = theirs(TOKENS).logits.numpy()
+        np.testing.assert_allclose(found.logits(TOKENS.numpy()), expected, atol=2e-5)
+        cache = found.start(4)
+        found.step(cache, TOKENS.numpy()[:, :30])
+        for i in range(30, 40):
+            last = found.step(cache, TOKENS.numpy()[:, i : i + 1])
+        np.testing.assert_allclose(last, expected[:, -1], atol=2e-5)
+
+
+@pytest.mark.parametrize("flavour", ["fp32", "int8"])
+def test_a_pruned_model_is_exported(
+    flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    config = pruned_config(
+        load_checkpoint(folder_of("qwen3", tmp_path, byte_tokenizer)).model.config
+    )
+    model = GPT(config)
+    model.initialize(0.1, seed=2)
+    if flavour == "int8":
+        model = quantized(model)
+    save_checkpoint(tmp_path / "p", model, byte_tokenizer, "prune", Recipe())
+    data = write_held_out(tmp_path / "data")
+    export(Recipe(Export=SETTINGS), tmp_path / "p", data, tmp_path / "onnx")
+    metadata = json.loads((tmp_path / "onnx" / "export.json").read_text())
+    assert (metadata["n_head"], metadata["n_kv_head"]) == ([4, 1, 2], [2, 1, 2])
+    assert metadata["opset"] == 23
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"), [("sines", 1.01), ("model.norm.weight", 1.01), ("q_norm.weight", 1.05)]
+)
+def test_the_proof_notices_a_wrong_graph(
+    name: str,
+    factor: float,
+    tmp_path: Path,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lathe.export.graph import Graph
+
+    original = Graph.initializers
+
+    def spoiled(self: Graph) -> Any:
+        for found, value in original(self):
+            yield found, value * np.float32(factor) if f"model.{found}".endswith(name) else value
+
+    monkeypatch.setattr(Graph, "initializers", spoiled)
+    source, data = folder_of("qwen3", tmp_path, byte_tokenizer), write_held_out(tmp_path / "data")
+    with pytest.raises(ProofError):
+        export(Recipe(Export=SETTINGS), source, data, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_one_attention_and_one_product_for_what_reads_the_same(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    source = folder_of("llama", tmp_path, byte_tokenizer)
+    export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "d"), tmp_path / "onnx")
+    graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
+    products = [node.name for node in graph.node if node.op_type == "MatMul"]
+    assert len(products) == 4 * 3 + 1 and "layers.0.self_attn.qkv_proj" in products
+    attention = next(node for node in graph.node if node.name == "layers.1.self_attn")
+    (branch,) = (a.g for a in attention.attribute if a.name == "else_branch")
+    (node,) = (n for n in branch.node if n.op_type == "GroupQueryAttention")
+    found = {a.name: a.i for a in node.attribute}
+    assert found == {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}
+
+
+def test_heads_that_onnxruntime_cannot_rotate(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    source = save(make("qwen3"), tmp_path / "hf", byte_tokenizer)
+    data = write_held_out(tmp_path / "data")
+    with pytest.raises(UserError, match="8 rotated features of a head are not a multiple of 16"):
+        export(Recipe(Export=SETTINGS), source, data, tmp_path / "onnx")

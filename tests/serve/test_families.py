@@ -1,0 +1,101 @@
+"""A Llama in the running batch and on Triton gives the tokens that torch gives alone."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe.export.export import export
+from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from lathe.model.generate import generate
+from lathe.runtime.params import Params
+from lathe.runtime.text_generator import TextGenerator
+from lathe.serve.client import Client
+from lathe.serve.repository import write_repository
+from lathe.serve.server import ANY_PORTS, start
+from tests.serve.test_batcher import Caller
+from tests.support.families import make, save
+from tests.support.small_export import write_held_out
+
+PROMPTS = ("A lathe", "turns", "a much longer prompt, which is read in chunks, and some more of it")
+GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
+WANTED = GenerationSettings(decode_strategy="greedy_search", max_dec_len=12, min_dec_len=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Checkpoint:
+    """Qwen3's parts, which ends a text at a token of its own, too."""
+    folder = tmp_path_factory.mktemp("llama")
+    source = load_checkpoint(save(make("qwen3", head_dim=16), folder / "hf", byte_tokenizer))
+    ids = byte_tokenizer.encode(PROMPTS[0]).ids
+    (row,) = generate(source.model, [ids], WANTED)
+    source.model.config = replace(source.model.config, end_ids=(row[7],))
+    save_checkpoint(folder / "own", source.model, byte_tokenizer, "pretrain", Recipe())
+    return load_checkpoint(folder / "own")
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    data = write_held_out(folder / "data")
+    recipe = Recipe(Export=ExportSettings(prompts=2, new_tokens=4))
+    return export(recipe, checkpoint.folder, data, folder / "onnx").folder
+
+
+@pytest.fixture(scope="module")
+def generator(exported: Path) -> Iterator[TextGenerator]:
+    generator = TextGenerator(exported, 12, threads=1, max_running=4, prefix_bytes=2**20)
+    yield generator
+    generator.close()
+
+
+def by_torch(checkpoint: Checkpoint, prompt: str, settings: GenerationSettings) -> list[list[int]]:
+    ids = checkpoint.tokenizer.encode(prompt).ids
+    return generate(checkpoint.model, [ids], settings, checkpoint.end_ids)
+
+
+def test_requests_together_get_what_torch_gives_each(
+    generator: TextGenerator, checkpoint: Checkpoint
+) -> None:
+    expected = [by_torch(checkpoint, prompt, WANTED) for prompt in PROMPTS]
+    assert len(expected[0][0]) < 12  # it ends at the model's own token
+    for _ in range(2):  # the second time from the prefix cache
+        callers = [Caller(generator, prompt, GREEDY) for prompt in PROMPTS]
+        assert [caller.wait() for caller in callers] == expected
+
+
+def test_beams_end_where_those_of_torch_do(
+    generator: TextGenerator, checkpoint: Checkpoint
+) -> None:
+    params = replace(GREEDY, decode_strategy="beam_search", num_beams=3, num_return_sequences=2)
+    wanted = WANTED.model_copy(
+        update={"decode_strategy": "beam_search", "num_beams": 3, "num_return_sequences": 2}
+    )
+    for prompt in PROMPTS:
+        assert Caller(generator, prompt, params).wait() == by_torch(checkpoint, prompt, wanted)
+
+
+@pytest.mark.usefixtures("triton")
+def test_triton_serves_it(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    serving = ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
+    repository = write_repository(exported, tmp_path / "repository", serving, WANTED)
+    running = start(repository, serving, tmp_path / "state")
+    with running as server, Client(server.state.grpc, server.state.model_name) as client:
+        found: dict[str, list[int]] = {}
+
+        def ask(prompt: str) -> None:
+            found[prompt] = client.generate(
+                prompt, decode_strategy="greedy_search", min_tokens=0
+            ).tokens
+
+        threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in PROMPTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for prompt in PROMPTS:
+        assert found[prompt] == by_torch(checkpoint, prompt, WANTED)[0]

@@ -1,0 +1,26 @@
+"""Tokenizers of other kinds than GPT-2's."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """A BPE as SentencePiece makes them, whose words begin with U+2581 and whose other characters
+    are bytes."""
+    letters = ["\u2581", *"abcdeflo"]
+    merges = [("l", "o"), ("\u2581", "a"), ("\u2581", "lo")]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    vocab = {piece: i for i, piece in enumerate([*pieces, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
