@@ -29,6 +29,7 @@ from pipelines.resources import (
     on_gpu,
     on_training_nodes,
     task_of,
+    trusting,
     waiting,
     with_engine,
 )
@@ -95,13 +96,13 @@ class Steps:
         return on_cpu(self._task(_named(deploy, "rehearse"), recipe, **inputs), hours=1, copies=6)
 
     def release(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        task = on_cpu(self._task(release, recipe, **inputs), hours=6, copies=6)
+        task = trusting(on_cpu(self._task(release, recipe, **inputs), hours=6, copies=6))
         # What is live changes, and a release that was refused or rolled back must not be retried.
         return task.set_caching_options(False).set_retry(0)
 
     def report(self, recipe: str, models: dict[str, Any], **results: Any) -> dsl.PipelineTask:
         results |= {f"{variant}_model": model for variant, model in models.items()}
-        return _of_this_run(waiting(self._task(report, recipe, **results), hours=1))
+        return trusting(_of_this_run(waiting(self._task(report, recipe, **results), hours=1)))
 
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str

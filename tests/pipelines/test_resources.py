@@ -115,6 +115,15 @@ def test_what_every_task_has(compiled, name, pool):
             "endpoint": "AWS_ENDPOINT_URL",
             "region": "AWS_REGION",
         }
+        (signing,) = settings["secretAsVolume"]
+        assert signing["secretName"] == "lathe-signing" and signing["optional"]
+        assert signing["mountPath"] == "/var/run/lathe/signing"
+        assert {"name": "LATHE_IMAGE", "value": container["image"]} in container["env"]
+        trusted = settings.get("configMapAsVolume", [])
+        assert [part["configMapName"] for part in trusted] == (
+            ["lathe-verification-keys"] if stage in ("release", "report") else []
+        )
+        assert all(part["optional"] for part in trusted)
         assert tracking["configMapName"] == "lathe-tracking" and tracking["optional"]
         assert {k["configMapKey"]: k["envVar"] for k in tracking["keyToEnv"]} == {
             "mlflow": "MLFLOW_TRACKING_URI",
