@@ -150,9 +150,14 @@ def _with_code(component: Any) -> Any:
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
     """All GPUs of a machine; multi-node training is only started and followed by the task."""
-    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
-    if pool.nodes > 1:
+    if _VARIANT.get().pool.nodes > 1:
         return waiting(task, hours)
+    return on_training_node(task, hours)
+
+
+def on_training_node(task: PipelineTask, hours: float) -> PipelineTask:
+    """All GPUs of one machine, for a training that is not divided over several."""
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     return _working(task, hours, pool.gpus, sizes.training if sizes else None)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from kfp import dsl
 
 from components.analyze.component import analyze
+from components.certify.component import certify
 from components.choose.component import choose
 from components.deploy.component import deploy
 from components.evaluate.component import evaluate
@@ -27,6 +28,7 @@ from pipelines.resources import (
     compiled_variant,
     on_cpu,
     on_gpu,
+    on_training_node,
     on_training_nodes,
     task_of,
     trusting,
@@ -65,6 +67,9 @@ class Steps:
 
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(self._of_weights(pretrain, recipe, **inputs), hours=240)
+
+    def certify(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_training_node(self._task(certify, recipe, **inputs), hours=240)
 
     def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(with_engine(self._of_weights(prune, recipe, **inputs)), hours=72)

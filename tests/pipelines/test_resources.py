@@ -25,7 +25,7 @@ BY_ENGINE = {"prune", "analyze", "quantize", "evaluate", "export"}
 TIMEOUT_HOURS = {
     "prepare": 4, "pretrain": 240, "prune": 72, "analyze": 6, "quantize": 72, "evaluate": 6,
     "export": 2, "gate": 0.5, "inputs": 0.5, "choose": 2, "rehearse": 1, "report": 1,
-    "release": 6,
+    "release": 6, "certify": 240,
 }  # fmt: skip
 
 
@@ -59,6 +59,8 @@ def executors(spec, platform):
 
 
 def gpus_of(stage: str, pool: Pool) -> int:
+    if stage == "certify":
+        return pool.gpus
     if stage in TRAINING:
         return pool.gpus if pool.nodes == 1 else 0
     return min(1, pool.gpus) if stage in ONE_GPU else 0
