@@ -38,7 +38,8 @@ def certify_resume(
     It trains the recipe once without interruption, and once while its processes are killed with
     SIGKILL (one rank, all of them, or in the middle of a save) and started again. The certificate
     lists every kill and the SHA-256 of every tensor of both models; the status is 1 if they differ.
-    It is signed if LATHE_SIGNING_KEY names a key, and `lathe report --certificate FILE` shows it.
+    It is signed if LATHE_SIGNING_KEY names a key; the option --certificate of `lathe report` shows
+    it.
     """
     settings = load(recipe, override)
     from lathe.certify.resume import certify_resume
