@@ -22,8 +22,11 @@ OPTIONS = {
     "qat_recipe": "The recipe of quantization, likewise.",
     "target": "What `compress` aims at: latency=0.5.",
     "budget": "What it may cost: perplexity=0.05.",
+    "kills": "Kills of a training that is certified to resume, in `pretrain`: 20.",
     "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
 }
+KINDS: dict[str, type] = {"kills": int}
+"""Of the options that are not strings."""
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
 Quant = Annotated[
@@ -72,7 +75,11 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     own = list(inspect.signature(function).parameters.values())[2:]
     parameters = [
         parameter("pipeline", Pipeline, "full"),
-        *(parameter(k, Annotated[str, typer.Option(help=h)], "") for k, h in OPTIONS.items()),
+        *(
+            parameter(key, Annotated[kind, typer.Option(help=text)], kind())
+            for key, text in OPTIONS.items()
+            for kind in [KINDS.get(key, str)]
+        ),
         parameter("engine", Engine, ""),
         parameter("quant", Quant, ""),
         parameter("shards", Shards, None),

@@ -1,8 +1,10 @@
 """Write every pipeline's IR YAML: `python -m pipelines.compile [FOLDER]`."""
 
+import copy
 import functools
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from kfp.dsl.graph_component import GraphComponent
 
 from components.images import TRAIN
 from components.notify.component import notify
+from lathe.provenance.surroundings import PIPELINE
+from lathe.storage import sha256
 from pipelines.compress import compress
 from pipelines.full import full
 from pipelines.groups import with_groups
@@ -98,6 +102,26 @@ def images_of(pipeline: GraphComponent) -> list[str]:
     """The images of the steps, that of most of them first."""
     found = {container["image"] for container in containers_of(pipeline).values()}
     return sorted(found, key=lambda image: (image != TRAIN, image))
+
+
+def named(name: str, pipeline: GraphComponent) -> str:
+    """A pipeline's name and the SHA-256 of its compiled form, as steps attest it."""
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        compiler.Compiler().compile(pipeline, file.name)
+        return f"{name}@sha256:{sha256(Path(file.name))}"
+
+
+def telling_its_digest(name: str, pipeline: GraphComponent) -> GraphComponent:
+    """A copy of a pipeline whose steps know its name and digest; the digest is the original's."""
+    told = copy.deepcopy(pipeline)
+    variable = {"name": PIPELINE, "value": named(name, pipeline)}
+    executors = told.component_spec.implementation.graph.deployment_spec["executors"]
+    for executor in executors.values():
+        if "container" in executor:
+            container = executor["container"]
+            known = list(container["env"]) if "env" in container else []
+            container.update({"env": [*known, variable]})
+    return told
 
 
 @functools.cache

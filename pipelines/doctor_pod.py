@@ -15,6 +15,7 @@ from lathe.cluster.findings import Finding
 from lathe.cluster.logs import LogFollower
 from lathe.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
 from lathe.errors import StageError, UserError
+from lathe.provenance.keys import MOUNTED
 from pipelines.pods import CONTAINER, STAGE
 from pipelines.resources import (
     ACCELERATOR,
@@ -24,6 +25,7 @@ from pipelines.resources import (
     POD_FIELDS,
     SECRET,
     SERVICE_ACCOUNT,
+    SIGNING,
     STORE,
     TAINT,
     USER,
@@ -58,6 +60,7 @@ def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) ->
         "name": CONTAINER,
         "command": command,
         "env": [{"name": name, "valueFrom": source} for name, source in fields.items()],
+        "volumeMounts": [{"name": "signing-key", "mountPath": str(MOUNTED), "readOnly": True}],
     }
     rest = [{"name": f"image-{i}", "command": ["true"]} for i in range(1, len(images))]
     containers = [
@@ -76,6 +79,7 @@ def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) ->
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": containers,
+        "volumes": [{"name": "signing-key", "secret": {"secretName": SIGNING, "optional": True}}],
     }
     if pool:
         spec["nodeSelector"] = {NODE_POOL: pool.node_pool}

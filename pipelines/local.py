@@ -6,6 +6,7 @@ process that `pipelines.run` starts, reads and, if need be, ends.
 
 import json
 import logging
+import os
 import sys
 import warnings
 from typing import Any
@@ -15,8 +16,9 @@ from kfp.local import cache as kfp_cache
 from kfp.local import subprocess_task_handler as kfp_subprocess
 
 from lathe.launch.parent import tied
+from lathe.provenance.surroundings import PIPELINE
 from pipelines.cache import CheckedCache
-from pipelines.compile import build
+from pipelines.compile import build, named
 from pipelines.resources import Variant
 
 
@@ -35,6 +37,7 @@ def run(
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     pipeline = build(name, Variant(shards=shards, inputs=inputs))
+    os.environ[PIPELINE] = named(name, pipeline)
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():

@@ -15,7 +15,7 @@ import yaml
 from kfp import compiler
 
 from lathe.storage import atomic_file
-from pipelines.compile import FUNCTIONS, built
+from pipelines.compile import FUNCTIONS, built, telling_its_digest
 
 NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
@@ -44,7 +44,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(
-            built(name),
+            telling_its_digest(name, built(name)),
             file.name,
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,

@@ -75,6 +75,7 @@ class Preflight(Inputs):
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             if settings and key == "recipe":
                 self.sources(name, arguments, settings)
+                self.check(recipe, _check_keys, recipe, settings)
             stages = STAGES[name][key]
             if settings:
                 for stage in stages:
@@ -145,6 +146,16 @@ def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
         backends.of(recipe).check_support(stage, recipe, has_gpu=bool(pool.gpus))
     except UserError as error:
         raise UserError(f"recipe {name}: {error.what}", error.hint) from None
+
+
+def _check_keys(name: str, recipe: Recipe) -> None:
+    if recipe.Production.keys:
+        raise UserError(
+            f"recipe {name}: Production.keys names {recipe.Production.keys[0]}, which steps do not "
+            "have",
+            "kubectl -n lathe create configmap lathe-verification-keys --from-file=signing.pub, "
+            "and take Production.keys out",
+        )
 
 
 def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:

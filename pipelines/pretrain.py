@@ -1,5 +1,7 @@
 """Text -> trained model, evaluated."""
 
+from kfp import dsl
+
 from pipelines.steps import Steps, look_up
 
 
@@ -9,6 +11,7 @@ def pretrain(
     tokenizer: str = "",
     model: str = "",
     cloze: str = "",
+    kills: int = 0,
     overrides: list[str] = [],  # noqa: B006
 ):
     """Prepare the data, train a GPT and evaluate it.
@@ -19,10 +22,14 @@ def pretrain(
         tokenizer: Tokenizer file or folder; the recipe's when empty.
         model: Checkpoint folder whose weights to start from; random weights when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        kills: How often a training is killed for a certificate that it resumes to the same model;
+            none is made when 0.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
     steps = Steps(overrides, look_up([recipe], overrides, **given))
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     trained = steps.pretrain(recipe, data=data, init=model).outputs["model"]
+    with dsl.If(kills > 0, "certified"):
+        steps.certify(recipe, data=data, kills=kills)
     steps.evaluate("dense", recipe, model=trained, data=data, cloze=cloze)

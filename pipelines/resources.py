@@ -14,6 +14,8 @@ from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
 from components.images import PADDLE
+from lathe.provenance.keys import MOUNTED, TRUSTED_MOUNTED
+from lathe.provenance.surroundings import IMAGE
 from pipelines.finished import Finished, Outputs
 from pipelines.sizes import LIMIT, Sizes, quantity
 
@@ -24,7 +26,8 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
 KEYS = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
 STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
-WEBHOOK, TRACKING = "lathe-webhook", "lathe-tracking"
+WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
+TRUST = "lathe-verification-keys"
 TOLD = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
 TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
 SERVICE_ACCOUNT = "lathe-pipeline"
@@ -147,9 +150,14 @@ def _with_code(component: Any) -> Any:
 
 def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
     """All GPUs of a machine; multi-node training is only started and followed by the task."""
-    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
-    if pool.nodes > 1:
+    if _VARIANT.get().pool.nodes > 1:
         return waiting(task, hours)
+    return on_training_node(task, hours)
+
+
+def on_training_node(task: PipelineTask, hours: float) -> PipelineTask:
+    """All GPUs of one machine, for a training that is not divided over several."""
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     return _working(task, hours, pool.gpus, sizes.training if sizes else None)
 
 
@@ -184,6 +192,13 @@ def telling(task: PipelineTask) -> PipelineTask:
     return waiting(task, hours=0.25)
 
 
+def trusting(task: PipelineTask) -> PipelineTask:
+    """The public keys that a release is verified with, if there are any."""
+    if isinstance(task, Finished):
+        return task
+    return kubernetes.use_config_map_as_volume(task, TRUST, str(TRUSTED_MOUNTED), optional=True)
+
+
 def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> PipelineTask:
     """GPUs of the pool, or CPU cores of any node.
 
@@ -212,7 +227,8 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
 
 def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
     """Settings of every task: shared memory for worker processes, store credentials, the addresses
-    of MLflow and a model registry if there are any, the pod's identity, a non-root user, labels,
+    of MLflow and a model registry if there are any, the key to sign with if there is one, the image
+    and the pod's identity, a non-root user, labels,
     retries and a deadline."""
     kubernetes.empty_dir_mount(
         task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
@@ -220,6 +236,8 @@ def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) 
     kubernetes.use_secret_as_env(task, SECRET, KEYS)
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
     kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
+    kubernetes.use_secret_as_volume(task, SIGNING, str(MOUNTED), optional=True)
+    task.set_env_variable(IMAGE, task.container_spec.image)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)
     kubernetes.set_security_context(task, run_as_user=USER, run_as_non_root=True)

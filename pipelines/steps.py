@@ -7,6 +7,7 @@ from typing import Any
 from kfp import dsl
 
 from components.analyze.component import analyze
+from components.certify.component import certify
 from components.choose.component import choose
 from components.deploy.component import deploy
 from components.evaluate.component import evaluate
@@ -27,8 +28,10 @@ from pipelines.resources import (
     compiled_variant,
     on_cpu,
     on_gpu,
+    on_training_node,
     on_training_nodes,
     task_of,
+    trusting,
     waiting,
     with_engine,
 )
@@ -65,6 +68,9 @@ class Steps:
     def pretrain(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(self._of_weights(pretrain, recipe, **inputs), hours=240)
 
+    def certify(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_training_node(self._task(certify, recipe, **inputs), hours=240)
+
     def prune(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_training_nodes(with_engine(self._of_weights(prune, recipe, **inputs)), hours=72)
 
@@ -95,13 +101,13 @@ class Steps:
         return on_cpu(self._task(_named(deploy, "rehearse"), recipe, **inputs), hours=1, copies=6)
 
     def release(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        task = on_cpu(self._task(release, recipe, **inputs), hours=6, copies=6)
+        task = trusting(on_cpu(self._task(release, recipe, **inputs), hours=6, copies=6))
         # What is live changes, and a release that was refused or rolled back must not be retried.
         return task.set_caching_options(False).set_retry(0)
 
     def report(self, recipe: str, models: dict[str, Any], **results: Any) -> dsl.PipelineTask:
         results |= {f"{variant}_model": model for variant, model in models.items()}
-        return _of_this_run(waiting(self._task(report, recipe, **results), hours=1))
+        return trusting(_of_this_run(waiting(self._task(report, recipe, **results), hours=1)))
 
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str

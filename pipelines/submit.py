@@ -19,7 +19,7 @@ from kfp.dsl.graph_component import GraphComponent
 from lathe.config.recipe import recipe_text
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
-from pipelines.compile import FUNCTIONS, build
+from pipelines.compile import FUNCTIONS, build, telling_its_digest
 from pipelines.finished import Outputs
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
@@ -115,7 +115,7 @@ def prepare(
     assert client
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / f"{name}.yaml"
-        compiler.Compiler().compile(pipeline, str(compiled))
+        compiler.Compiler().compile(telling_its_digest(name, pipeline), str(compiled))
         version = version_name(variant)
         with answers():
             ids = upload(client, f"lathe-{name}", version, compiled)

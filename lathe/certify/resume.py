@@ -18,6 +18,7 @@ from lathe.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe.certify.kills import Kill, Training, plan_kills
 from lathe.certify.tensors import Difference, Digests, digests_of, first_difference
 from lathe.config.settings import Recipe
+from lathe.errors import StageError
 from lathe.launch.shape import shape_of
 from lathe.progress import bar
 from lathe.provenance.step import attested
@@ -44,6 +45,17 @@ class ResumeResult:
     def passed(self) -> bool:
         """Whether the training was killed, and both ends are the same."""
         return bool(self.kills) and self.difference is None
+
+    def require(self) -> None:
+        """Raise StageError unless it has passed."""
+        if self.difference:
+            by = self.difference.largest
+            how = "has another shape or type" if by is None else f"differs by up to {by:.3g}"
+            raise StageError(
+                f"the resumed training ended elsewhere: {self.difference.tensor} {how}"
+            )
+        if not self.kills:
+            raise StageError("the training ended before the first kill: train for more steps")
 
 
 def _result(certificate: Path) -> dict[str, dict[str, Any]]:
@@ -122,6 +134,7 @@ def _values(
         "difference": asdict(found.difference) if found.difference else None,
         "command": [*options, "--data", str(data)],
         "recipe_sha256": digest(recipe.model_dump_json()),
+        "steps": recipe.Engine.max_steps,
         "processes": shape_of(recipe).processes,
         "seed": seed,
         "kills_planned": kills,

@@ -26,7 +26,7 @@ Subject = Annotated[
     Path, model_argument("Folder of a checkpoint, HF GPT-2 or `lathe export` alone.")
 ]
 Evaluation = Annotated[Path | None, input_option("Folder of `lathe evaluate`, of this model.")]
-Gate = Annotated[
+GateVerdict = Annotated[
     Path | None, input_option("JSON file of `lathe gate`, with this model as the candidate.")
 ]
 Exported = Annotated[Path | None, input_option("Folder of `lathe export`, of this checkpoint.")]
@@ -48,7 +48,7 @@ Timestamp = Annotated[
 def card(
     model: Subject = RUN / "int8",
     evaluation: Evaluation = None,
-    gate: Gate = None,
+    gate: GateVerdict = None,
     export: Exported = None,
     data: Corpus = None,
     recipe: RecipeName = "base",
@@ -74,7 +74,7 @@ def card(
 def bom(
     model: Subject = RUN / "int8",
     evaluation: Evaluation = None,
-    gate: Gate = None,
+    gate: GateVerdict = None,
     export: Exported = None,
     data: Corpus = None,
     recipe: RecipeName = "base",

@@ -150,6 +150,9 @@ def report(
     ],
     sensitivity: Annotated[Path | None, input_option("Folder of `lathe analyze`.")] = None,
     deployed: Annotated[Path | None, input_option("Folder of `lathe deploy`.")] = None,
+    certificate: Annotated[
+        Path | None, input_option("JSON file of `lathe certify-resume`.")
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Annotated[Path, output_option("HTML file to write.")] = RUN / "report.html",
@@ -171,7 +174,7 @@ def report(
         Candidate(name, m, _if_folder(beside(m, "eval")), _if_folder(beside(m, "onnx")))
         for name, m in named_models(models)
     ]
-    rows = report_run(settings, candidates, output, sensitivity, deployed)
+    rows = report_run(settings, candidates, output, sensitivity, deployed, certificate)
     Console().print(summary_table(rows))
     show(report=output)
 

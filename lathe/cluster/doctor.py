@@ -26,6 +26,7 @@ from lathe.cluster.findings import Finding, State, examine
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from lathe.launch.shape import visible_gpus
+from lathe.provenance.keys import load_signer, signing_key
 from lathe.storage.probe import StoreProbe
 
 SECONDS = 10.0
@@ -66,6 +67,14 @@ def check_port(address: str) -> str:
     except OSError as error:
         raise UserError(f"{address}: no answer: {error}", NETWORK) from None
     return address
+
+
+def check_signing() -> str:
+    """Read the key that steps sign with, if there is one."""
+    key = signing_key()
+    if key is None:
+        return "no Secret lathe-signing: attestations are not signed"
+    return f"the public key's id is {load_signer(key).public_key.keyid}"
 
 
 def check_gpus(wanted: int) -> str:
@@ -128,6 +137,7 @@ def findings(
     yield examine("Pipelines' API", lambda: check_http(pipelines))
     yield examine("Pipelines' metadata store", lambda: check_port(metadata))
     yield from check_cluster(root, settings)
+    yield examine("signing key", check_signing)
     if gpus:
         yield examine("GPUs", lambda: check_gpus(gpus))
 

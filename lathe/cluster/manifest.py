@@ -33,6 +33,8 @@ from lathe.cluster.api import (
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from lathe.launch.shape import Shape
+from lathe.provenance.keys import MOUNTED
+from lathe.provenance.surroundings import IMAGE, PIPELINE
 
 RUNTIME = "lathe-torch"
 USER = 10001
@@ -41,7 +43,11 @@ GRACE_SECONDS = 300
 
 STORE_SECRET = "lathe-s3"
 STORE_KEYS = {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
-PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "LATHE_NETWORK_TIMEOUT")
+SIGNING_SECRET = "lathe-signing"
+PASSED_ON = (
+    *("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "LATHE_NETWORK_TIMEOUT"),
+    *("KFP_RUN_ID", PIPELINE),
+)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def build(
                 num_nodes=shape.nodes,
                 num_proc_per_node=shape.processes_per_node,
                 resources_per_node=_resources(settings),
-                env=_environment(),
+                env=_environment(launcher.image),
             ),
             runtime_patches=[_patch(labels, settings)],
         ),
@@ -156,10 +162,11 @@ def _resources(settings: LaunchSettings) -> Any:
     return m.IoK8sApiCoreV1ResourceRequirements(limits=quantities, requests=quantities)
 
 
-def _environment() -> list[Any]:
-    """What this process's environment says of the store and, by reference, the store's keys."""
+def _environment(image: str) -> list[Any]:
+    """What this process's environment says of the store and of the run and, by reference, the
+    store's keys."""
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    passed["HOME"] = "/tmp"
+    passed |= {"HOME": "/tmp", IMAGE: image}
     variables = [m.IoK8sApiCoreV1EnvVar(name=name, value=value) for name, value in passed.items()]
     for name, key in STORE_KEYS.items():
         reference = m.IoK8sApiCoreV1SecretKeySelector(name=STORE_SECRET, key=key)
@@ -174,6 +181,7 @@ def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
         medium="Memory", size_limit=_quantity(settings.shared_memory)
     )
     scratch = m.IoK8sApiCoreV1EmptyDirVolumeSource()
+    signing = m.IoK8sApiCoreV1SecretVolumeSource(secret_name=SIGNING_SECRET, optional=True)
     pod = m.TrainerV1alpha1PodSpecPatch(
         node_selector=_node_selector(settings),
         tolerations=_tolerations(settings),
@@ -188,6 +196,7 @@ def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
         volumes=[
             m.IoK8sApiCoreV1Volume(name="shared-memory", empty_dir=shared_memory),
             m.IoK8sApiCoreV1Volume(name="scratch", empty_dir=scratch),
+            m.IoK8sApiCoreV1Volume(name="signing-key", secret=signing),
         ],
         containers=[
             m.TrainerV1alpha1ContainerPatch(
@@ -200,6 +209,9 @@ def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
                 volume_mounts=[
                     m.IoK8sApiCoreV1VolumeMount(name="shared-memory", mount_path="/dev/shm"),
                     m.IoK8sApiCoreV1VolumeMount(name="scratch", mount_path="/tmp"),
+                    m.IoK8sApiCoreV1VolumeMount(
+                        name="signing-key", mount_path=str(MOUNTED), read_only=True
+                    ),
                 ],
             )
         ],

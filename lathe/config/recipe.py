@@ -87,7 +87,7 @@ def shipped_recipes() -> list[str]:
 
 def _read(name: str | Path) -> tuple[_Layer, str]:
     """A recipe merged with its bases, and what messages call it."""
-    if "\n" in str(name):
+    if "\n" in str(name) and not os.path.isfile(name):
         layer = _read_text(str(name).encode(), "the recipe's text")
         if "_base_" in layer.values:
             raise UserError("the recipe's text: it has a _base_", "send it merged with its bases")

@@ -12,6 +12,7 @@ from lathe.errors import StageError
 from lathe.production.golden import Golden
 from lathe.production.malformed import refusals
 from lathe.production.release import Releases
+from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
 from lathe.serve.client import Client
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
@@ -50,7 +51,7 @@ def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
         repository = releases.fetch(release, Path(scratch) / "repository")
         settings = recipe.Production
-        require(repository, settings.require, [Path(key) for key in settings.keys])
+        require(repository, settings.require, trusted_keys(settings.keys))
         serving = recipe.Serving.model_copy(update=ANY_PORTS)
         with (
             start(repository, serving, Path(scratch) / "server") as server,

@@ -25,6 +25,7 @@ from lathe.errors import UserError
 from lathe.production.acceptance import Acceptance, accept
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
+from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
 from lathe.provenance.step import attest, materials, now
 from lathe.serve.repository import remove_bytecode, require_whole
@@ -151,7 +152,7 @@ def _compose(
 
 
 def _require(settings: ProductionSettings, folder: Path) -> None:
-    require(folder, settings.require, [Path(key) for key in settings.keys])
+    require(folder, settings.require, trusted_keys(settings.keys))
 
 
 def releases_table(recipe: Recipe) -> Table:

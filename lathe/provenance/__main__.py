@@ -11,11 +11,11 @@ from pathlib import Path
 from lathe.artifacts.release import NAME, name_of
 from lathe.console import end_cleanly_on_sigterm, print_any_text
 from lathe.errors import ENDINGS, StageError, explain
+from lathe.provenance.keys import TRUSTED, trusted_keys
 from lathe.provenance.policy import require
 from lathe.storage import fetch
 
 REQUIRE = "LATHE_REQUIRE"
-KEYS = "LATHE_VERIFICATION_KEYS"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m lathe.provenance",
         description=f"Fetch a release, and check it. {REQUIRE} has what it must show, such as "
-        f"'signature,chain,gate,proof', and {KEYS} the folder of the public keys, *.pub.",
+        f"'signature,chain,gate,proof', and {TRUSTED} the folder of the public keys, *.pub.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("fetch", help="a release into a folder")
@@ -65,8 +65,7 @@ def admit(uri: str, folder: Path) -> Path:
     if NAME.fullmatch(name) and (found := name_of(waiting)) != name:
         raise StageError(f"{uri} does not match the digest in its name: it has {found}")
     wanted = [part.strip() for part in os.environ.get(REQUIRE, "").split(",") if part.strip()]
-    keys = os.environ.get(KEYS)
-    require(waiting, wanted, sorted(Path(keys).glob("*.pub")) if keys else [])
+    require(waiting, wanted, trusted_keys())
     return waiting.rename(folder)
 
 

@@ -1,6 +1,7 @@
 """Elliptic-curve key pairs in PEM files, as OpenSSL writes them."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,17 @@ SIGNING_KEY = "LATHE_SIGNING_KEY"
 
 PASSWORD = "LATHE_SIGNING_KEY_PASSWORD"
 """Environment variable: the password of an encrypted private key."""
+
+MOUNTED = Path("/var/run/lathe/signing")
+"""Where pods have the Secret `lathe-signing`, if there is one: `key.pem`, and `password` if the key
+is encrypted."""
+
+TRUSTED = "LATHE_VERIFICATION_KEYS"
+"""Environment variable: the folder of the public keys, `*.pub`, that are trusted where the recipe
+names none."""
+
+TRUSTED_MOUNTED = Path("/var/run/lathe/keys")
+"""Where pods have the ConfigMap `lathe-verification-keys`, if there is one."""
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 HOW = "make a pair with `lathe keygen key.pem`"
@@ -51,14 +63,27 @@ def public_path(private: Path) -> Path:
 
 
 def signing_key() -> Path | None:
-    """The file of the private key that the environment names; None if nothing is to be signed."""
-    name = os.environ.get(SIGNING_KEY)
-    return Path(name) if name else None
+    """The file of the private key: the one that the environment names, or the one that is mounted
+    into this pod; None if nothing is to be signed."""
+    if name := os.environ.get(SIGNING_KEY):
+        return Path(name)
+    mounted = MOUNTED / "key.pem"
+    return mounted if mounted.is_file() else None
 
 
 def password() -> str | None:
-    """The password of the private key, from the environment."""
+    """The password of the private key, from where the key is."""
+    mounted = MOUNTED / "password"
+    if SIGNING_KEY not in os.environ and mounted.is_file():
+        return read_text(mounted, "put the key's password into it").strip()
     return os.environ.get(PASSWORD)
+
+
+def trusted_keys(named: Sequence[str] = ()) -> list[Path]:
+    """The public keys to verify with: those that are named, else those of the environment's
+    folder, else those that are mounted into this pod."""
+    folder = Path(os.environ.get(TRUSTED) or TRUSTED_MOUNTED)
+    return [Path(key) for key in named] or sorted(folder.glob("*.pub"))
 
 
 def load_signer(private: Path) -> "CryptoSigner":

@@ -34,7 +34,8 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
     if not keys:
         raise UserError(
             f"Production.require is {', '.join(wanted)}, but there is no key to verify with",
-            "set Production.keys to the public keys that you trust",
+            "set Production.keys to the public keys that you trust or, on a cluster, put them into "
+            "the ConfigMap lathe-verification-keys",
         )
     if "signature" in wanted:
         _attempt("signature", lambda: verify(folder, Trust(tuple(keys))))

@@ -153,5 +153,5 @@ class Statement(Part):
         return self.model_dump_json(exclude_none=True).encode()
 
 
-ENVIRONMENT = ("source code", "libraries", "lock file", "image")
+ENVIRONMENT = ("source code", "libraries", "lock file", "image", "pipeline")
 """Kinds of dependencies that are not inputs."""

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from lathe.artifacts import kinds
 from lathe.config.settings import Recipe
+from lathe.errors import UserError
 from lathe.provenance import bundle, surroundings
 from lathe.provenance.envelope import Attestation, seal
 from lathe.provenance.keys import load_signer, signing_key
@@ -76,12 +77,19 @@ def attested(
             given.apply_defaults()
             recipe, output = given.arguments["recipe"], given.arguments["output"]
             started = now()
-            found = [m for name in inputs for m in materials(name, given.arguments[name])]
+
+            def look() -> list[tuple[Resource, Path | None]]:
+                return [m for name in inputs for m in materials(name, given.arguments[name])]
+
+            try:
+                found = look()
+            except (OSError, UserError):  # the stage says what is wrong with its input
+                found = None
             result = stage(*args, **kwargs)
             if output is not None:
                 place = Path(output) / below if below else Path(output)
                 figures = results(place) if results else {}
-                attest(step, recipe, place, found, figures, started)
+                attest(step, recipe, place, found or look(), figures, started)
             return result
 
         return run
@@ -244,9 +252,10 @@ def _is_verdict(path: Path) -> bool:
     if not path.is_file() or path.stat().st_size > 1 << 24:
         return False
     try:
-        return bundle.EMBEDDED in json.loads(path.read_bytes())
-    except ValueError:
+        values = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError):
         return False
+    return isinstance(values, dict) and isinstance(values.get(bundle.EMBEDDED), list)
 
 
 def now() -> str:

@@ -17,11 +17,16 @@ SOURCE = Path(lathe.__file__).resolve().parent
 PARTS = (SOURCE, SOURCE.parent / "components", SOURCE.parent / "pipelines")
 LOCK = SOURCE.parent / "images" / "train" / "requirements.lock"
 LIBRARIES = ("torch", "onnx", "onnxruntime", "paddlepaddle", "tokenizers", "numpy", "safetensors")
+IN_POD = "KUBERNETES_SERVICE_HOST"
 REVISION = "LATHE_REVISION"
 """Environment variable in images: the commit that they were built from."""
 
 IMAGE = "LATHE_IMAGE"
 """Environment variable in pods: the image that the step was to run in."""
+
+PIPELINE = "LATHE_PIPELINE"
+"""Environment variable of a pipeline's steps: its name and the SHA-256 of its compiled form, as
+NAME@sha256:DIGEST."""
 
 RUN = "LATHE_RUN"
 """Environment variable: the run of a pipeline that the step belongs to; on a cluster it is
@@ -45,11 +50,18 @@ def dependencies() -> list[Resource]:
     if LOCK.is_file():
         own = Digests(sha256=sha256(LOCK))
         found.append(Resource(name=LOCK.name, digest=own, annotations={"kind": "lock file"}))
-    if image := os.environ.get(IMAGE):
-        name, _, own_digest = image.partition("@sha256:")
-        given = Digests(sha256=own_digest) if own_digest else None
-        found.append(Resource(name=name, digest=given, annotations={"kind": "image"}))
-    return found
+    if IN_POD in os.environ:  # a local run has the variable, and runs in no image
+        found += _named(IMAGE, "image")
+    return [*found, *_named(PIPELINE, "pipeline")]
+
+
+def _named(variable: str, kind: str) -> list[Resource]:
+    """What an environment variable names, with the digest that may follow."""
+    if not (value := os.environ.get(variable)):
+        return []
+    name, _, found = value.partition("@sha256:")
+    own = Digests(sha256=found) if found else None
+    return [Resource(name=name, digest=own, annotations={"kind": kind})]
 
 
 def machine() -> dict[str, Any]:
@@ -75,7 +87,7 @@ def run() -> str | None:
 
 def builder() -> Builder:
     """Who runs the step."""
-    where = "kubeflow" if "KUBERNETES_SERVICE_HOST" in os.environ else "local"
+    where = "kubeflow" if IN_POD in os.environ else "local"
     versions = {"lathe": lathe.__version__}
     for name in LIBRARIES:
         try:

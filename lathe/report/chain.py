@@ -6,8 +6,9 @@ from datetime import datetime
 from pathlib import Path
 
 from lathe.errors import UserError
+from lathe.provenance import bundle
 from lathe.provenance.chain import SHORT, Step, recorded_chain, verify_chain
-from lathe.provenance.keys import public_path, signing_key
+from lathe.provenance.keys import public_path, signing_key, trusted_keys
 from lathe.provenance.statement import Resource
 
 
@@ -42,21 +43,24 @@ class Chain:
 
 
 def chain_of(folder: Path) -> Chain | None:
-    """The chain behind a folder, verified with the public half of the run's signing key; None if
-    nothing is attested."""
+    """The chain behind a folder, verified with the public half of the run's signing key or, without
+    that, with the keys that are trusted here; None if nothing is attested."""
     step, problem = recorded_chain(folder), None
     if step is None:
         return None
     key = signing_key()
-    public = public_path(key) if key else None
-    if public is None or not public.is_file():
-        problem = "the steps are not signed" if key is None else f"there is no {public}"
+    own = public_path(key) if key else None
+    public = [own] if own and own.is_file() else trusted_keys()
+    if not bundle.read(folder)[0].is_signed:
+        problem = "the steps are not signed"
+    elif not public:
+        problem = "there is no public key to verify them with"
     else:
         try:
-            step = verify_chain(folder, [public])
+            step = verify_chain(folder, public)
         except UserError as error:
             problem = error.what
-    command = f"lathe verify {folder} --key {public or 'PUBLIC.pub'} --chain"
+    command = f"lathe verify {folder} --key {public[0] if public else 'PUBLIC.pub'} --chain"
     return Chain(list(_lines(step, "", 0, set())), problem, command)
 
 

@@ -24,6 +24,7 @@ from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
 from lathe.report.achieved import find_achieved
+from lathe.report.certificate import read_certificate
 from lathe.report.chain import chain_of
 from lathe.report.figures import Measure, comparison
 from lathe.report.summary import (
@@ -44,6 +45,7 @@ def report(
     deployed: Path | None = None,
     latency: Mapping[str, Mapping[str, float]] | None = None,
     gate: GateResult | None = None,
+    certificate: Path | None = None,
     title: str = "Lathe run",
 ) -> list[Row]:
     """Write the page to the file `output` and return the rows of its table.
@@ -54,6 +56,7 @@ def report(
         deployed: folder of `lathe deploy`.
         latency: by candidate name, what `lathe.evaluate.latency.measure` returned.
         gate: the verdict on the last candidate, shown at the top.
+        certificate: JSON file of `lathe certify-resume`.
 
     Raises:
         UserError: a folder that lacks the files of its stage.
@@ -80,6 +83,7 @@ def report(
         recipes=_recipes(candidates),
         digests=_digests(candidates),
         chain=chain_of(_attested(candidates, deployed)),
+        certificate=read_certificate(certificate) if certificate else None,
     )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")

@@ -19,6 +19,7 @@ def report_run(
     output: Path,
     sensitivity: Path | None = None,
     deployed: Path | None = None,
+    certificate: Path | None = None,
 ) -> list[Row]:
     """Write the page of a run to the file `output` and return the rows of its table.
 
@@ -30,7 +31,7 @@ def report_run(
         UserError: a folder that lacks the files of its stage.
     """
     folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
-    claim_output_file(output, PAGE, *folders, sensitivity, deployed)
+    claim_output_file(output, PAGE, *folders, sensitivity, deployed, certificate)
     for candidate in candidates:
         read_marker(resolve(candidate.model))
         if candidate.exported:
@@ -39,4 +40,4 @@ def report_run(
     latency = measure(exported) if exported else None
     first, last = candidates[0].evaluation, candidates[-1].evaluation
     verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
-    return report(output, candidates, sensitivity, deployed, latency, verdict)
+    return report(output, candidates, sensitivity, deployed, latency, verdict, certificate)

@@ -18,10 +18,11 @@ NAMES = (ATTESTATIONS, SIGNATURE)
 
 
 def names_digest(path: Path, sha256: str) -> bool:
-    """Whether `path` is a file of these whose payload names this digest."""
+    """Whether `path` is a file of these whose first payload names this digest, with no line of
+    another kind."""
     try:
-        lines = path.read_bytes().splitlines()
-        return any(sha256.encode() in _payload(json.loads(line)) for line in lines[:1])
+        payloads = [_payload(json.loads(line)) for line in path.read_bytes().splitlines()]
+        return bool(payloads) and sha256.encode() in payloads[0]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 

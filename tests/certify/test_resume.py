@@ -12,6 +12,7 @@ from lathe.certify import resume
 from lathe.certify.kills import KINDS, Training, plan_kills
 from lathe.certify.tensors import Difference, digests_of, first_difference
 from lathe.cli import app
+from lathe.report.certificate import read_certificate
 from lathe.train.saved import committed_steps
 from tests.support.small_run import SMALL
 
@@ -62,6 +63,8 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(small_data, tmp_path,
     assert found["passed"] and found["difference"] is None and found["processes"] == processes
     assert found["uninterrupted"] == found["resumed"]
     assert {kill["planned"]["kind"] for kill in found["kills"]} == set(KINDS)
+    shown = read_certificate(output)
+    assert (shown.passed, shown.steps, len(shown.kills)) == (True, found["steps"], 3)
 
 
 def alter(path: Path) -> None:

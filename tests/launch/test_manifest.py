@@ -27,6 +27,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("UNRELATED", "value")
     monkeypatch.setenv("LATHE_SERVE_PORT", "tcp://10.96.0.7:8001")  # the Service's, by Kubernetes
     monkeypatch.setenv("LATHE_NETWORK_TIMEOUT", "60")
+    monkeypatch.setenv("LATHE_PIPELINE", "full@sha256:12")
     settings = {"gpus_per_node": 2, "node_pool": "a100", "queue": "training", "priority": "high"}
     trainer = play(in_pod, succeed)
     launch(nodes=2, processes=2, shared_memory="4Gi", **settings)
@@ -55,6 +56,8 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert work["resourcesPerNode"] == {"limits": amounts, "requests": amounts}
     env = {variable["name"]: variable for variable in work["env"]}
     assert env["AWS_ENDPOINT_URL"]["value"] == "http://store:9000"
+    assert env["LATHE_PIPELINE"]["value"] == "full@sha256:12"
+    assert env["LATHE_IMAGE"]["value"] == "lathe-train:1"
     reference = env["AWS_SECRET_ACCESS_KEY"]["valueFrom"]["secretKeyRef"]
     assert reference == {"name": "lathe-s3", "key": "secretkey"}
     patched = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
@@ -66,6 +69,10 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert container["allowPrivilegeEscalation"] is False
     assert container["capabilities"] == {"drop": ["ALL"]}
     shared_memory = {"medium": "Memory", "sizeLimit": "4Gi"}
+    key = {"secretName": "lathe-signing", "optional": True}
+    assert pod["volumes"][2] == {"name": "signing-key", "secret": key}
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts["signing-key"]["mountPath"] == "/var/run/lathe/signing"
     assert pod["volumes"][0] == {"name": "shared-memory", "emptyDir": shared_memory}
 
 

@@ -25,7 +25,7 @@ BY_ENGINE = {"prune", "analyze", "quantize", "evaluate", "export"}
 TIMEOUT_HOURS = {
     "prepare": 4, "pretrain": 240, "prune": 72, "analyze": 6, "quantize": 72, "evaluate": 6,
     "export": 2, "gate": 0.5, "inputs": 0.5, "choose": 2, "rehearse": 1, "report": 1,
-    "release": 6,
+    "release": 6, "certify": 240,
 }  # fmt: skip
 
 
@@ -59,6 +59,8 @@ def executors(spec, platform):
 
 
 def gpus_of(stage: str, pool: Pool) -> int:
+    if stage == "certify":
+        return pool.gpus
     if stage in TRAINING:
         return pool.gpus if pool.nodes == 1 else 0
     return min(1, pool.gpus) if stage in ONE_GPU else 0
@@ -115,6 +117,15 @@ def test_what_every_task_has(compiled, name, pool):
             "endpoint": "AWS_ENDPOINT_URL",
             "region": "AWS_REGION",
         }
+        (signing,) = settings["secretAsVolume"]
+        assert signing["secretName"] == "lathe-signing" and signing["optional"]
+        assert signing["mountPath"] == "/var/run/lathe/signing"
+        assert {"name": "LATHE_IMAGE", "value": container["image"]} in container["env"]
+        trusted = settings.get("configMapAsVolume", [])
+        assert [part["configMapName"] for part in trusted] == (
+            ["lathe-verification-keys"] if stage in ("release", "report") else []
+        )
+        assert all(part["optional"] for part in trusted)
         assert tracking["configMapName"] == "lathe-tracking" and tracking["optional"]
         assert {k["configMapKey"]: k["envVar"] for k in tracking["keyToEnv"]} == {
             "mlflow": "MLFLOW_TRACKING_URI",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from components.images import PADDLE, TRAIN
 from lathe.config.recipe import load_recipe
-from lathe.storage import list_uris
+from lathe.storage import list_uris, sha256
 from pipelines import upload
 from pipelines.compile import build
 from pipelines.reach import code_digests
@@ -47,7 +47,15 @@ def test_what_is_sent(kfp, tmp_path):
     compiler.Compiler().compile(
         build("qat", Variant(code=code_digests())), str(tmp_path / "qat.yaml")
     )
-    assert upload_request.body == (tmp_path / "qat.yaml").read_bytes()
+    sent, plain = (
+        list(yaml.safe_load_all(text))
+        for text in (upload_request.body, (tmp_path / "qat.yaml").read_bytes())
+    )
+    named = {"name": "LATHE_PIPELINE", "value": f"qat@sha256:{sha256(tmp_path / 'qat.yaml')}"}
+    for executor in sent[0]["deploymentSpec"]["executors"].values():
+        if "container" in executor:
+            executor["container"]["env"].remove(named)
+    assert sent == plain
 
     (run,) = kfp.runs.values()
     (experiment,) = kfp.experiments.values()
@@ -382,7 +390,9 @@ def test_help_names_every_variable():
 def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
     monkeypatch.setenv("LATHE_KFP_ENDPOINT", "http://127.0.0.1:9")
     local = tmp_path / "mine.yaml"
-    local.write_text("_base_: gpt-1.3b-dp8\nPrepare: {source: mine.txt}\n")
+    local.write_text(
+        "_base_: gpt-1.3b-dp8\nPrepare: {source: mine.txt}\nProduction: {keys: [signing.pub]}\n"
+    )
     result = submit(
         "full", "--tokenizer", "tokenizer.json", "--cloze", "/data/cloze.jsonl",
         "--budget", "all=1", "--recipe", str(local), "--gpus", "4", "--qat-recipe", "tiny-qta",
@@ -395,6 +405,7 @@ def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
         "tokenizer tokenizer.json: a path of this machine",
         "cloze /data/cloze.jsonl: a path of this machine",
         "corpus mine.txt: a path of this machine",
+        "recipe .*mine.yaml: Production.keys names signing.pub",
         "recipe .*mine.yaml with NODES=1 GPUS=4: Distributed asks for 8",
         "no recipe 'tiny-qta'",
     ]

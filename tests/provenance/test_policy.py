@@ -15,7 +15,7 @@ from lathe.evaluate.gate import gate
 from lathe.production.deploy import deploy
 from lathe.production.publish import publish_release, roll_back
 from lathe.production.release import releases_of
-from lathe.provenance.__main__ import KEYS, REQUIRE, admit
+from lathe.provenance.__main__ import REQUIRE, TRUSTED, admit
 from lathe.provenance.keys import SIGNING_KEY, generate
 from lathe.provenance.policy import REQUIREMENTS, require
 from lathe.provenance.signature import Signer, sign
@@ -73,7 +73,7 @@ def keys(made_release: tuple[Made, Recipe, Path]) -> list[Path]:
 def pod(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of the pod's first container."""
     monkeypatch.setenv(REQUIRE, ",".join(REQUIREMENTS))
-    monkeypatch.setenv(KEYS, str(keys[0].parent))
+    monkeypatch.setenv(TRUSTED, str(keys[0].parent))
 
 
 def put(release: Path, tmp_path: Path) -> str:
@@ -234,7 +234,7 @@ def test_the_pod_starts_it_with_what_the_server_has(
 ) -> None:
     uri = put(release, tmp_path)
     root = Path(__file__).resolve().parents[2]
-    variables = {"PYTHONPATH": str(root), "HOME": str(tmp_path), KEYS: str(keys[0].parent)}
+    variables = {"PYTHONPATH": str(root), "HOME": str(tmp_path), TRUSTED: str(keys[0].parent)}
     variables[REQUIRE] = "signature,chain,gate,proof"
     command = [find_environment().python, "-m", "lathe.provenance", "fetch", uri]
     command.append(str(tmp_path / "models" / "release"))
@@ -244,7 +244,7 @@ def test_the_pod_starts_it_with_what_the_server_has(
     generate(keys_elsewhere / "mallory.pem")
     command[-1] += "-again"
     refused = subprocess.run(
-        command, env=variables | {KEYS: str(keys_elsewhere)}, capture_output=True, text=True
+        command, env=variables | {TRUSTED: str(keys_elsewhere)}, capture_output=True, text=True
     )
     assert refused.returncode == 1
     assert "refused by Production.require (signature)" in refused.stderr

@@ -133,6 +133,7 @@ class ProductionSettings(Settings):
     `gate`: the gate let its model pass. `proof`: its graph computes what the checkpoint does."""
     keys: list[str] = Field(default=[])
     """Files of the public keys that signatures and attestations are verified with; any of them may
-    have signed."""
+    have signed. On a cluster, leave it empty: steps read the ConfigMap `lathe-verification-keys`.
+    """
     rollout_seconds: Seconds = 900.0
     """Longest time for a rollout, in seconds, after which the previous release is restored."""

@@ -1,0 +1,122 @@
+"""The certificate of a training that was killed and resumed, as a section of a report and as a page
+of its own."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from pydantic import BaseModel
+
+from lathe.artifacts.kinds import PAGE, checked, read_json
+from lathe.errors import UserError
+from lathe.pages.html import Picture, picture, render
+from lathe.pages.style import Theme, draw
+from lathe.storage import atomic_file, claim_output_file
+
+HINT = "give the JSON file that `lathe certify-resume` writes"
+ROW_INCHES, FRAME_INCHES = 0.13, 1.0
+
+
+class Planned(BaseModel):
+    """How a kill was drawn."""
+
+    kind: str
+
+
+class Kill(BaseModel):
+    """A kill as the certificate has it; see `lathe.certify.kills`."""
+
+    planned: Planned
+    step: int
+    saved_step: int
+    unfinished: list[str]
+
+
+class End(BaseModel):
+    """The weights at the end of one of the two trainings."""
+
+    file: str
+
+
+class Difference(BaseModel):
+    """The first tensor that is not the same."""
+
+    tensor: str
+    largest: float | None = None
+
+
+class Certificate(BaseModel):
+    """What a page shows of it."""
+
+    passed: bool
+    steps: int
+    processes: int
+    seed: int
+    kills: list[Kill]
+    uninterrupted: End
+    resumed: End
+    difference: Difference | None = None
+    machine: str
+    versions: Mapping[str, str]
+
+    def picture(self) -> Picture:
+        """Every attempt, from the state that it resumed from to its end."""
+        title = "Attempts of the training that was killed"
+        alt = f"{title}: {len(self.kills)} kills, at the steps " + ", ".join(
+            str(kill.step) for kill in self.kills
+        )
+        return picture(title, alt, partial(attempts, self.kills, self.steps))
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read a certificate.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", HINT)
+    return checked(read_json(path, HINT), Certificate, str(path), HINT)
+
+
+def certificate_page(certificate: Path, output: Path) -> None:
+    """Write the page of a certificate to the file `output`.
+
+    Raises:
+        UserError: no certificate, or something else is at `output`.
+    """
+    claim_output_file(output, PAGE, certificate)
+    found: Any = read_certificate(certificate)
+    page = render("report/certificate_page.html.j2", "Lathe resume certificate", certificate=found)
+    with atomic_file(output) as work:
+        work.write_text(page, encoding="utf-8")
+
+
+def attempts(kills: Sequence[Kill], steps: int, theme: Theme) -> str:
+    """A line for each attempt, the first one at the top, with what ended it."""
+    began = [0, *(kill.saved_step for kill in kills)]
+    ended = [*(kill.step for kill in kills), steps]
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        rows = range(len(began))
+        axes.hlines(rows, began, ended, color=theme.muted, linewidth=1.4)
+        for i, kind in enumerate(sorted({kill.planned.kind for kill in kills})):
+            at = [(row, kill.step) for row, kill in enumerate(kills) if kill.planned.kind == kind]
+            axes.plot(
+                [step for _, step in at],
+                [row for row, _ in at],
+                color=theme.color(i),
+                marker="x",
+                linestyle="none",
+                label=f"killed: {kind}",
+            )
+        axes.plot([steps], [len(kills)], color=theme.ink, marker="o", linestyle="none", label="end")
+        axes.invert_yaxis()
+        axes.set_yticks([])
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("training step")
+        axes.legend(loc="lower left", fontsize=8)
+
+    return draw(FRAME_INCHES + ROW_INCHES * max(len(began), 8), theme, paint)
