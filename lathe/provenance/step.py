@@ -153,7 +153,7 @@ def _write(output: Path, attestations: Sequence[Attestation]) -> None:
 def _products(output: Path) -> dict[str, str] | None:
     """SHA-256 of the files of an output by name; None if there is none that Lathe has finished."""
     if output.is_file():
-        return {output.name: digest(bundle.content(output).decode())}
+        return {_as_text(output.name): digest(bundle.content(output).decode())}
     kind = kind_of(output)
     if kind is None:
         return None
@@ -171,7 +171,7 @@ def _statement(
 ) -> Statement:
     values = recipe.model_dump(mode="json")
     source = recipe.Prepare.source
-    values["Prepare"]["source"] = shown(source) if is_remote(source) else source
+    values["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
     return Statement(
         subject=[
             Resource(name=name, digest=Digests(sha256=found)) for name, found in products.items()
@@ -223,7 +223,7 @@ def _corpus(output: Path) -> list[Resource]:
         about["file_sha256"] = sha256(Path(source))
         source = Path(source).resolve().as_uri()
     own = Digests(sha256=text) if text else None
-    return [Resource(name="corpus", uri=source, digest=own, annotations=about)]
+    return [Resource(name="corpus", uri=_as_text(source), digest=own, annotations=about)]
 
 
 def material(name: str, path: Path) -> Resource:
@@ -256,6 +256,11 @@ def _is_verdict(path: Path) -> bool:
     except (ValueError, OSError, RecursionError):
         return False
     return isinstance(values, dict) and isinstance(values.get(bundle.EMBEDDED), list)
+
+
+def _as_text(name: str) -> str:
+    """A path that is not UTF-8 as text that JSON can hold."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def now() -> str:
