@@ -254,9 +254,10 @@ def generate(
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
     from lathe.progress import bar
+    from lathe.runtime.prompt import encode_prompts
 
     checkpoint = load_checkpoint(model)
-    tokens = [checkpoint.tokenizer.encode(t, add_special_tokens=False).ids for t in prompts]
+    tokens = encode_prompts(checkpoint.tokenizer, prompts)
     with bar("generate", total=settings.Generation.max_dec_len) as progress:
         seed, ends = settings.Global.seed, checkpoint.end_ids
         new = generate(checkpoint.model, tokens, settings.Generation, ends, seed, progress)

@@ -31,6 +31,7 @@ from lathe.data.tokenizer import (
 from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.provenance.step import attested
+from lathe.runtime.prompt import bos_ids
 from lathe.storage import atomic_folder
 
 log = logging.getLogger("lathe")
@@ -127,11 +128,12 @@ def use_threads(count: int) -> None:
 
 
 def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Batches:
-    """Yield the token ids of documents in batches, each document with end-of-text appended."""
-    eos = eos_id(tokenizer)
+    """Yield the token ids of documents in batches, each after what the tokenizer puts before a
+    text, and with end-of-text appended."""
+    bos, eos = bos_ids(tokenizer), eos_id(tokenizer)
     for batch in _batches(texts):
         encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        yield [[*encoding.ids, eos] for encoding in encodings]
+        yield [[*bos, *encoding.ids, eos] for encoding in encodings]
 
 
 def write_tokens(

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 from lathe.errors import UserError
 from lathe.evaluate.score import Request, Scorer, answer, mean_stderr
 from lathe.inputs import lines, open_file, parse_json, require_text
+from lathe.runtime.prompt import encode_pairs
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,17 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
     Raises:
         UserError: no such file, no examples in it, or a broken line (with its number, from 1).
     """
-    contexts, labels, documents = [], [], []
+    pairs, documents = [], []
     with open_file(path, "give a LAMBADA-format JSONL file") as file:
         for number, line in enumerate(lines(file, path), start=1):
             if line.strip():
                 context, label, document = _split(line, f"{path}:{number}")
-                contexts.append(context)
-                labels.append(label)
+                pairs.append((context, label))
                 documents.append(document)
-    if not contexts:
+    if not pairs:
         raise UserError(f"{path}: no examples", 'give lines of {"text": "..."}')
-    encoded = [
-        [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-        for texts in (contexts, labels)
-    ]
-    return [ClozeExample(*parts) for parts in zip(*encoded, documents, strict=True)]
+    encoded = encode_pairs(tokenizer, pairs)
+    return [ClozeExample(*ids, name) for ids, name in zip(encoded, documents, strict=True)]
 
 
 def check_cloze(path: Path) -> None:

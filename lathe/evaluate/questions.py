@@ -13,6 +13,7 @@ from lathe.artifacts.kinds import checked
 from lathe.errors import UserError
 from lathe.evaluate.score import Request
 from lathe.inputs import lines, open_file, parse_json, require_text
+from lathe.runtime.prompt import encode_prompts
 
 HINT = (
     'a line is HellaSwag\'s {"ctx": "...", "endings": ["...", "..."], "label": 0} or ARC\'s '
@@ -137,7 +138,7 @@ def _encode(
 ) -> Question:
     """White space at the end of the prompt belongs to the choice, as in lm-eval."""
     texts = [prompt.rstrip(), *(f"{prompt} {choice}" for choice in choices)]
-    known, *whole = (e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False))
+    known, *whole = encode_prompts(tokenizer, texts)
     requests = [Request(tokens, len(tokens) - len(known)) for tokens in whole]
     if not known or min(request.scored for request in requests) < 1:
         raise UserError(f"{where}: a prompt or choice without a token of its own", HINT)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe.config.settings import GenerationSettings
+from lathe.runtime.prompt import encode_prompts
 
 N_SAMPLES = 4
 NEW_TOKENS = 48
@@ -42,7 +43,7 @@ def continue_prompts(
     limit = min(NEW_TOKENS, settings.max_dec_len, n_positions // 2)
     settings = settings.model_copy(update={"max_dec_len": limit, "num_return_sequences": 1})
     room = n_positions - limit
-    encoded = [e.ids[-room:] for e in tokenizer.encode_batch(prompts, add_special_tokens=False)]
+    encoded = [ids[-room:] for ids in encode_prompts(tokenizer, prompts)]
     return [
         Sample(tokenizer.decode(ids), tokenizer.decode(new))
         for ids, new in zip(encoded, generate(encoded, settings), strict=True)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from lathe import inputs
 from lathe.errors import UserError
 from lathe.evaluate.score import Request, Scorer, answer, ratio_stderr
+from lathe.runtime.prompt import encode_prompts
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10
@@ -84,7 +85,7 @@ def read_text(path: Path, tokenizer: Tokenizer) -> Text:
     words = len(original.strip().split(" "))
     tokenized_form = any(mark in original for mark in (" @-@ ", " @,@ ", " @.@ "))
     text = detokenize(original) if tokenized_form else original
-    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    tokens = encode_prompts(tokenizer, [text])[0]
     if words < 2 or len(tokens) < 2:
         raise UserError(f"{path}: {words} words, too short to score", "give a longer text")
     return Text(tokens, words, tokenized_form)

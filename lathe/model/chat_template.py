@@ -1,28 +1,42 @@
 """The chat template of a Hugging Face folder."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from lathe.artifacts.kinds import read_json
 from lathe.inputs import read_text
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 CHAT_FILES = (TEMPLATE, TOKENIZER_CONFIG)
+TOKENS = ("bos_token", "eos_token")
+HINT = "copy the checkpoint again"
 
 
 def read_chat_template(folder: Path) -> str | None:
     """The template of `chat_template.jinja`, or else of `tokenizer_config.json`; the one named
-    `default` where there are several. None if there is none.
+    `default` where there are several. None if there is none. One that uses `bos_token` or
+    `eos_token` begins with what `tokenizer_config.json` says of them.
 
     Raises:
         UserError: a file is broken.
     """
-    hint = "copy the checkpoint again"
+    path = folder / TOKENIZER_CONFIG
+    config = read_json(path, HINT) if path.is_file() else {}
     if (folder / TEMPLATE).is_file():
-        return read_text(folder / TEMPLATE, hint)
-    if not (folder / TOKENIZER_CONFIG).is_file():
-        return None
-    found = read_json(folder / TOKENIZER_CONFIG, hint).get("chat_template")
+        found = read_text(folder / TEMPLATE, HINT)
+    else:
+        found = config.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found}
         found = named.get("default")
-    return found if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return "".join(_assignment(key, config) for key in TOKENS if key in found) + found
+
+
+def _assignment(key: str, config: dict[str, Any]) -> str:
+    """Jinja that sets a variable to a special token, which is a string or an object."""
+    token = config.get(key)
+    text = token.get("content") if isinstance(token, dict) else token
+    return f"{{% set {key} = {json.dumps(text)} %}}" if isinstance(text, str) else ""

@@ -8,6 +8,7 @@ import torch
 from lathe.config.settings import GenerationSettings
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
+from lathe.runtime.prompt import encode_prompts
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 
@@ -62,5 +63,4 @@ def clear_choices(
 
 
 def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
-    ids: list[int] = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).ids
-    return ids
+    return encode_prompts(checkpoint.tokenizer, [prompt])[0]

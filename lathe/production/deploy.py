@@ -26,6 +26,7 @@ from lathe.production.agreement import Divergence, clear_choices, find_divergenc
 from lathe.production.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.progress import track
 from lathe.provenance.step import attested
+from lathe.runtime.prompt import bos_ids
 from lathe.serve import state as serve_state
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
@@ -267,7 +268,8 @@ def _prompts(data: Path | None) -> list[str]:
 def _fit(checkpoint: Checkpoint, prompt: str, n_tokens: int) -> str:
     """The prompt, truncated so that `n_tokens` more fit into the context."""
     offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
-    return prompt if len(offsets) <= n_tokens else prompt[: offsets[n_tokens][0]]
+    room = n_tokens - len(bos_ids(checkpoint.tokenizer))
+    return prompt if len(offsets) <= room else prompt[: offsets[room][0]]
 
 
 def _n_tokens(answers: Sequence[Answer]) -> int:

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.runtime.prompt import encode_pairs
 from lathe.runtime.protocol import TokenScores
 from lathe.runtime.session import OnnxModel
 
@@ -48,11 +49,9 @@ def score_text(model: OnnxModel, tokenizer: Tokenizer, text: str, continuation: 
     Raises:
         UserError: one of them is empty, or together they exceed the model's positions.
     """
-    before, after = (
-        tokenizer.encode(part, add_special_tokens=False).ids for part in (text, continuation)
-    )
-    if not before or not after:
+    if not text or not continuation:
         raise UserError("text_input or continuation is empty", "give at least one character")
+    before, after = encode_pairs(tokenizer, [(text, continuation)])[0]
     tokens = np.array([[*before, *after[:-1]]], np.int64)
     index = np.arange(len(before) - 1, tokens.shape[1])[None]
     return score_tokens(model, tokens, index, np.array([after], np.int64))

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from lathe.errors import UserError
+from lathe.runtime.prompt import bos_ids
 
 
 def _byte_of_letter() -> dict[str, int]:
@@ -61,6 +62,7 @@ class TokenBytes:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
+        self._bos = bos_ids(tokenizer)
         steps = _decoder(tokenizer)
         marks_words, self._drops_a_space = _marks_words(steps), _drops_a_space(steps)
         for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
@@ -94,8 +96,11 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self[token])
 
     def echo(self, tokens: Iterable[int]) -> str:
-        """The text of a prompt, special tokens included; bytes that are not UTF-8 become U+FFFD."""
-        parts = (self._special.get(token, "").encode() or self[token] for token in tokens)
+        """The text of a prompt, special tokens included, except those that the tokenizer puts
+        before every text; bytes that are not UTF-8 become U+FFFD."""
+        ids = list(tokens)
+        ids = ids[len(self._bos) :] if ids[: len(self._bos)] == self._bos else ids
+        parts = (self._special.get(token, "").encode() or self[token] for token in ids)
         text = b"".join(parts).decode(errors="replace")
         return text.removeprefix(" ") if self._drops_a_space else text
 

@@ -12,6 +12,7 @@ from lathe.errors import UserError
 from lathe.runtime.batcher import Batcher
 from lathe.runtime.beams import Beams
 from lathe.runtime.params import Params
+from lathe.runtime.prompt import encode_prompts
 from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe.runtime.session import OnnxModel
 from lathe.runtime.text import TokenBytes
@@ -89,8 +90,7 @@ class TextGenerator:
                 "positions",
                 "shorten it",
             )
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return ids
+        return encode_prompts(self.tokenizer, [prompt])[0]
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         if not ids:

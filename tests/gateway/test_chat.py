@@ -140,6 +140,22 @@ def test_a_template_is_rendered_as_by_transformers(byte_tokenizer: Tokenizer) ->
     assert ChatTemplate(source).render(messages) == expected
 
 
+def test_a_template_has_the_special_tokens_of_its_tokenizer(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+    theirs.chat_template = source
+    theirs.save_pretrained(tmp_path)
+    own = read_chat_template(tmp_path)
+    assert own is not None
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(own).render(messages) == expected == "<s>a</s>b</s>"
+
+
 @pytest.mark.parametrize(
     "source",
     [

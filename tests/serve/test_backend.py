@@ -137,17 +137,19 @@ def test_drafts_are_counted_and_change_nothing(
 ) -> None:
     serving = ServingSettings(**ANY_PORTS, max_running=2, threads=1, speculation="prompt_lookup")
     repository = write_repository(exported, tmp_path / "models", serving, GenerationSettings())
-    prompt, total = "on and on and on and on", "lathe_generated_tokens_total"
+    prompt, names = "on and on and on and on", ("generated", "drafted", "accepted")
     with (
         start(repository, serving, tmp_path / "state") as server,
         Client(server.state.grpc, "gpt") as client,
     ):
         tokens = client.generate(prompt, max_tokens=200, **GREEDY).tokens
-        deadline = time.monotonic() + 120
-        while (after := figures(server))[total] < len(tokens) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        deadline, counts = time.monotonic() + 120, [0.0, 0.0, 0.0]
+        while (counts[0] < len(tokens) or not counts[2]) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the server counts them one after the other
+            after = figures(server)
+            counts = [after[f"lathe_{name}_tokens_total"] for name in names]
     assert tokens == greedy_tokens(checkpoint, prompt, 200)
-    drafted, accepted = (after[f"lathe_{name}_tokens_total"] for name in ("drafted", "accepted"))
+    _, drafted, accepted = counts
     assert 0 < accepted <= drafted
 
 

@@ -1,11 +1,11 @@
 """Tokenizers of other kinds than GPT-2's."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 
-def metaspace_tokenizer() -> Tokenizer:
+def metaspace_tokenizer(puts_bos: bool = False) -> Tokenizer:
     """A BPE as SentencePiece makes them, whose words begin with U+2581 and whose other characters
-    are bytes."""
+    are bytes; `puts_bos` is for one that puts `<s>` before every text."""
     letters = ["\u2581", *"abcdeflo"]
     merges = [("l", "o"), ("\u2581", "a"), ("\u2581", "lo")]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
@@ -23,4 +23,8 @@ def metaspace_tokenizer() -> Tokenizer:
         ]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if puts_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+        )
     return tokenizer

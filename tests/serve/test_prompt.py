@@ -1,0 +1,53 @@
+"""The tokens of prompts, and what tokenizers put before them."""
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from lathe.data.tokenize import encoded
+from lathe.data.tokenizer import load_tokenizer
+from lathe.runtime.prompt import bos_ids, encode_pairs, encode_prompts
+from lathe.runtime.text import TokenBytes
+from tests.support.tokenizers import metaspace_tokenizer
+
+TEXTS = ["lo a", "a", "", "</s>lo"]
+
+
+@pytest.mark.parametrize("puts_bos", [False, True])
+def test_prompts_are_encoded_as_by_transformers(puts_bos: bool) -> None:
+    tokenizer = metaspace_tokenizer(puts_bos)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert encode_prompts(tokenizer, TEXTS) == theirs(TEXTS).input_ids
+    assert bos_ids(tokenizer) == ([1] if puts_bos else [])
+
+
+def test_gpt2_puts_nothing_before_a_text(shared: Path) -> None:
+    assert bos_ids(load_tokenizer(shared / "gpt2")) == []
+
+
+def test_a_text_that_begins_with_it_gets_it_once() -> None:
+    tokenizer = metaspace_tokenizer(puts_bos=True)
+    twice, once = encode_prompts(tokenizer, ["<s>lo", "lo"])
+    assert [token for token in twice if token == 1] == [1]
+    assert once[0] == 1
+
+
+def test_a_continuation_is_encoded_with_its_text() -> None:
+    tokenizer = metaspace_tokenizer(puts_bos=True)
+    texts = ["a", "alo"]
+    ((before, after),) = encode_pairs(tokenizer, [("a", "lo")])
+    assert [before, [*before, *after]] == encode_prompts(tokenizer, texts)
+    assert tokenizer.decode([*before, *after]) == "alo"
+    assert after != tokenizer.encode("lo", add_special_tokens=False).ids, "that is a new word"
+
+
+def test_documents_begin_with_it() -> None:
+    ((first, second),) = encoded(["lo", "a"], metaspace_tokenizer(puts_bos=True))
+    assert [first[0], first[-1], second[0], second[-1]] == [1, 2, 1, 2]
+
+
+def test_a_prompt_is_echoed_as_it_was_sent() -> None:
+    tokenizer = metaspace_tokenizer(puts_bos=True)
+    (ids,) = encode_prompts(tokenizer, ["lo a"])
+    assert TokenBytes(tokenizer).echo(ids) == "lo a"
