@@ -23,10 +23,9 @@ def read_chat_template(folder: Path) -> str | None:
     """
     path = folder / TOKENIZER_CONFIG
     config = read_json(path, HINT) if path.is_file() else {}
+    found = config.get("chat_template")
     if (folder / TEMPLATE).is_file():
         found = read_text(folder / TEMPLATE, HINT)
-    else:
-        found = config.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found}
         found = named.get("default")
