@@ -19,7 +19,7 @@ from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import check_cloze
 from lathe.evaluate.results import METRICS
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import read_config, require_gpt2
+from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import Costs, estimate
 from lathe.search.design import Design
@@ -73,9 +73,7 @@ def compress(
     """
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
     backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
-    config = read_config(model)
-    require_gpt2(config, model, "the search")
-    if config.quantization is not None:
+    if read_config(model).quantization is not None:
         raise UserError(f"{model}: is quantized", "start from its dense parent")
     if cloze:
         check_cloze(cloze)  # before the work
@@ -178,7 +176,7 @@ class _Search:
             return replace(known, verdict=verdict, design=design, predicted=predicted, cost=cost)
         log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)
         config = read_config(self.model)
-        is_pruned = (design.heads, design.channels) != (config.n_head, config.n_inner)
+        is_pruned = (design.heads, design.channels) != (config.n_kv_head, config.n_inner)
         pruned = self.prune(design, folder / "pruned") if is_pruned else self.model
         self.measure(self.quantize(design, pruned, folder / QUANTIZED), folder)
         folders = (f / part for f in (self.dense, folder) for part in PARTS)
@@ -199,7 +197,8 @@ class _Search:
         return output
 
     def quantize(self, design: Design, source: Path, output: Path) -> Path:
-        recipe = design.quantization(self.quantization)
+        family = read_config(source).architecture
+        recipe = design.quantization(self.quantization, family)
         self.perform(
             "quantize",
             recipe,

@@ -7,7 +7,7 @@ from typing import Any
 
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
-from lathe.model.architecture import GPT2, HEAD
+from lathe.model.architecture import HEAD, Architecture
 from lathe.storage import digest
 
 
@@ -16,7 +16,8 @@ class Design:
     """What is kept of a dense model, and how it is stored.
 
     Attributes:
-        heads, channels: those that each layer keeps; 0 and 0 remove the layer.
+        heads, channels: those that each layer keeps; 0 and 0 remove the layer. A head is a
+            key-value head with the query heads that share it.
         formats: of the linears of the layers that stay, by their paths in the dense model.
     """
 
@@ -32,25 +33,24 @@ class Design:
     def pruned_formats(self) -> dict[str, Format]:
         """`formats` by the paths in the pruned model, whose layers are counted anew."""
         kept = [i for i, heads in enumerate(self.heads) if heads]
-        moved = {f"h.{old}.": f"h.{new}." for new, old in enumerate(kept)}
         renamed = {HEAD: self.formats[HEAD]} if HEAD in self.formats else dict[str, Format]()
         for name, form in self.formats.items():
             if name != HEAD:
-                layer = name[: name.index(".", 2) + 1]
-                renamed[moved[layer] + name.removeprefix(layer)] = form
+                blocks, layer, linear = name.split(".", 2)
+                renamed[f"{blocks}.{kept.index(int(layer))}.{linear}"] = form
         return renamed
 
     def pruning(self, recipe: Recipe) -> Recipe:
         """The recipe that prunes to the design."""
         widths = {"heads": list(self.heads), "channels": list(self.channels)}
-        others = {"layers": 0, "rounds": 1, "criterion": "taylor"}
+        others = {"layers": 0, "rounds": 1, "criterion": "taylor", "head_unit": "group"}
         return _with(recipe, "Prune", widths | others)
 
-    def quantization(self, recipe: Recipe) -> Recipe:
+    def quantization(self, recipe: Recipe, family: Architecture) -> Recipe:
         """The recipe that quantizes the pruned model as the design says."""
         blocks: dict[str, dict[str, Format]] = defaultdict(dict)
         for name, form in self.pruned_formats().items():
-            if linear := GPT2.linear_of(name):
+            if linear := family.linear_of(name):
                 blocks[f"block_{name.split('.')[1]}"][linear.skip_name] = form
         named = {"formats": dict(blocks), "head_format": self.formats.get(HEAD)}
         # Emptied, not left out: over the same recipe's map this would leave it as it is.

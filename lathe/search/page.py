@@ -2,7 +2,7 @@
 
 from matplotlib.axes import Axes
 
-from lathe.model.architecture import GPT2
+from lathe.model.architecture import HEAD
 from lathe.pages.html import picture, render
 from lathe.pages.style import Theme, draw
 from lathe.search.trial import SearchResult
@@ -51,11 +51,13 @@ def pareto_page(result: SearchResult) -> str:
         axes.margins(0.15)
 
     drawn = picture(title, title, lambda theme: draw(3.2, theme, paint))
-    linears = [linear.name for linear in GPT2.linears]
+    designs = [trial.design for trial in result.trials if trial.design]
+    paths = [name.split(".", 2) for design in designs for name in design.formats if name != HEAD]
     return render(
         "search/page.html.j2",
         "What compression costs",
         result=result,
         picture_=drawn,
-        linears=linears,
+        blocks=paths[0][0] if paths else "",
+        linears=list(dict.fromkeys(linear for *_, linear in paths)),
     )

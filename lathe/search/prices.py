@@ -142,7 +142,8 @@ def build_sample(model: GPT, design: Design, settings: QuantizationSettings) -> 
     pruned = shrink(keep_layers(model, kept), units)
     in_float: dict[str, Format] = dict.fromkeys((*pruned.config.linear_names(), HEAD), "float")
     plan = make_plan(pruned.config, settings, in_float | design.pruned_formats())
-    plan = replace(plan, position_embedding=settings.quantize_embedding)
+    has_positions = pruned.config.architecture.positions == "learned"
+    plan = replace(plan, position_embedding=settings.quantize_embedding and has_positions)
     plan = plan.with_scales(dict.fromkeys(plan.activation_scales, SCALE))
     fake_quant.insert(pruned, plan)
     pruned.config = pruned.config.with_quantization(plan)

@@ -7,10 +7,12 @@ import pytest
 
 from lathe.config.recipe import load_recipe
 from lathe.errors import StageError, UserError
+from lathe.model.config import read_config
 from lathe.search.compress import compress
 from lathe.search.goal import Goal, parse_goal
 from lathe.search.result import conclude, require_met
 from lathe.search.trial import Trial
+from lathe.train.pretrain import pretrain
 from tests.evaluate.test_gate import folder as evaluation_folder
 from tests.support.small_run import SMALL
 
@@ -76,6 +78,25 @@ def test_the_best_trial_has_the_best_quality_of_those_that_meet_the_target(tmp_p
 def trial(name: str, perplexity: float, bytes: float, verdict: str = "pass") -> Trial:
     times = dict.fromkeys(("latency", "prefill", "parameters"), 0.5)
     return Trial(name, None, perplexity, bytes=bytes, verdict=verdict, **times)
+
+
+@pytest.mark.slow
+def test_a_family_with_shared_keys_is_searched_too(small_data: Path, tmp_path: Path) -> None:
+    shape = (
+        "Model.architecture=qwen2", "Model.hidden_size=64", "Model.num_key_value_heads=2",
+        "Model.ffn_hidden_size=96", "Model.tie_word_embeddings=False",
+    )  # fmt: skip
+    recipe = load_recipe("tiny", (*SHORT, *shape))
+    pretrain(recipe, small_data, tmp_path / "dense")
+    goal = parse_goal("bytes=0.2", "perplexity=0.5")
+    texts = (tmp_path / "dense", small_data, tmp_path / "out")
+    best = require_met(compress(goal, (recipe, recipe, recipe), *texts))
+    assert best.meets(goal) and best.design is not None and best.predicted is not None
+    assert best.bytes == pytest.approx(best.predicted, rel=0.03)
+    found = read_config(tmp_path / "out" / best.name / "quantized")
+    assert found.n_kv_head == tuple(n for n in best.design.heads if n)
+    page = (tmp_path / "out" / "compress.html").read_text()
+    assert "mlp.gate_up_proj" in page
 
 
 @pytest.mark.slow

@@ -95,8 +95,8 @@ def test_layers_go_where_they_cost_nothing() -> None:
     assert {name.split(".")[1] for name in found.pruned_formats() if name != HEAD} == {"0"}
     skips = "Compress.Quantization.skip_tensor_map={block_1: [out]}"
     everything = "Compress.Quantization.quantize_embedding=True"
-    recipe = found.quantization(load_recipe("tiny", (skips, everything)))
     pruned = replace(SHAPE, n_head=(4,), n_inner=(64,))
+    recipe = found.quantization(load_recipe("tiny", (skips, everything)), pruned.architecture)
     assert named_formats(pruned, recipe.Compress.Quantization, None) == found.pruned_formats()
     assert found.pruning(recipe).Compress.Prune.heads == [0, 4]
 
