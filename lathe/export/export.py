@@ -24,7 +24,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
 from lathe.runtime.session import METADATA, MODEL
-from lathe.storage import atomic_folder, claim_output_folder, sha256
+from lathe.storage import atomic_folder, claim_output_folder, require_utf8, sha256
 
 log = logging.getLogger("lathe")
 
@@ -83,6 +83,7 @@ def export(
             checkpoint in float16, a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
+    require_utf8(output)
     claim_output_folder(output, EXPORT, model, data)
     checkpoint = load_checkpoint(model)
     settings = recipe.Export

@@ -19,7 +19,12 @@ from lathe.storage.objects import (
     write_text,
 )
 from lathe.storage.outputs import atomic_folder, locked
-from lathe.storage.ownership import claim_output_file, claim_output_folder, require_apart
+from lathe.storage.ownership import (
+    claim_output_file,
+    claim_output_folder,
+    require_apart,
+    require_utf8,
+)
 from lathe.storage.stores import is_store, scheme_of
 from lathe.storage.upload import upload
 
@@ -41,6 +46,7 @@ __all__ = [
     "remove",
     "replace_text",
     "require_apart",
+    "require_utf8",
     "scheme_of",
     "sha256",
     "sizes_below",

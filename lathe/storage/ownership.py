@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lathe.errors import UserError
+from lathe.errors import UserError, printable
 from lathe.storage import attested
 from lathe.storage.files import files_below, sha256
 from lathe.storage.manifest import is_digest, is_relative
@@ -83,6 +83,12 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
             "give another name as --output, or move it away",
         )
     require_writable(existing_parent(target), output)
+
+
+def require_utf8(output: Path) -> None:
+    """Raise UserError if a path is not UTF-8, which safetensors, TensorBoard and onnx refuse."""
+    if "\udc80" <= max(str(output)) <= "\udcff":
+        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
 
 
 def require_apart(output: Path, *inputs: Source) -> None:

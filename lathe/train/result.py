@@ -12,9 +12,9 @@ from typing import Any
 from lathe.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError, printable
+from lathe.errors import UserError
 from lathe.model.folder import MARKER, read_marker
-from lathe.storage import atomic_file, digest, locked, require_apart
+from lathe.storage import atomic_file, digest, locked, require_apart, require_utf8
 from lathe.storage.attested import NAMES
 from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files
@@ -116,8 +116,7 @@ def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]
             or no folder's; another process holds it.
     """
     require_apart(output, *inputs)
-    if "\udc80" <= max(str(output)) <= "\udcff":  # bytes that TensorBoard and safetensors refuse
-        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
+    require_utf8(output)
     with locked(output):
         claim(output, identity)
         try:

@@ -243,3 +243,10 @@ def test_mistakes(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer) -> None
     with pytest.raises(UserError, match=r"heldout\.txt: no such file"):
         export(RECIPE, folder, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_path_that_onnx_cannot_open_is_refused_before_the_work(tmp_path: Path) -> None:
+    output = tmp_path / "caf\udce9"
+    with pytest.raises(UserError, match=r"caf\\udce9: not UTF-8"):
+        export(Recipe(), tmp_path / "model", tmp_path / "data", output)
+    assert not output.exists()
