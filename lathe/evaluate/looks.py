@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lathe import storage
 from lathe.errors import UserError
 from lathe.inputs import first_mistake, read_text
-from lathe.storage import atomic_file
+from lathe.storage import atomic_file, locked
 
 HINT = "move the file away to begin anew; the looks so far are then forgotten"
 
@@ -58,8 +58,15 @@ def spend(history: str | Path, baseline: str, candidate: str) -> int:
         history: file, or address in an object store; made if it is absent.
 
     Raises:
-        UserError: the file is broken, or another process has written it in the meantime.
+        UserError: the file is broken, or another process writes it at the same time.
     """
+    if storage.is_store(str(history)):
+        return _spend(history, baseline, candidate)
+    with locked(Path(history).parent):
+        return _spend(history, baseline, candidate)
+
+
+def _spend(history: str | Path, baseline: str, candidate: str) -> int:
     text = _read(history)
     try:
         found = Looks.model_validate_json(text) if text is not None else Looks()

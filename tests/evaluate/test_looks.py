@@ -13,6 +13,7 @@ from lathe.evaluate.gate import gate
 from lathe.evaluate.looks import confidence_at, spend
 from lathe.evaluate.measures import judge
 from lathe.evaluate.paired import accuracy_difference
+from lathe.storage import locked
 from tests.support.lm_eval import questions, write_run
 
 
@@ -38,6 +39,12 @@ def test_another_file_is_not_taken_for_a_history(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"looks\.json: broken"):
             spend(path, "live", "a")
         assert path.read_text() == content
+
+
+def test_two_processes_do_not_count_at_once(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="another process is writing"):
+        spend(tmp_path / "looks.json", "live", "a")
+    assert spend(tmp_path / "looks.json", "live", "a") == 1
 
 
 def test_later_looks_need_more_confidence(tmp_path: Path) -> None:
