@@ -1,4 +1,4 @@
-"""One table of what pruning, distillation and INT8 cost a trained model.
+"""One table of what pruning, distillation, INT8 and INT4 cost a trained model.
 
     lathe prepare -r small --source novels.jsonl.xz --output run/novels
     lathe pretrain -r small --data run/novels --output run/dense
@@ -39,6 +39,7 @@ DISTILL = "Compress.Distill.teacher=parent"
 PRUNE_RATE = ("Optimizer.lr.max_lr=2e-4", "Optimizer.lr.min_lr=1e-5")
 INT8_RATE = ("Optimizer.lr.max_lr=1e-4", "Optimizer.lr.min_lr=1e-5")
 EVERYTHING = ("Compress.Quantization.quantize_embedding=True",)
+INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.group_size=64")
 INT8 = ", int8"
 FEW = 3
 
@@ -76,6 +77,7 @@ def rows(linears: int) -> Iterator[Row]:
     yield Row(f"int8, {FEW} skips", int8=(), skips=FEW)
     yield Row(f"int8, all but {FEW} skipped", int8=(), skips=linears - FEW)
     yield Row("int8 distilled, no skips", int8=(DISTILL,))
+    yield Row("int4 distilled, groups of 64", int8=(DISTILL, *INT4))
     for ratio in (0.25, 0.375, 0.5):
         best = pruned(ratio, "taylor", "global", True)
         yield Row(best.name + INT8, best.pruning, (DISTILL,))
@@ -182,12 +184,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="", help="make only those whose names begin so")
+    parser.add_argument(
+        "--rows", nargs="+", default=[""], help="make only those whose names begin so"
+    )
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     blocks = load_recipe(settings.recipe).Model.num_layers
     for row in rows(linears=4 * blocks + 1):
-        if row.name.startswith(settings.rows):
+        if row.name.startswith(tuple(settings.rows)):
             logging.info("--- %s", row.name)
             make(row, settings)
     Console(width=140).print(table(settings.output, settings.threads))

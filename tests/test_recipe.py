@@ -65,12 +65,13 @@ def test_shape_and_parameters_are_the_published_ones(name: str) -> None:
     assert model_config(recipe, data_vocab_size=50257).n_params() == parameters
 
 
-def test_the_twin_of_tiny_is_as_large_and_trained_alike() -> None:
-    twin, tiny = load_recipe("tiny-llama"), load_recipe("tiny")
-    sizes = [model_config(recipe, 4096).n_params() for recipe in (twin, tiny)]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.05)
+@pytest.mark.parametrize(("recipe", "vocabulary"), [("tiny", 4096), ("small", 8192)])
+def test_a_twin_of_llama_is_as_large_and_trained_alike(recipe: str, vocabulary: int) -> None:
+    twin, own = load_recipe(f"{recipe}-llama"), load_recipe(recipe)
+    sizes = [model_config(r, vocabulary).n_params() for r in (twin, own)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
     others = {"Model"}
-    assert twin.model_dump(exclude=others) == tiny.model_dump(exclude=others)
+    assert twin.model_dump(exclude=others) == own.model_dump(exclude=others)
 
 
 def test_one_sequence_length_sets_data_and_positions() -> None:
