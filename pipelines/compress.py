@@ -43,7 +43,9 @@ def compress(
         ranked = steps.analyze(qat_recipe, model=pruned, data=data).outputs["sensitivity"]
         int8 = steps.quantize(qat_recipe, model=pruned, data=data, sensitivity=ranked)
         quantized = int8.outputs["quantized"]
-        trial_scored = steps.evaluate("int8", recipe, model=quantized, data=data, cloze=cloze)
+        trial_scored = steps.evaluate(
+            "int8", recipe, model=quantized, data=data, reference=dense, cloze=cloze
+        )
         trial_exported = steps.export("int8", recipe, model=quantized, data=data)
     best = steps.choose(
         recipe,

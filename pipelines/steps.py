@@ -112,10 +112,13 @@ class Steps:
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str
     ) -> dict[str, Any]:
-        """Evaluate and export every variant alike; the results are inputs of `report`."""
-        results = {}
+        """Evaluate every variant, each beside the first, and export it; the results are inputs of
+        `report`."""
+        results: dict[str, Any] = {}
+        first = next(iter(variants))
         for variant, model in variants.items():
-            scored = self.evaluate(variant, recipe, model=model, data=data, cloze=cloze)
+            beside = {} if variant == first else {"reference": variants[first]}
+            scored = self.evaluate(variant, recipe, model=model, data=data, cloze=cloze, **beside)
             exported = self.export(variant, recipe, model=model, data=data)
             results |= {
                 f"{variant}_evaluation": scored.outputs["evaluation"],

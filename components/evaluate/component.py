@@ -13,6 +13,7 @@ def evaluate(
     data: dsl.Input[dsl.Dataset],
     evaluation: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
+    reference: dsl.Input[dsl.Model] = None,
     cloze: str = "",
     contents: dict = {},  # noqa: B006
 ):
@@ -23,6 +24,8 @@ def evaluate(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to score.
         data: Token data set with the held-out text and cloze examples.
+        reference: Checkpoint folder that the model is to agree with, token by token; only the torch
+            engine compares them.
         cloze: LAMBADA-format JSONL file; the data set's held-out examples when empty.
         evaluation: Folder with metrics.json, examples.jsonl and blocks.jsonl.
         metrics: Accuracy and perplexity with their standard errors.
@@ -38,8 +41,9 @@ def evaluate(
 
     with stage(recipe, overrides, contents) as settings:
         examples = input_path(cloze) if cloze else None
-        folder, corpus = local(model, data)
+        is_torch = settings.Compress.engine == "torch"
+        folder, corpus, beside = local(model, data, reference if is_torch else None)
         result = backends.of(settings).evaluate(
-            settings, folder, Path(evaluation.path), corpus, examples
+            settings, folder, Path(evaluation.path), corpus, examples, reference=beside
         )
         record(result, metrics, evaluation)
