@@ -30,7 +30,13 @@ CASES: tuple[tuple[str, int], ...] = (
     ("decode", ROWS),
 )
 PLAIN = {"INFERENCE_NUM_THREADS": 1, "PERFORMANCE_HINT": "LATENCY"} | dict.fromkeys(
-    ("KV_CACHE_PRECISION", "KEY_CACHE_PRECISION", "VALUE_CACHE_PRECISION"), "f32"
+    (
+        "INFERENCE_PRECISION_HINT",  # bfloat16 by default on a CPU that has it
+        "KV_CACHE_PRECISION",
+        "KEY_CACHE_PRECISION",
+        "VALUE_CACHE_PRECISION",
+    ),
+    "f32",
 )
 Part = tuple[int, int, Ids]
 
