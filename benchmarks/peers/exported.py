@@ -13,8 +13,9 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
+from lathe.runtime.exported_model import METADATA, MODEL
 from lathe.runtime.open_session import CPUINFO, saturates
-from lathe.runtime.session import METADATA, MODEL, OnnxModel
+from lathe.runtime.session import OnnxModel
 from peers.engine import Ids
 from peers.exported_graph import BLOCK, Graph, read_weights
 from peers.lathe import Lathe

@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.runtime.exported_model import pad
 from lathe.runtime.open_session import PLAIN_ATTENTION, saturates
-from lathe.runtime.session import OnnxModel, pad
+from lathe.runtime.session import OnnxModel
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
