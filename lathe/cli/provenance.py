@@ -82,10 +82,12 @@ def verify(
     """Check a signed folder: which files were changed, added or removed since.
 
     With --chain it also checks that every step since the corpus is attested by one of the keys, and
-    prints the family tree. Status 2 where anything does not hold.
+    prints the family tree. Without a key, as with --root, the steps are those that the signer of
+    the folder vouches for. Status 2 where anything does not hold.
     """
-    from lathe.provenance.signature import Trust
+    from lathe.provenance.signature import Trust, signed_files
     from lathe.provenance.signature import verify as verify_signature
+    from lathe.storage.attested import ATTESTATIONS
 
     keys = tuple(key or ())
     signed = verify_signature(folder, Trust(keys, tuple(root or ()), identity, issuer))
@@ -95,4 +97,5 @@ def verify(
 
         from lathe.provenance.chain import family_tree, verify_chain
 
-        Console(soft_wrap=True).print(family_tree(verify_chain(folder, keys)))
+        is_vouched_for = not keys and ATTESTATIONS in signed_files(folder)
+        Console(soft_wrap=True).print(family_tree(verify_chain(folder, keys, is_vouched_for)))
