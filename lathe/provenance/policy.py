@@ -52,7 +52,7 @@ def _gate(chain: Step) -> str | None:
     verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
     if not verdicts:
         return "no verdict of `lathe gate` is among its attestations"
-    served = _models(_export(chain))
+    served = _models(export_of(chain))
     for verdict in verdicts:
         candidate = verdict.input("candidate")
         if candidate and candidate[1] and served & _models(candidate[1]):
@@ -63,13 +63,13 @@ def _gate(chain: Step) -> str | None:
 
 def _proof(chain: Step) -> str | None:
     """Why the export is not proven; None if it is."""
-    export = _export(chain)
+    export = export_of(chain)
     if export is None:
         return "no attestation of `lathe export`"
     return None if export.statement.result("proof") else "the export was never proven"
 
 
-def _export(chain: Step) -> Step | None:
+def export_of(chain: Step) -> Step | None:
     """The export that a release, a deployment or an export is about."""
     step: Step | None = chain
     while step and step.statement.step != "export":
