@@ -36,7 +36,7 @@ LIBRARIES = {
     "kubernetes": {"cluster"},
     "kubeflow_trainer_api": {"cluster"},
     "onnxruntime": {"runtime", "export", "paddle"},
-    "onnx": {"export", "paddle"},
+    "onnx": {"export", "paddle", "certify"},
     "minio": {"storage"},
     "tenacity": {"storage", "cluster"},
     "urllib3": {"storage", "cluster"},
