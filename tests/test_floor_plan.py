@@ -40,7 +40,7 @@ LIBRARIES = {
     "minio": {"storage"},
     "tenacity": {"storage", "cluster"},
     "urllib3": {"storage", "cluster"},
-    "matplotlib": {"pages", "compress", "report", "search", "serve"},
+    "matplotlib": {"pages", "compress", "report", "search", "serve", "cards"},
     "jinja2": {"pages", "gateway"},
     "cyclonedx": {"cards"},
     "packageurl": {"cards"},
