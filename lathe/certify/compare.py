@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lathe.certify.tensors import GRAPH, first_difference
+from lathe.certify.tensors import first_difference
 from lathe.model.folder import WEIGHTS
 from lathe.provenance.chain import Step
+from lathe.provenance.policy import GRAPH
 from lathe.storage import sha256
 
 NOT_COMPARED = {".json": ("config.json", "tokenizer.json"), ".html": (), ".md": ()}

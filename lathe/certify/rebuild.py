@@ -17,13 +17,12 @@ import yaml
 
 from lathe.certify.compare import Rebuilt, compare
 from lathe.certify.corpora import Corpora
-from lathe.certify.tensors import GRAPH
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.provenance import surroundings
 from lathe.provenance.chain import Step, recorded_chain, verify_chain
 from lathe.provenance.keys import SIGNING_KEY
-from lathe.provenance.policy import export_of
+from lathe.provenance.policy import is_served, served_export
 from lathe.provenance.statement import Statement
 from lathe.provenance.step import WEIGHT, kind_of
 from lathe.storage import atomic_file, digest, locked
@@ -109,11 +108,10 @@ def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
     Raises:
         UserError: it serves another graph than the one that it was made from.
     """
-    export = export_of(chain)
-    products = chain.statement.products
-    graph = next((name for name in products if Path(name).name == GRAPH), "")
-    if export is None or products.get(graph) != export.statement.products.get(GRAPH):
+    export = served_export(chain)
+    if export is None:
         raise UserError(f"{folder}: serves no graph of `lathe export`", "give an export")
+    graph = next(name for name in chain.statement.products if is_served(name))
     return export, (folder / graph).parent
 
 

@@ -11,9 +11,9 @@ from onnx import numpy_helper
 from safetensors import deserialize
 
 from lathe.model.folder import WEIGHTS
+from lathe.provenance.policy import GRAPH
 from lathe.storage import sha256
 
-GRAPH = "model.onnx"
 WIDTHS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
