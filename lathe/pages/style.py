@@ -101,6 +101,11 @@ def draw(
         FigureCanvasSVG(figure)
         paint(figure.add_subplot(), theme)
         out = io.StringIO()
-        ground = {"transparent": background is None, "facecolor": background or "none"}
-        figure.savefig(out, format="svg", metadata={"Date": None}, **ground)
+        figure.savefig(
+            out,
+            format="svg",
+            transparent=background is None,
+            facecolor=background or "none",
+            metadata={"Date": None},
+        )
     return out.getvalue().replace(f"'{FONT}'", WEB_FONTS)
