@@ -145,8 +145,14 @@ def attest(
         own = seal(statement, load_signer(key) if key else None, str(output))
         attestations = bundle.merged(own, [path for _, path in inputs if path])
     _write(output, attestations)
-    if key and output.is_dir() and kind_of(output) in (*SIGNED, None):
+    if key and has_signature(output):
         sign_model(output, Signer(key))
+
+
+def has_signature(output: Path) -> bool:
+    """Whether an output gets a signature of all its files, beside its attestation: a release and a
+    folder with a model do; data sets, evaluations and JSON files do not."""
+    return not output.is_file() and kind_of(output) in (*SIGNED, None)
 
 
 def sign_model(folder: Path, signer: Signer) -> Path:
