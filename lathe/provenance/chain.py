@@ -68,7 +68,8 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
     """
     attestations = bundle.read(folder)
     if not attestations:
-        raise UserError(f"{folder}: no attestations: no {ATTESTATIONS}", HINT)
+        where = f"no `{bundle.EMBEDDED}` in it" if folder.is_file() else f"no {ATTESTATIONS}"
+        raise UserError(f"{folder}: no attestations: {where}", HINT)
     verifiers = [load_verifier(key) for key in keys]
     for attestation in attestations:
         if not is_vouched_for and not attestation.is_signed_by(verifiers):

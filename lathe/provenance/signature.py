@@ -127,6 +127,8 @@ def verify(folder: Path, trust: Trust) -> int:
             removed; names it.
     """
     path = folder / SIGNATURE
+    if not folder.exists():
+        raise UserError(f"{folder}: no such folder", "give what a step of Lathe wrote")
     if not path.is_file():
         raise UserError(f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`")
     failures = []

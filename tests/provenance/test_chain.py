@@ -181,6 +181,18 @@ def test_a_model_without_its_signature_is_not_verified(made: Made) -> None:
     assert "not signed: no model.sig" in str(refused.exception)
 
 
+@pytest.mark.parametrize(
+    "text", ["[1]", "1", "{}", "", "text", '{"attestations": 5}', '{"attestations": [5]}']
+)
+def test_a_file_without_attestations_is_one_error(made: Made, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    refused = CliRunner().invoke(app, ["verify", str(path), "--key", str(made.public)])
+    assert isinstance(refused.exception, UserError) and str(path) in str(refused.exception)
+    missing = CliRunner().invoke(app, ["verify", str(tmp_path / "no"), "--key", str(made.public)])
+    assert "no such folder" in str(missing.exception)
+
+
 @pytest.mark.parametrize("text", ["{}", "[1]", "not json", '{"payload": "", "payloadType": "x"}'])
 def test_a_broken_line_is_one_error(made: Made, text: str) -> None:
     path = made.onnx / ATTESTATIONS
