@@ -24,7 +24,7 @@ from lathe.provenance.chain import Step, recorded_chain, verify_chain
 from lathe.provenance.keys import SIGNING_KEY
 from lathe.provenance.policy import is_served, served_export
 from lathe.provenance.statement import Statement
-from lathe.provenance.step import WEIGHT, kind_of
+from lathe.provenance.step import NAMED, WEIGHT, kind_of
 from lathe.storage import atomic_file, digest, locked
 from lathe.storage.ownership import in_the_way, require_apart
 
@@ -33,7 +33,7 @@ log = logging.getLogger("lathe")
 JOURNAL = "rebuild.json"
 LOG = "rebuild.log"
 SERVED = ("deploy", "release")
-TEACHER = "Compress.Distill.teacher"
+TEACHER = NAMED["teacher"]
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
     "prepare": ("prepare", {"tokenizer": "--tokenizer"}),

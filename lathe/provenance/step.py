@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,12 +46,13 @@ EMBEDDED = "python"
 SIGNED = (kinds.CHECKPOINT, kinds.EXPORT, kinds.REPOSITORY)
 """Folders with a model, which are signed as a whole as well."""
 
-NAMED: Mapping[str, Callable[[Recipe], str | None]] = {
-    "tokenizer": lambda recipe: recipe.Prepare.tokenizer,
-    "teacher": lambda recipe: recipe.Compress.Distill.teacher,
-    "eval_path": lambda recipe: recipe.Offline_Eval.eval_path,
+NAMED = {
+    "tokenizer": "Prepare.tokenizer",
+    "teacher": "Compress.Distill.teacher",
+    "eval_path": "Offline_Eval.eval_path",
 }
-"""Inputs that a recipe names, where the stage is not given them."""
+"""Inputs that a recipe names, where the stage is not given them, and the settings that do. Only the
+stages that have such an input depend on the setting, which is why these are texts."""
 
 WORDS = ("train", "parent")
 """Values of those settings that name no input."""
@@ -240,7 +242,7 @@ def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
 
 def _named(name: str, recipe: Recipe | None) -> str | None:
     """The input of this name that the recipe names."""
-    value = NAMED[name](recipe) if recipe and name in NAMED else None
+    value = attrgetter(NAMED[name])(recipe) if recipe and name in NAMED else None
     return None if value in WORDS else value
 
 
