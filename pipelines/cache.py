@@ -111,14 +111,14 @@ def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
     """
     parts = {"code": reached.digest, "packages": packages_digest(reached.modules)}
     rest = dict(arguments)
-    settings = _settings(rest.pop("recipe", ""), tuple(rest.pop("overrides", ())))
+    settings = settings_digests(rest.pop("recipe", ""), tuple(rest.pop("overrides", ())))
     parts |= {f"recipe {g}": v for g, v in settings.items() if g in reached.groups}
     parts |= {f"contents of {place}": v for place, v in rest.pop("contents", {}).items()}
     return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
 
 
 @lru_cache(maxsize=64)
-def _settings(recipe: str, overrides: tuple[str, ...]) -> dict[str, str]:
+def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
     """The digest of each group of a recipe, as resolved; of no recipe, none."""
     settings = load_recipe(recipe, overrides) if recipe else Recipe()
     values = settings.model_dump(mode="json")

@@ -98,13 +98,6 @@ class Sources:
         return path.relative_to(self.root).as_posix()
 
 
-def code_digests() -> dict[str, str]:
-    """The digest of what each component depends on."""
-    sources = Sources()
-    folders = (path.parent.name for path in (REPOSITORY / "components").glob("*/component.py"))
-    return {name: sources.reached(name).digest for name in sorted(folders)}
-
-
 class _Walk:
     """Follows imports and mentions until nothing new is reached.
 

@@ -19,11 +19,11 @@ from kfp.dsl.graph_component import GraphComponent
 from lathe.config.recipe import recipe_text
 from lathe.errors import UserError
 from pipelines.arguments import recipe_names, takes_arguments
+from pipelines.code import code_digests
 from pipelines.compile import FUNCTIONS, build, telling_its_digest
 from pipelines.finished import Outputs
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
-from pipelines.reach import code_digests
 from pipelines.resources import SERVICE_ACCOUNT, Variant
 from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.told import told

@@ -61,7 +61,7 @@ def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> "Sensitivi
     return read_analysis(output)
 
 
-@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference")
+@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference", "eval_path")
 def evaluate(
     recipe: Recipe,
     model: Path | str,

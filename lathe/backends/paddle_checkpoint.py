@@ -34,6 +34,7 @@ from lathe.model.folder import (
     resolve,
     write_folder,
 )
+from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
 
 PART = "mp_00_sharding_00_pp_00"
@@ -45,6 +46,7 @@ LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 Arrays = dict[str, NDArray[Any]]
 
 
+@attested("import-paddle", "source", "tokenizer")
 def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTConfig:
     """Write a checkpoint folder from PaddleFleetX's GPT; float16 becomes float32.
 

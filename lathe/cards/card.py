@@ -13,14 +13,17 @@ from lathe.pages.markdown import render_markdown
 TEMPLATE = "cards/card.md.j2"
 
 
-def model_card(evidence: Evidence) -> str:
-    """The text of the card; the same evidence gives the same text."""
+def model_card(evidence: Evidence, picture: str | None = None) -> str:
+    """The text of the card; the same evidence gives the same text.
+
+    Args:
+        picture: name of the file of `lathe.cards.picture` beside the card.
+    """
     values = card_values(evidence.config, evidence.meta, evidence.origin, evidence.name)
     values["front"] = write(metadata(evidence))
     proof = evidence.exported.raw.get("proof") if evidence.exported else None
-    return render_markdown(
-        TEMPLATE, **values, evidence=evidence, confidence=CONFIDENCE, proof=proof or {}
-    )
+    values |= {"evidence": evidence, "confidence": CONFIDENCE, "proof": proof or {}}
+    return render_markdown(TEMPLATE, **values, picture=picture)
 
 
 def metadata(evidence: Evidence) -> dict[str, Any]:

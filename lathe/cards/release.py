@@ -8,6 +8,7 @@ from lathe.cards.bom import model_bom
 from lathe.cards.card import model_card
 from lathe.cards.documents import BOM
 from lathe.cards.evidence import read_evidence
+from lathe.cards.picture import KIND, PICTURE, picture
 from lathe.cards.sbom import environment_sbom
 from lathe.model.card import CARD, README
 from lathe.storage import atomic_file, claim_output_file
@@ -39,8 +40,9 @@ def write_release_documents(
     stated: Mapping[str, str] | None = None,
     lock: Path = SERVE_LOCK,
 ) -> list[str]:
-    """Write `README.md`, `bom.cdx.json` and, where `lock` is at hand, `sbom.cdx.json` of the
-    serving environment into `folder`; returns their names. The same inputs give the same bytes.
+    """Write `README.md`, `bom.cdx.json`, where there is a verdict `quality.svg`, and where `lock`
+    is at hand `sbom.cdx.json` of the serving environment into `folder`; returns their names. The
+    same inputs give the same bytes.
 
     Args:
         checkpoint: that `exported` was made from.
@@ -55,10 +57,13 @@ def write_release_documents(
             one of these names that Lathe did not write.
     """
     evidence = read_evidence(checkpoint, evaluation, verdict, exported, data, stated)
+    drawn = picture(evidence.verdict.checks) if evidence.verdict else ""
     documents = [
-        (README, CARD, model_card(evidence)),
+        (README, CARD, model_card(evidence, PICTURE if drawn else None)),
         (MODEL_BOM, BOM, model_bom(evidence)),
     ]
+    if drawn:
+        documents.append((PICTURE, KIND, drawn))
     if lock.is_file():
         documents.append((ENVIRONMENT_SBOM, BOM, environment_sbom(lock, "lathe-serve")))
     for name, kind, _ in documents:

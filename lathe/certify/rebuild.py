@@ -10,70 +10,58 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 import yaml
 
-from lathe.certify.tensors import first_difference
+from lathe.certify.compare import Rebuilt, compare
+from lathe.certify.corpora import Corpora
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
-from lathe.model.folder import WEIGHTS
 from lathe.provenance import surroundings
 from lathe.provenance.chain import Step, recorded_chain, verify_chain
 from lathe.provenance.keys import SIGNING_KEY
-from lathe.provenance.statement import Resource, Statement
-from lathe.provenance.step import kind_of
-from lathe.storage import atomic_file, digest, locked, sha256
+from lathe.provenance.policy import is_served, served_export
+from lathe.provenance.statement import Statement
+from lathe.provenance.step import NAMED, WEIGHT, kind_of
+from lathe.storage import atomic_file, digest, locked
 from lathe.storage.ownership import in_the_way, require_apart
 
 log = logging.getLogger("lathe")
 
 JOURNAL = "rebuild.json"
 LOG = "rebuild.log"
-NOT_COMPARED = {".json": ("config.json", "tokenizer.json"), ".html": (), ".md": ()}
-"""Endings of files with times or paths in them, and those of them that have none."""
-
-COMMANDS = {
+SERVED = ("deploy", "release")
+TEACHER = NAMED["teacher"]
+COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
+    "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
     "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
     "join": ("prepare", {}),  # a data set of shards is the same as one of one piece
+    "blend": ("blend", {"parts": ""}),
     "pretrain": ("pretrain", {"data": "--data", "init": "--init"}),
-    "prune": ("prune", {"model": "", "data": "--data"}),
+    "prune": ("prune", {"model": "", "data": "--data", "teacher": TEACHER}),
     "analyze": ("analyze", {"model": "", "data": "--data"}),
-    "quantize": ("quantize", {"model": "", "data": "--data", "sensitivity": "--sensitivity"}),
+    "quantize": (
+        "quantize",
+        {"model": "", "data": "--data", "sensitivity": "--sensitivity", "teacher": TEACHER},
+    ),
     "export": ("export", {"model": "", "data": "--data"}),
 }
-"""By step: the verb, and the option of each material; those without one come first."""
-
-
-@dataclass(frozen=True)
-class Rebuilt:
-    """A step that was repeated.
-
-    Attributes:
-        same: names of the files that came out the same to the byte.
-        different: names of those that did not.
-        detail: the first tensor that differs, and by how much, where the original is at hand.
-    """
-
-    step: str
-    folder: Path
-    same: tuple[str, ...]
-    different: tuple[str, ...]
-    detail: str = ""
+"""By step: the verb, and the option or setting of each material; those without one come first."""
 
 
 def rebuild(
-    folder: Path, output: Path, keys: Sequence[Path] = (), corpus: str | None = None
+    folder: Path, output: Path, keys: Sequence[Path] = (), corpora: Sequence[str] = ()
 ) -> list[Rebuilt]:
     """Repeat all steps behind an artifact into new folders below `output`, in their order, up to
     the first that comes out different. A rebuild that was killed resumes.
 
     Args:
-        folder: a checkpoint, an export or a token data set with attestations.
+        folder: a checkpoint, an export or a token data set with attestations; or a release, whose
+            export is repeated then.
         keys: public keys that the attestations are verified with; without any they are believed.
-        corpus: where the corpus is now; its recorded place unless given.
+        corpora: where corpora are now that are not where they were.
 
     Raises:
         UserError: no attestations, a step that cannot be repeated, or a corpus that is not there.
@@ -83,20 +71,25 @@ def rebuild(
     chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
     if chain is None:
         raise UserError(f"{folder}: no attestations", "give a folder that Lathe has written")
+    original = folder
+    if chain.statement.step in SERVED:
+        chain, original = _served(folder, chain)
     order = list(_in_order(chain))
     for step in order:
         _require_repeatable(folder, step)
     _warn_of_differences(chain.statement)
-    originals = {id(before): _place(m) for s in order for m, before in s.made_by if before}
-    originals[id(chain)] = folder
+    originals = {id(before): m.path for s in order for m, before in s.made_by if before}
+    originals[id(chain)] = original
     done: list[Rebuilt] = []
+    attested = [m for step in order for m, _ in step.made_by if m.kind == "corpus"]
+    places = Corpora(attested, corpora)
     with locked(output):
         _claim(output, chain)
         folders: dict[int, Path] = {}
         for number, step in enumerate(order, 1):
             folders[id(step)] = output / f"{number}-{step.statement.step}"
-            _repeat(step, folders, output, corpus)
-            found = _compare(step, folders[id(step)], originals[id(step)])
+            _repeat(step, folders, output, places)
+            found = compare(step, folders[id(step)], originals[id(step)])
             done.append(found)
             log.info(
                 "%s: %s",
@@ -107,6 +100,19 @@ def rebuild(
             if found.different:
                 break
     return done
+
+
+def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
+    """The export that a release serves, and where its files are.
+
+    Raises:
+        UserError: it serves another graph than the one that it was made from.
+    """
+    export = served_export(chain)
+    if export is None:
+        raise UserError(f"{folder}: serves no graph of `lathe export`", "give an export")
+    graph = next(name for name in chain.statement.products if is_served(name))
+    return export, (folder / graph).parent
 
 
 def _in_order(chain: Step) -> Iterator[Step]:
@@ -132,7 +138,7 @@ def _require_repeatable(folder: Path, step: Step) -> None:
             f"{folder}: `{step.statement.step}` is not a step that can be repeated",
             f"rebuild the output of {', '.join(COMMANDS)}",
         )
-    if not step.statement.recipe:
+    if not step.statement.recipe and step.statement.step != "blend":
         raise UserError(f"{folder}: `{step.statement.step}` has no recipe", "attest it again")
 
 
@@ -176,23 +182,28 @@ def _identity(chain: Step) -> str:
     return digest(chain.statement.to_json().decode())
 
 
-def _repeat(step: Step, folders: dict[int, Path], output: Path, corpus: str | None) -> None:
+def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora) -> None:
     """Run the step's verb, unless it has been run to its end."""
     target = folders[id(step)]
     if kind_of(target):
         return
     verb, options = COMMANDS[step.statement.step]
-    recipe = target.with_suffix(".yaml")
-    with atomic_file(recipe) as work:
-        work.write_text(yaml.safe_dump(step.statement.recipe), encoding="utf-8")
-    first, others = list[str](), ["--recipe", str(recipe), "--output", str(target)]
+    first, others = list[str](), ["--output", str(target)]
+    if step.statement.recipe:
+        recipe = target.with_suffix(".yaml")
+        with atomic_file(recipe) as work:
+            work.write_text(yaml.safe_dump(step.statement.recipe), encoding="utf-8")
+        others += ["--recipe", str(recipe)]
     for material, before in step.made_by:
         option = options.get(material.name)
-        place = folders.get(id(before)) if before else _place(material)
+        place = folders.get(id(before)) if before else material.path
+        weight = (material.annotations or {}).get(WEIGHT)
         if material.kind == "corpus":
-            others += ["--source", corpus or _corpus(material)]
+            others += ["--source", corpora.place(material)]
         elif option == "":
-            first.append(str(place))
+            first.append(str(place) if weight is None else f"{place}={weight}")
+        elif option == TEACHER:
+            others += ["--override", f"{TEACHER}={place}"]
         elif option:
             others += [option, str(place)]
     log.info("repeating %s", verb)
@@ -209,55 +220,3 @@ def _run(arguments: list[str], statement: Statement, log_file: Path) -> None:
     if code:
         last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
         raise StageError(f"`lathe {arguments[0]}` failed: {' '.join(last)}; see {log_file}")
-
-
-def _compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
-    compared = {
-        name: expected
-        for name, expected in step.statement.products.items()
-        if Path(name).name in NOT_COMPARED.get(Path(name).suffix, (Path(name).name,))
-    }
-    found = {
-        name: (made / name).is_file() and sha256(made / name) == expected
-        for name, expected in compared.items()
-    }
-    different = tuple(name for name, is_same in found.items() if not is_same)
-    return Rebuilt(
-        step=step.statement.step,
-        folder=made,
-        same=tuple(name for name, is_same in found.items() if is_same),
-        different=different,
-        detail=_detail(made, original) if WEIGHTS in different else "",
-    )
-
-
-def _detail(made: Path, original: Path | None) -> str:
-    if original is None or not (original / WEIGHTS).is_file():
-        return "the original is not at hand, so that no tensor can be compared"
-    difference = first_difference(original, made)
-    if difference is None:
-        return f"{original / WEIGHTS} itself is not what was attested"
-    if difference.largest is None:
-        return f"{difference.tensor} has another shape or type"
-    return (
-        f"{difference.tensor}: {difference.elements} elements differ, by {difference.largest:.3g} "
-        "at most"
-    )
-
-
-def _place(material: Resource) -> Path | None:
-    """The local path that a material had."""
-    parts = urlparse(material.uri or "")
-    return Path(unquote(parts.path)) if parts.scheme == "file" else None
-
-
-def _corpus(material: Resource) -> str:
-    place = _place(material)
-    if place is None:
-        return str(material.uri).partition(" ")[0]
-    expected = (material.annotations or {}).get("file_sha256")
-    if not place.is_file():
-        raise UserError(f"{place}: the corpus is not there any more", "say where with --corpus")
-    if expected and sha256(place) != expected:
-        raise UserError(f"{place}: the corpus has changed", "give the original with --corpus")
-    return str(place)

@@ -1,4 +1,4 @@
-"""The tensors of two checkpoints, byte by byte."""
+"""The tensors of two checkpoints, or of two ONNX graphs, byte by byte."""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
+from onnx import numpy_helper
 from safetensors import deserialize
 
 from lathe.model.folder import WEIGHTS
+from lathe.provenance.policy import GRAPH
 from lathe.storage import sha256
 
 WIDTHS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -24,7 +27,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor, in the order of names, that two checkpoints do not share.
+    """The first tensor, in the order of names, that two files do not share.
 
     Attributes:
         largest: absolute difference of two elements; None where the shapes or types differ, or
@@ -43,16 +46,22 @@ def digests_of(checkpoint: Path) -> Digests:
     return Digests(sha256(checkpoint / WEIGHTS), tensors)
 
 
-def first_difference(one: Path, other: Path) -> Difference | None:
-    """The first tensor that differs; None where all are the same to the bit."""
-    first, second = dict(_read(one)), dict(_read(other))
-    for name in sorted({*first, *second}):
-        a, b = first.get(name), second.get(name)
+def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> Difference | None:
+    """The first tensor that differs; None where all are the same to the bit.
+
+    Args:
+        one, other: folders.
+        name: the file in them, that of a checkpoint's weights or `GRAPH`.
+    """
+    read = _read_graph if name == GRAPH else _read
+    first, second = dict(read(one)), dict(read(other))
+    for tensor in sorted({*first, *second}):
+        a, b = first.get(tensor), second.get(tensor)
         if a is None or b is None or (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
-            return Difference(name, None, None)
+            return Difference(tensor, None, None)
         if a["data"] != b["data"]:
             x, y = _values(a), _values(b)
-            return Difference(name, float(np.max(np.abs(x - y))), int(np.sum(x != y)))
+            return Difference(tensor, float(np.max(np.abs(x - y))), int(np.sum(x != y)))
     return None
 
 
@@ -61,7 +70,16 @@ def _read(checkpoint: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-
     yield from sorted(found)
 
 
+def _read_graph(folder: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-arg]
+    for initializer in onnx.load(folder / GRAPH).graph.initializer:
+        array = numpy_helper.to_array(initializer)
+        part = {"dtype": str(array.dtype), "shape": array.shape, "data": array.tobytes()}
+        yield initializer.name, part | {"array": array}
+
+
 def _values(part: dict) -> np.ndarray:  # type: ignore[type-arg]
+    if "array" in part:
+        return np.asarray(part["array"]).astype(np.float64)
     values = np.frombuffer(part["data"], WIDTHS[part["dtype"]])
     if part["dtype"] == "BF16":  # the upper half of a float32
         values = (values.astype(np.uint32) << 16).view(np.float32)

@@ -52,7 +52,7 @@ def certify_resume(
 
 @app.command(epilog="Example: lathe rebuild run/int8-onnx --key signing.pub --output rebuilt")
 def rebuild(
-    folder: Annotated[Path, input_argument("A data set, a checkpoint or an export.")] = (
+    folder: Annotated[Path, input_argument("A data set, a checkpoint, an export or a release.")] = (
         RUN / "int8-onnx"
     ),
     key: Annotated[
@@ -64,7 +64,11 @@ def rebuild(
         ),
     ] = None,
     corpus: Annotated[
-        str | None, typer.Option(help="Where the corpus is now, if it has moved.")
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Where the corpus is now, if it has moved; repeated for several.",
+        ),
     ] = None,
     output: Output = RUN / "rebuilt",
 ) -> None:
@@ -77,7 +81,7 @@ def rebuild(
     """
     from lathe.certify.rebuild import rebuild
 
-    done = rebuild(folder, output, tuple(key or ()), corpus)
+    done = rebuild(folder, output, tuple(key or ()), tuple(corpus or ()))
     for found in done:
         files = ", ".join(found.different or found.same) or "nothing to compare"
         show(**{found.step: f"{'DIFFERENT' if found.different else 'the same'}: {files}"})

@@ -63,7 +63,9 @@ def sign(
 
 @app.command(epilog="Example: lathe verify run/int8-onnx --key signing.pub --chain")
 def verify(
-    folder: Signed = RUN / "int8-onnx",
+    folder: Annotated[
+        Path, input_argument("What a step wrote: a folder, a verdict or a certificate.")
+    ] = RUN / "int8-onnx",
     key: Keys = None,
     chain: Annotated[
         bool, typer.Option("--chain", help="Check every step back to the corpus as well.")
@@ -79,20 +81,33 @@ def verify(
         str | None, typer.Option(help="The OpenID issuer that knows this identity.")
     ] = None,
 ) -> None:
-    """Check a signed folder: which files were changed, added or removed since.
+    """Check what was signed: which files of a folder were changed, added or removed since.
+
+    Data sets, evaluations, verdicts and certificates have no signature of their own: their files
+    are checked with the signed statement of the step that wrote them, and the steps behind it.
 
     With --chain it also checks that every step since the corpus is attested by one of the keys, and
-    prints the family tree. Status 2 where anything does not hold.
+    prints the family tree. Without a key, as with --root, the steps are those that the signer of
+    the folder vouches for. Status 2 where anything does not hold.
     """
-    from lathe.provenance.signature import Trust
+    from lathe.provenance.chain import family_tree, verify_chain
+    from lathe.provenance.signature import Trust, signed_files
     from lathe.provenance.signature import verify as verify_signature
+    from lathe.provenance.step import has_signature
+    from lathe.storage.attested import ATTESTATIONS
 
     keys = tuple(key or ())
-    signed = verify_signature(folder, Trust(keys, tuple(root or ()), identity, issuer))
-    show(verified=folder, files=signed)
+    is_vouched_for, step = False, None
+    if has_signature(folder):
+        files = verify_signature(folder, Trust(keys, tuple(root or ()), identity, issuer))
+        is_vouched_for = not keys and ATTESTATIONS in signed_files(folder)
+    else:
+        step = verify_chain(folder, keys)
+        files = len(step.statement.products)
     if chain:
+        step = step or verify_chain(folder, keys, is_vouched_for)
+    show(verified=folder, files=files)
+    if chain and step:
         from rich.console import Console
 
-        from lathe.provenance.chain import family_tree, verify_chain
-
-        Console(soft_wrap=True).print(family_tree(verify_chain(folder, keys)))
+        Console(soft_wrap=True).print(family_tree(step))

@@ -40,7 +40,7 @@ from lathe.train.run import TrainingJob, run_training
 log = logging.getLogger("lathe")
 
 
-@attested("prune", "model", "data")
+@attested("prune", "model", "data", "teacher")
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 

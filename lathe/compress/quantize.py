@@ -31,7 +31,7 @@ from lathe.train.run import TrainingJob, run_training
 log = logging.getLogger("lathe")
 
 
-@attested("quantize", "model", "data", "sensitivity")
+@attested("quantize", "model", "data", "sensitivity", "teacher")
 def quantize(
     recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
 ) -> TrainResult:

@@ -13,6 +13,7 @@ from lathe.artifacts.kinds import DATA
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
+from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
@@ -30,6 +31,7 @@ def parse_part(text: str) -> tuple[Path, float]:
         raise _bad_weight(Path(folder), weight) from None
 
 
+@attested("blend", "parts")
 def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
     """Write `output`, a data set from whose parts every stage samples by these weights.
 

@@ -11,7 +11,7 @@ from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
 
 
-@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference")
+@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference", "eval_path")
 def evaluate(
     recipe: Recipe,
     model: Path | str,

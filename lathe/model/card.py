@@ -15,7 +15,8 @@ from lathe.config.settings import CardSettings, ServingSettings
 from lathe.config.text import write
 from lathe.model.config import GPTConfig
 from lathe.model.formats import formats_of
-from lathe.pages.markdown import is_sealed, render_markdown
+from lathe.pages.markdown import render_markdown
+from lathe.pages.seal import is_sealed
 from lathe.storage.ownership import FileKind
 
 README = "README.md"

@@ -88,12 +88,24 @@ def styled(theme: Theme) -> Iterator[None]:
         yield
 
 
-def draw(height: float, theme: Theme, paint: Callable[[Axes, Theme], None]) -> str:
-    """An SVG document of one pair of axes, transparent, `WIDTH` by `height` inches."""
+def draw(
+    height: float,
+    theme: Theme,
+    paint: Callable[[Axes, Theme], None],
+    background: str | None = None,
+) -> str:
+    """An SVG document of one pair of axes, `WIDTH` by `height` inches, transparent unless it has a
+    background."""
     with styled(theme):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
         paint(figure.add_subplot(), theme)
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(
+            out,
+            format="svg",
+            transparent=background is None,
+            facecolor=background or "none",
+            metadata={"Date": None},
+        )
     return out.getvalue().replace(f"'{FONT}'", WEB_FONTS)

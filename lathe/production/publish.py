@@ -84,6 +84,7 @@ def publish_release(
     golden = golden_of(deployed, evaluation)
     require_whole(deployed / REPOSITORY)
     remove_bytecode(deployed / REPOSITORY)  # of a server that still runs on it
+    _require_signed(recipe.Production, deployed / REPOSITORY)
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
         folder = Path(scratch) / recipe.Serving.model_name
         _compose(recipe, folder, deployed, evaluation, verdict, model)
@@ -153,6 +154,12 @@ def _compose(
 
 def _require(settings: ProductionSettings, folder: Path) -> None:
     require(folder, settings.require, trusted_keys(settings.keys))
+
+
+def _require_signed(settings: ProductionSettings, repository: Path) -> None:
+    """Check the signature of what was rehearsed, before the release gets one of its own."""
+    wanted = [name for name in settings.require if name == "signature"]
+    require(repository, wanted, trusted_keys(settings.keys))
 
 
 def releases_table(recipe: Recipe) -> Table:

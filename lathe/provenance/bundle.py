@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lathe.errors import UserError
 from lathe.inputs import parse_json, read_text
@@ -22,9 +23,10 @@ def read(place: Path) -> list[Attestation]:
         UserError: a file that is not text, or is not JSON.
     """
     if place.is_file():
-        values = parse_json(place.read_bytes(), str(place), AGAIN)
-        lines = [json.dumps(line) for line in values.get(EMBEDDED, [])]
-        return _all(lines, f"{place}: {EMBEDDED}")
+        found = _values(place).get(EMBEDDED, [])
+        if not isinstance(found, list):
+            raise UserError(f"{place}: {EMBEDDED} is not a list", AGAIN)
+        return _all([json.dumps(line) for line in found], f"{place}: {EMBEDDED}")
     path = place / ATTESTATIONS
     if not path.is_file():
         return []
@@ -60,11 +62,16 @@ def content(path: Path) -> bytes:
     Raises:
         UserError: not a JSON object.
     """
+    values = _values(path)
+    values.pop(EMBEDDED, None)
+    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _values(path: Path) -> dict[str, Any]:
     values = parse_json(path.read_bytes(), str(path), AGAIN)
     if not isinstance(values, dict):
         raise UserError(f"{path}: not a JSON object", AGAIN)
-    values.pop(EMBEDDED, None)
-    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    return values
 
 
 def merged(own: Attestation, inputs: Iterable[Path]) -> list[Attestation]:

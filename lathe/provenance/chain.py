@@ -53,21 +53,26 @@ class Step:
         return next((pair for pair in self.made_by if pair[0].name == name), None)
 
 
-def verify_chain(folder: Path, keys: Sequence[Path]) -> Step:
+def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = False) -> Step:
     """Check a folder, or a JSON file with attestations, and all steps behind it.
 
     The files are those that the last step attested; every attestation is signed by one of the
     keys; and every input that a step of Lathe makes has one.
+
+    Args:
+        is_vouched_for: the folder's signature covers the attestations, and was verified; they need
+            no signatures of their own then.
 
     Raises:
         UserError: one of these does not hold; names the file, or the attestation.
     """
     attestations = bundle.read(folder)
     if not attestations:
-        raise UserError(f"{folder}: no attestations: no {ATTESTATIONS}", HINT)
+        where = f"no `{bundle.EMBEDDED}` in it" if folder.is_file() else f"no {ATTESTATIONS}"
+        raise UserError(f"{folder}: no attestations: {where}", HINT)
     verifiers = [load_verifier(key) for key in keys]
     for attestation in attestations:
-        if not attestation.is_signed_by(verifiers):
+        if not is_vouched_for and not attestation.is_signed_by(verifiers):
             how = "not by a key that you trust" if attestation.is_signed else "not signed"
             raise UserError(f"{attestation.where}: {how}", HINT)
     own = attestations[0]

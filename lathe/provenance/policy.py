@@ -10,16 +10,17 @@ from lathe.provenance.signature import Trust, verify
 
 T = TypeVar("T")
 
+GRAPH = "model.onnx"
 REQUIREMENTS = ("signature", "chain", "gate", "proof")
 
 
 def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None:
     """Check a release, or a model repository, against the requirements.
 
-    `signature`: all files are those that were signed. `chain`: so is every step since the corpus.
-    `gate`: the model passed its comparison with the baseline. `proof`: the exported graph computes
-    what the checkpoint does, within the proof's tolerance. The last two are read from the chain,
-    and imply it.
+    `signature`: all files are those that were signed. `chain`: so is every step since the corpus,
+    and the graph is that of an attested export. `gate`: the model passed its comparison with the
+    baseline. `proof`: the exported graph computes what the checkpoint does, within the proof's
+    tolerance. The last two are read from the chain, and imply it.
 
     Raises:
         UserError: no key, or an unknown requirement.
@@ -41,6 +42,8 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
         _attempt("signature", lambda: verify(folder, Trust(tuple(keys))))
     if set(wanted) - {"signature"}:
         chain = _attempt("chain", lambda: verify_chain(folder, keys))
+        if served_export(chain) is None:
+            raise _refused("chain", f"{folder}: no attested `lathe export` has made its graph")
         if "gate" in wanted and (reason := _gate(chain)):
             raise _refused("gate", f"{folder}: {reason}")
         if "proof" in wanted and (reason := _proof(chain)):
@@ -52,7 +55,7 @@ def _gate(chain: Step) -> str | None:
     verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
     if not verdicts:
         return "no verdict of `lathe gate` is among its attestations"
-    served = _models(_export(chain))
+    served = _models(served_export(chain))
     for verdict in verdicts:
         candidate = verdict.input("candidate")
         if candidate and candidate[1] and served & _models(candidate[1]):
@@ -63,19 +66,28 @@ def _gate(chain: Step) -> str | None:
 
 def _proof(chain: Step) -> str | None:
     """Why the export is not proven; None if it is."""
-    export = _export(chain)
+    export = served_export(chain)
     if export is None:
         return "no attestation of `lathe export`"
     return None if export.statement.result("proof") else "the export was never proven"
 
 
-def _export(chain: Step) -> Step | None:
-    """The export that a release, a deployment or an export is about."""
+def served_export(chain: Step) -> Step | None:
+    """The export whose graph a release, a deployment or an export has; None if its graph is another
+    one, or there is none."""
     step: Step | None = chain
     while step and step.statement.step != "export":
         found = step.input("deployed") or step.input("exported")
         step = found[1] if found else None
-    return step
+    if step is None or step is chain:
+        return step
+    graphs = {found for name, found in chain.statement.products.items() if is_served(name)}
+    return step if graphs == {step.statement.products.get(GRAPH)} else None
+
+
+def is_served(name: str) -> bool:
+    """Whether a file of a model repository is the graph that is served: `NAME/1/model.onnx`."""
+    return len(parts := name.split("/")) == 3 and parts[1:] == ["1", GRAPH]
 
 
 def _models(step: Step | None) -> set[str]:

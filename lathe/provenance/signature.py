@@ -33,6 +33,13 @@ class Signer:
     certificate: Path | None = None
     chain: tuple[Path, ...] = ()
 
+    @property
+    def hint(self) -> str:
+        """What to look at if this fails."""
+        if self.key is None:
+            return "sign with --key, or where Sigstore can be reached and knows who you are"
+        return "give an X.509 certificate of this key, in PEM, and those above it with --chain"
+
     def config(self) -> "signing.Config":
         """The library's signer; raises UserError for a key that cannot be used."""
         from model_signing import signing
@@ -97,7 +104,18 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
         raise UserError(f"{folder}: no such folder", "give the folder of a model")
     hashing = _hashing([SIGNATURE, MARKER, *ignored])
     with atomic_file(folder / SIGNATURE) as work:  # it appears after the files have been read
-        signer.config().set_hashing_config(hashing).sign(folder, work)
+        try:
+            signer.config().set_hashing_config(hashing).sign(folder, work)
+        except UserError:
+            raise
+        except (
+            Exception
+        ) as error:  # whatever Sigstore's client and the parsers of certificates raise
+            if signer.key and not signer.certificate:
+                raise
+            raise UserError(
+                f"{folder}: cannot be signed: {_first_line(error)}", signer.hint
+            ) from error
     return folder / SIGNATURE
 
 
@@ -109,6 +127,8 @@ def verify(folder: Path, trust: Trust) -> int:
             removed; names it.
     """
     path = folder / SIGNATURE
+    if not folder.exists():
+        raise UserError(f"{folder}: no such folder", "give what a step of Lathe wrote")
     if not path.is_file():
         raise UserError(f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`")
     failures = []
@@ -144,8 +164,11 @@ def _reason(folder: Path, signature: Path, error: Exception) -> str:
         _resources(signature)
     except (ValueError, KeyError, TypeError):
         return f"{SIGNATURE} is damaged"
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{SIGNATURE} is not by whom you trust, or is damaged ({text})"
+    return f"{SIGNATURE} is not by whom you trust, or is damaged ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _differences(folder: Path, signature: Path) -> Iterator[str]:
@@ -160,6 +183,11 @@ def _differences(folder: Path, signature: Path) -> Iterator[str]:
             yield f"{name} was added"
         elif sha256(found[name]) != signed[name]:
             yield f"{name} was changed"
+
+
+def signed_files(folder: Path) -> set[str]:
+    """The names of the files that a folder's signature covers, valid or not."""
+    return {resource["name"] for resource in _resources(folder / SIGNATURE)}
 
 
 def _resources(signature: Path) -> list[dict[str, str]]:

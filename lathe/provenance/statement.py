@@ -4,7 +4,9 @@ Sources: https://github.com/in-toto/attestation/tree/main/spec/v1 and
 https://slsa.dev/spec/v1.0/provenance.
 """
 
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlparse
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -56,6 +58,12 @@ class Resource(Part):
     def sha256(self) -> str | None:
         """Its digest, if that is a SHA-256."""
         return self.digest.sha256 if self.digest else None
+
+    @property
+    def path(self) -> Path | None:
+        """Where it was, if that was on the machine of the step."""
+        parts = urlparse(self.uri or "")
+        return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 class Parameters(Part):

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,11 +40,27 @@ KINDS = (
 CORPORA = (kinds.DATA, kinds.SHARD, kinds.TOKENIZER)
 """Folders that are made from a corpus, whose metadata says which."""
 
+EMBEDDED = "python"
+"""The corpus that ships with Python, which is no file."""
+
 SIGNED = (kinds.CHECKPOINT, kinds.EXPORT, kinds.REPOSITORY)
 """Folders with a model, which are signed as a whole as well."""
 
+NAMED = {
+    "tokenizer": "Prepare.tokenizer",
+    "teacher": "Compress.Distill.teacher",
+    "eval_path": "Offline_Eval.eval_path",
+}
+"""Inputs that a recipe names, where the stage is not given them, and the settings that do. Only the
+stages that have such an input depend on the setting, which is why these are texts."""
+
+WORDS = ("train", "parent")
+"""Values of those settings that name no input."""
+
 WEIGHTS = "model.safetensors"
 VERDICT = "verdict"
+WEIGHT = "weight"
+"""Annotation of a data set in a blend: how often it is drawn from."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,7 +78,7 @@ def attested(
     Args:
         step: the verb.
         inputs: names of the stage's parameters that are inputs: folders, files, lists of them, and
-            pairs of a name and one.
+            pairs of a name and one, or of one and its weight; and of `NAMED`.
         below: the subfolder of `output` that the attestation is about.
         results: figures of the finished output that later checks rely on, by name.
     """
@@ -75,11 +92,14 @@ def attested(
                 return stage(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            recipe, output = given.arguments["recipe"], given.arguments["output"]
+            recipe, output = given.arguments.get("recipe"), given.arguments["output"]
             started = now()
 
             def look() -> list[tuple[Resource, Path | None]]:
-                return [m for name in inputs for m in materials(name, given.arguments[name])]
+                values = {
+                    name: given.arguments.get(name) or _named(name, recipe) for name in inputs
+                }
+                return [m for name, value in values.items() for m in materials(name, value)]
 
             try:
                 found = look()
@@ -99,7 +119,7 @@ def attested(
 
 def attest(
     step: str,
-    recipe: Recipe,
+    recipe: Recipe | None,
     output: Path,
     inputs: Sequence[tuple[Resource, Path | None]],
     figures: Mapping[str, Mapping[str, Any]],
@@ -109,6 +129,7 @@ def attest(
     """Write the attestation of an output, and sign it if there is a key.
 
     Args:
+        recipe: None for a step that reads none.
         inputs: each with the folder or file whose attestations are carried on.
         products: SHA-256 of the output's files by name, for a folder without a metadata file.
     """
@@ -126,8 +147,14 @@ def attest(
         own = seal(statement, load_signer(key) if key else None, str(output))
         attestations = bundle.merged(own, [path for _, path in inputs if path])
     _write(output, attestations)
-    if key and output.is_dir() and kind_of(output) in (*SIGNED, None):
+    if key and has_signature(output):
         sign_model(output, Signer(key))
+
+
+def has_signature(output: Path) -> bool:
+    """Whether an output gets a signature of all its files, beside its attestation: a release and a
+    folder with a model do; data sets, evaluations and JSON files do not."""
+    return not output.is_file() and kind_of(output) in (*SIGNED, None)
 
 
 def sign_model(folder: Path, signer: Signer) -> Path:
@@ -163,22 +190,19 @@ def _products(output: Path) -> dict[str, str] | None:
 
 def _statement(
     step: str,
-    recipe: Recipe,
+    recipe: Recipe | None,
     products: Mapping[str, str],
     inputs: Sequence[Resource],
     figures: Mapping[str, Mapping[str, Any]],
     started: str,
 ) -> Statement:
-    values = recipe.model_dump(mode="json")
-    source = recipe.Prepare.source
-    values["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
     return Statement(
         subject=[
             Resource(name=name, digest=Digests(sha256=found)) for name, found in products.items()
         ],
         predicate=Predicate(
             build_definition=BuildDefinition(
-                external_parameters=Parameters(step=step, recipe=values),
+                external_parameters=Parameters(step=step, recipe=_settings(recipe)),
                 internal_parameters=surroundings.machine(),
                 resolved_dependencies=[*inputs, *surroundings.dependencies()],
             ),
@@ -195,16 +219,40 @@ def _statement(
     )
 
 
+def _settings(recipe: Recipe | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    values: dict[str, Any] = recipe.model_dump(mode="json")
+    source = recipe.Prepare.source
+    values["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
+    return values
+
+
 def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
     """What an argument of a stage refers to, and where its attestations are."""
     if isinstance(value, list | tuple):
         for item in value:
-            yield from materials(name, item[1] if isinstance(item, tuple) else item)
+            yield from _part(name, item) if isinstance(item, tuple) else materials(name, item)
     elif value and Path(value).exists():
         path = Path(value)
         yield material(name, path), path if _has_attestations(path) else None
     elif value and is_remote(str(value)):
         yield Resource(name=name, uri=shown(str(value)), annotations={"kind": "address"}), None
+
+
+def _named(name: str, recipe: Recipe | None) -> str | None:
+    """The input of this name that the recipe names."""
+    value = attrgetter(NAMED[name])(recipe) if recipe and name in NAMED else None
+    return None if value in WORDS else value
+
+
+def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | None]]:
+    """Of a name and a path, or of a path and its weight."""
+    path = next(part for part in pair if isinstance(part, Path))
+    weight = next((part for part in pair if isinstance(part, int | float)), None)
+    for found, place in materials(name, path):
+        about = {**(found.annotations or {}), **({WEIGHT: weight} if weight else {})}
+        yield found.model_copy(update={"annotations": about}), place
 
 
 def _corpus(output: Path) -> list[Resource]:
@@ -214,14 +262,17 @@ def _corpus(output: Path) -> list[Resource]:
     if kind not in CORPORA:
         return []
     values = json.loads((output / kind.metadata_file).read_bytes())
+    if "blend" in values:  # its parts say what they were made from
+        return []
     source = str(values.get("source"))
     text = values.get("text_sha256")
     for key in ("made_from", "trained_on"):
         text = text or (values.get(key) or {}).get("text_sha256")
     about: dict[str, Any] = {"kind": "corpus"}
-    if Path(source).is_file():
-        about["file_sha256"] = sha256(Path(source))
-        source = Path(source).resolve().as_uri()
+    if source != EMBEDDED and (place := Path(source)).exists():
+        if place.is_file():
+            about["file_sha256"] = sha256(place)
+        source = place.resolve().as_uri()
     own = Digests(sha256=text) if text else None
     return [Resource(name="corpus", uri=_as_text(source), digest=own, annotations=about)]
 

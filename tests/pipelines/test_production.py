@@ -8,9 +8,12 @@ import pytest
 from lathe.config.settings import Recipe
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
+from lathe.provenance.keys import SIGNING_KEY, generate
+from lathe.provenance.policy import REQUIREMENTS
 from lathe.storage import read_text, upload
 from pipelines.preflight import Preflight
 from tests.pipelines.test_run import start
+from tests.support.attested import Made, made, made_once  # noqa: F401
 
 # INT8 costs nothing like this, an untrained model more.
 STRICT = (
@@ -62,3 +65,32 @@ def test_the_first_goes_live_and_a_worse_one_does_not(
     assert "beside production: failed: perplexity" in out
     assert "not released: the live model stays" in out
     assert read_text(f"{s3}/releases/gpt/production.json") == pointer
+
+
+@pytest.mark.long
+def test_the_release_step_asks_for_what_production_requires(
+    tmp_path: Path,
+    recipe: Path,
+    made: Made,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    no_cluster: None,
+) -> None:
+    monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
+    releases = tmp_path / "releases"
+    inputs = {"model": made.dense, "corpus": made.folder / "corpus.txt", "recipe": recipe}
+    inputs |= {"production": releases.as_uri(), "name": "run"}
+    options = [word for key, value in inputs.items() for word in (f"--{key}", value)]
+    settings = [*STRICT, f"Production.require=[{','.join(REQUIREMENTS)}]"]
+
+    def qat(key: Path) -> tuple[int, str]:
+        own = [word for o in [*settings, f"Production.keys=[{key}]"] for word in ("-o", o)]
+        run = start(tmp_path, "qat", *options, *own)
+        out, err = run.communicate(timeout=900)
+        return run.returncode, out + err
+
+    status, out = qat(generate(tmp_path / "mallory.pem"))
+    assert status == 1 and "refused by Production.require (signature)" in out, out
+    assert "not by whom you trust" in out
+    assert not list(releases.rglob("model.onnx"))
+    status, out = qat(made.public)
+    assert status == 0 and f"live: {releases.as_uri()}/gpt/sha256-" in out, out

@@ -15,8 +15,8 @@ from components.images import PADDLE, TRAIN
 from lathe.config.recipe import load_recipe
 from lathe.storage import list_uris, sha256
 from pipelines import upload
+from pipelines.code import code_digests
 from pipelines.compile import build
-from pipelines.reach import code_digests
 from pipelines.resources import Pool, Variant
 from pipelines.server import VARIABLES
 from pipelines.submit import app

@@ -11,11 +11,13 @@ from in_toto_attestation.v1 import statement as in_toto
 from in_toto_attestation.v1.resource_descriptor import ResourceDescriptor
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
+from typer.testing import CliRunner
 
+from lathe.cli import app
 from lathe.errors import UserError
 from lathe.provenance.chain import family_tree, verify_chain
 from lathe.provenance.keys import generate, load_private, load_verifier
-from lathe.storage.attested import ATTESTATIONS
+from lathe.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import Made
 
 Lines = list[dict[str, object]]
@@ -154,6 +156,41 @@ def test_a_changed_verdict_is_an_error(made: Made) -> None:
     path.write_text(json.dumps({**values, "reasons": ["looks fine"]}))
     with pytest.raises(UserError, match="is not what `gate` attested"):
         verify_chain(path, [made.public])
+
+
+@pytest.mark.parametrize("name", ["verdict.json", "data", "dense-eval"])
+def test_what_has_no_signature_of_its_own_is_verified_by_the_statement_of_its_step(
+    made: Made, tmp_path: Path, name: str
+) -> None:
+    command = ["verify", str(made.folder / name), "--key"]
+    verified = CliRunner().invoke(app, [*command, str(made.public), "--chain"])
+    assert verified.exit_code == 0 and "corpus.txt" in verified.output
+    other = str(generate(tmp_path / "mallory.pem"))
+    refused = CliRunner().invoke(app, [*command, other])
+    assert "not by a key that you trust" in str(refused.exception)
+    path = made.folder / name
+    path = next(path.glob("*.json")) if path.is_dir() else path
+    path.write_text(path.read_text().replace("1", "2", 1))
+    altered = CliRunner().invoke(app, [*command, str(made.public)])
+    assert "is not what" in str(altered.exception)
+
+
+def test_a_model_without_its_signature_is_not_verified(made: Made) -> None:
+    (made.onnx / SIGNATURE).unlink()
+    refused = CliRunner().invoke(app, ["verify", str(made.onnx), "--key", str(made.public)])
+    assert "not signed: no model.sig" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "1", "{}", "", "text", '{"attestations": 5}', '{"attestations": [5]}']
+)
+def test_a_file_without_attestations_is_one_error(made: Made, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    refused = CliRunner().invoke(app, ["verify", str(path), "--key", str(made.public)])
+    assert isinstance(refused.exception, UserError) and str(path) in str(refused.exception)
+    missing = CliRunner().invoke(app, ["verify", str(tmp_path / "no"), "--key", str(made.public)])
+    assert "no such folder" in str(missing.exception)
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "not json", '{"payload": "", "payloadType": "x"}'])

@@ -21,7 +21,7 @@ from lathe.provenance.policy import REQUIREMENTS, require
 from lathe.provenance.signature import Signer, sign
 from lathe.serve.environment import find_environment
 from lathe.serve.server import ANY_PORTS
-from lathe.storage import upload
+from lathe.storage import sha256, upload
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import Made
 
@@ -53,7 +53,8 @@ def made_release(
         patch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
         patch.delenv("KUBECONFIG", raising=False)
         deploy(recipe, made.onnx, made.other, made.deployed, made.data)
-        live = publish_release(recipe, made.deployed, None, made.folder / "verdict.json")
+        shown = (made.folder / "other-eval", made.folder / "verdict.json", made.other)
+        live = publish_release(recipe, made.deployed, *shown)
     yield made, recipe, folder / "releases" / "gpt" / live.release
 
 
@@ -79,7 +80,9 @@ def pod(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
 def put(release: Path, tmp_path: Path) -> str:
     """Publish a tampered release with a manifest that agrees with it."""
     (release / ".lathe.json").unlink(missing_ok=True)
-    uri = f"file://{tmp_path}/elsewhere/{release.name}/"
+    elsewhere = tmp_path / "elsewhere" / release.name
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    uri = f"file://{elsewhere}/"
     upload(release, uri)
     return uri
 
@@ -97,7 +100,8 @@ def test_a_flipped_byte_in_any_file_is_refused(
     release: Path, keys: list[Path], tmp_path: Path, pod: None
 ) -> None:
     files = [p for p in release.rglob("*") if p.is_file() and p.name != ".lathe.json"]
-    assert len(files) >= 9
+    assert {"README.md", "bom.cdx.json", "quality.svg", "sbom.cdx.json"} <= {p.name for p in files}
+    assert len(files) == 14
     for path in files:
         original = path.read_bytes()
         for at in sorted({0, len(original) // 3, len(original) // 2, len(original) - 2}):
@@ -106,6 +110,10 @@ def test_a_flipped_byte_in_any_file_is_refused(
             path.write_bytes(changed)
             with pytest.raises((StageError, UserError)):
                 require(release, REQUIREMENTS, keys)
+            with pytest.raises((StageError, UserError)):
+                admit(put(release, tmp_path), tmp_path / "models" / "release")
+            assert not (tmp_path / "models" / "release").exists()
+            shutil.rmtree(tmp_path / "models", ignore_errors=True)
         path.write_bytes(original)
     require(release, REQUIREMENTS, keys)
     (release / "gpt" / "config.pbtxt").write_text("other")
@@ -190,6 +198,36 @@ def test_the_verdict_on_another_model_does_not_count(
     assert gate(recipe, dense, dense, tmp_path / "verdict.json").passed
     with pytest.raises(StageError, match="about another model"):
         publish_release(recipe, made.deployed, None, tmp_path / "verdict.json")
+
+
+@pytest.mark.parametrize("how", ["as it is", "and listed", "and its list removed"])
+@pytest.mark.parametrize("wanted", [["signature"], ["chain"], list(REQUIREMENTS)])
+def test_what_was_changed_after_its_rehearsal_is_not_signed_as_a_release(
+    made_release: tuple[Made, Recipe, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: list[str],
+    how: str,
+) -> None:
+    made, recipe, published = made_release
+    monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
+    deployed = Path(shutil.copytree(made.deployed, tmp_path / "deployed"))
+    repository = deployed / "repository"
+    changed, listing = repository / "gpt" / "config.pbtxt", repository / ".lathe.json"
+    changed.write_text(changed.read_text() + "# another one\n")
+    if how == "and listed":
+        values = json.loads(listing.read_text())
+        entry = {"bytes": changed.stat().st_size, "sha256": sha256(changed)}
+        values["files"]["gpt/config.pbtxt"] = entry
+        listing.write_text(json.dumps(values))
+    if how == "and its list removed":
+        listing.unlink()
+    production = recipe.Production.model_copy(update={"require": wanted})
+    own = recipe.model_copy(update={"Production": production})
+    before = sorted(published.parent.iterdir())
+    with pytest.raises((StageError, UserError), match=r"Production\.require|altered since"):
+        publish_release(own, deployed, None, made.folder / "verdict.json")
+    assert sorted(published.parent.iterdir()) == before
 
 
 def test_a_release_that_was_never_live_is_no_way_back(

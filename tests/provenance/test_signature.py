@@ -1,5 +1,6 @@
 """Signatures of folders: what changes after signing is named, and other tools read them."""
 
+import json
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -12,12 +13,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
+    NoEncryption,
     PrivateFormat,
 )
+from typer.testing import CliRunner
 
+from lathe.cli import app
 from lathe.errors import UserError
 from lathe.provenance.keys import PASSWORD, generate, load_private
 from lathe.provenance.signature import Signer, Trust, sign, verify
+from lathe.storage.attested import ATTESTATIONS
+from tests.support.attested import Made
 
 
 @pytest.fixture
@@ -144,24 +150,65 @@ def test_a_key_pair_never_replaces_a_file(key: Path) -> None:
     assert key.read_bytes() == before
 
 
-def test_a_certificate_below_a_trusted_root(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    """A certificate, its key, the root above it, and a root of somebody else."""
     root_key, leaf_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    root = _certificate("root", root_key, root_key, "root", is_root=True)
-    leaf = _certificate("signer", leaf_key, root_key, "root", is_root=False)
-    stranger = _certificate("stranger", leaf_key, leaf_key, "stranger", is_root=True)
-    paths = {}
-    for name, certificate in (("root", root), ("leaf", leaf), ("stranger", stranger)):
-        paths[name] = tmp_path / f"{name}.crt"
+    certificates = {
+        "root": _certificate("root", root_key, root_key, "root", is_root=True),
+        "leaf": _certificate("signer", leaf_key, root_key, "root", is_root=False),
+        "stranger": _certificate("stranger", leaf_key, leaf_key, "stranger", is_root=True),
+    }
+    paths = {name: tmp_path / f"{name}.crt" for name in certificates}
+    for name, certificate in certificates.items():
         paths[name].write_bytes(certificate.public_bytes(Encoding.PEM))
-    generate(tmp_path / "leaf.pem")
-    from cryptography.hazmat.primitives.serialization import NoEncryption
-
+    paths["key"] = tmp_path / "leaf.pem"
     secret = leaf_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (tmp_path / "leaf.pem").write_bytes(secret)
-    sign(folder, Signer(tmp_path / "leaf.pem", paths["leaf"], (paths["root"],)))
+    paths["key"].write_bytes(secret)
+    return paths
+
+
+def test_a_certificate_below_a_trusted_root(
+    folder: Path, tmp_path: Path, paths: dict[str, Path]
+) -> None:
+    sign(folder, Signer(paths["key"], paths["leaf"], (paths["root"],)))
     assert verify(folder, Trust(roots=(paths["root"],))) == 3
     with pytest.raises(UserError, match="not by whom you trust"):
         verify(folder, Trust(roots=(paths["stranger"],)))
+    generate(tmp_path / "another.pem")
+    for certificate in (paths["leaf"], tmp_path / "absent.crt", tmp_path / "another.pem"):
+        with pytest.raises(UserError, match="cannot be signed"):
+            sign(folder, Signer(tmp_path / "another.pem", certificate))
+    assert verify(folder, Trust(roots=(paths["root"],))) == 3  # by the earlier signature
+
+
+def test_who_signs_the_folder_vouches_for_the_steps_that_are_not_signed(
+    made: Made, tmp_path: Path, paths: dict[str, Path]
+) -> None:
+    lines = (made.onnx / ATTESTATIONS).read_text().splitlines()
+    unsigned = [json.dumps({**json.loads(line), "signatures": []}) for line in lines]
+    (made.onnx / ATTESTATIONS).write_text("\n".join(unsigned) + "\n")
+    sign(made.onnx, Signer(paths["key"], paths["leaf"], (paths["root"],)))
+    command = ["verify", str(made.onnx), "--chain"]
+    verified = CliRunner().invoke(app, [*command, "--root", str(paths["root"])])
+    assert verified.exit_code == 0 and "corpus.txt" in verified.output
+    by_key = CliRunner().invoke(
+        app, [*command, "--root", str(paths["root"]), "--key", str(made.public)]
+    )
+    assert "line 1: not signed" in str(by_key.exception)
+    sign(made.onnx, Signer(paths["key"], paths["leaf"], (paths["root"],)), [ATTESTATIONS])
+    without = CliRunner().invoke(app, [*command, "--root", str(paths["root"])])
+    assert "line 1: not signed" in str(without.exception)
+
+
+def test_without_a_network_nobody_signs_without_a_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("HOME", str(tmp_path))  # what Sigstore has cached
+    with pytest.raises(UserError, match="cannot be signed"):
+        sign(folder, Signer())
+    assert not (folder / "model.sig").exists()
 
 
 def _certificate(
