@@ -58,7 +58,7 @@ WORDS = ("train", "parent")
 """Values of those settings that name no input."""
 
 WEIGHTS = "model.safetensors"
-VERDICT = "verdict"
+VERDICT, FOLDER = "verdict", "folder"
 WEIGHT = "weight"
 """Annotation of a data set in a blend: how often it is drawn from."""
 
@@ -142,7 +142,7 @@ def attest(
         if key and not existing[0].is_signed:
             attestations = [existing[0].signed(load_signer(key)), *existing[1:]]
     else:
-        materials = [*(resource for resource, _ in inputs), *_corpus(output)]
+        materials = [*(_with_digest(resource) for resource, _ in inputs), *_corpus(output)]
         statement = _statement(step, recipe, products, materials, figures, started)
         own = seal(statement, load_signer(key) if key else None, str(output))
         attestations = bundle.merged(own, [path for _, path in inputs if path])
@@ -278,10 +278,10 @@ def _corpus(output: Path) -> list[Resource]:
 
 
 def material(name: str, path: Path) -> Resource:
-    """An existing file or folder as a material."""
-    found = (kind_of(path) if path.is_dir() else None), path
-    if found[0] is not None:
-        what, own = found[0].name, sha256(path / found[0].metadata_file)
+    """An existing file or folder as a material; folders that are not Lathe's have no digest yet."""
+    own: str | None
+    if kind := kind_of(path) if path.is_dir() else None:
+        what, own = kind.name, sha256(path / kind.metadata_file)
     elif _is_verdict(path):
         what, own = VERDICT, digest(bundle.content(path).decode())
     elif path.is_file():
@@ -289,10 +289,19 @@ def material(name: str, path: Path) -> Resource:
     elif (path / WEIGHTS).is_file():
         what, own = "model", sha256(path / WEIGHTS)
     else:
-        listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
-        what, own = "folder", digest(listed)
-    where = path.resolve().as_uri()
-    return Resource(name=name, digest=Digests(sha256=own), uri=where, annotations={"kind": what})
+        what, own = FOLDER, None
+    known = Digests(sha256=own) if own else None
+    about = {"kind": what}
+    return Resource(name=name, digest=known, uri=path.resolve().as_uri(), annotations=about)
+
+
+def _with_digest(resource: Resource) -> Resource:
+    """The material with the digest of all files below it, if it is a folder of somebody else's.
+    Stages refuse a wrong one, such as `/`, at once, so this waits until they have succeeded."""
+    if resource.kind != FOLDER or resource.digest or not (path := resource.path):
+        return resource
+    listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
+    return resource.model_copy(update={"digest": Digests(sha256=digest(listed))})
 
 
 def _has_attestations(path: Path) -> bool:

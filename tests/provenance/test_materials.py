@@ -59,6 +59,9 @@ def test_an_imported_checkpoint_leads_to_its_file(signing: Made, tmp_path: Path)
     assert steps(chain) == ["import-paddle"]
     found = {resource.name: resource.sha256 for resource, _ in chain.made_by}
     assert found == {"source": sha256(path), "tokenizer": sha256(tokenizer)}
+    import_checkpoint(signing.recipe, tmp_path / "paddle", tokenizer, tmp_path / "of_folder")
+    source = verify_chain(tmp_path / "of_folder", [signing.public]).input("source")
+    assert source and source[0].kind == "folder" and len(source[0].sha256 or "") == 64
 
 
 def test_a_teacher_that_the_recipe_names_is_an_input(signing: Made, tmp_path: Path) -> None:
