@@ -1,7 +1,7 @@
 """One engine in a process of its own, which does what it is told by lines of JSON.
 
 python -m peers.worker convert MODULE MODEL CALIBRATION WEIGHTS OUTPUT
-python -m peers.worker serve MODULE FOLDER VOCABULARY
+python -m peers.worker serve MODULE FOLDER VOCABULARY THREADS
 """
 
 import importlib
@@ -28,36 +28,38 @@ def engine(module: str) -> type[Engine]:
 
 
 class Measured:
-    """An engine under a clock: the processor time of all threads of this process, since other
-    work on the machine has no part in it."""
+    """An engine under a clock. That of one thread is the processor time of this process, since
+    other work on the machine has no part in it; that of several, which wait for each other, is the
+    wall's."""
 
-    def __init__(self, peer: Engine, vocabulary: int) -> None:
+    def __init__(self, peer: Engine, vocabulary: int, threads: int = 1) -> None:
         self.peer, self.vocabulary = peer, vocabulary
+        self.clock = time.process_time if threads == 1 else time.perf_counter
 
     def prefill(self, length: int) -> list[float]:
         """Seconds of one prompt."""
         prompt = self._random(1, length)[0]
-        started = time.process_time()
+        started = self.clock()
         self.peer.prefill(prompt)
-        return [time.process_time() - started]
+        return [self.clock() - started]
 
     def decode(self, rows: int) -> list[float]:
         """Seconds of each step of so many rows."""
         times: list[float] = []
         prompts = self._random(rows, DECODED_PROMPT)
-        self.peer.decode(prompts, STEPS, lambda: times.append(time.process_time()))
+        self.peer.decode(prompts, STEPS, lambda: times.append(self.clock()))
         assert len(times) == STEPS + 1, f"{len(times)} ticks"
         return np.diff(times).tolist()
 
-    def score(self, tokens: str) -> list[float]:
-        """Mean negative log-likelihood of the tokens of each window (T,) in a file (N, T)."""
-        return [-float(self.peer.log_likelihoods(row).mean()) for row in np.load(tokens)]
+    def score(self, tokens: str) -> list[list[float]]:
+        """Negative log-likelihoods (N, T - 1) of the tokens of windows in a file (N, T)."""
+        return [(-self.peer.log_likelihoods(row)).tolist() for row in np.load(tokens)]
 
     def _random(self, rows: int, length: int) -> np.ndarray:
         return np.random.default_rng(length).integers(1, self.vocabulary, (rows, length))
 
 
-def serve(peer: type[Engine], folder: Path, vocabulary: int) -> None:
+def serve(peer: type[Engine], folder: Path, vocabulary: int, threads: int) -> None:
     # What a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -65,7 +67,7 @@ def serve(peer: type[Engine], folder: Path, vocabulary: int) -> None:
     def answer(value: Any) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    measured = Measured(peer(folder), vocabulary)
+    measured = Measured(peer(folder, threads), vocabulary, threads)
     answer(peer.version)
     for line in sys.stdin:
         method, argument = json.loads(line)
@@ -75,7 +77,7 @@ def serve(peer: type[Engine], folder: Path, vocabulary: int) -> None:
 def main() -> None:
     task, module, *rest = sys.argv[1:]
     if task == "serve":
-        serve(engine(module), Path(rest[0]), int(rest[1]))
+        serve(engine(module), Path(rest[0]), int(rest[1]), int(rest[2]))
     else:
         model, calibration, weights, output = rest
         engine(module).convert(Path(model), np.load(calibration), weights, Path(output))
