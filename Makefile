@@ -199,11 +199,14 @@ lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first
 	$(call compile,images/train/requirements,$(TRAIN) --group train) || \
 	  $(call compile,images/train/requirements,$(TRAIN) --group train --index $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda --no-emit-package onnxruntime)
-	$(call compile,images/serve/requirements,--group serve)
-	$(call compile,images/serve/cuda,--group serve-cuda,3.12)
+	$(call compile,images/serve/requirements,--group serve $(NO_TELEMETRY))
+	$(call compile,images/serve/cuda,--group serve-cuda $(NO_TELEMETRY),3.12)
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)
-	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch)
+	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch $(NO_TELEMETRY))
+
+# OpenVINO works without, and would report every import.
+NO_TELEMETRY := --no-emit-package openvino-telemetry
 
 # Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
 TRAIN := pyproject.toml --extra cluster --extra tracking

@@ -39,7 +39,8 @@ from lathe.compress.prune import prune
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.runtime.session import METADATA, MODEL, OnnxModel
+from lathe.runtime.exported_model import METADATA, MODEL
+from lathe.runtime.session import OnnxModel
 from lathe.storage import sha256
 from lathe.train.batches import first_batches, open_data
 

@@ -1,11 +1,10 @@
-r"""The same exports under onnxruntime and OpenVINO: what a second runtime of the server would gain.
+r"""The same exports in both values of `Serving.runtime`, onnxruntime and OpenVINO.
 
     python benchmarks/runtimes.py [--rounds 5]
 
-GPT-2 124M shape, random weights, INT8 and INT4 as `lathe export` writes them, one thread. OpenVINO
-gets a graph with paged attention, keys and values in float32, and the export's own integers and
-scales. Both take turns in one process, on its processor time; an environment with OpenVINO is made
-below the output, and neither it nor the exports are made again. "Difference" is the mean difference
+GPT-2 124M shape, random weights, INT8 and INT4 as `lathe export` writes them, one thread. Both take
+turns in one process, on its processor time; an environment with OpenVINO is made below the output,
+and neither it nor the exports are made again. "Difference" is the mean difference
 of OpenVINO's logits from onnxruntime's, relative to what quantizing changes.
 """
 

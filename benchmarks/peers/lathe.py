@@ -10,6 +10,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from lathe.runtime.batcher import PREFILL_CHUNK
+from lathe.runtime.exported_model import ExportedModel
 from lathe.runtime.session import OnnxModel
 from peers.engine import Engine, Ids, log_likelihoods
 
@@ -51,7 +52,7 @@ class Lathe(Engine):
         write(checkpoint, output, ExportSettings())
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
-        self.model = OnnxModel(folder, threads)
+        self.model: ExportedModel = OnnxModel(folder, threads)
 
     def prefill(self, prompt: Ids) -> None:
         cache = self.model.start(1, len(prompt))

@@ -14,7 +14,7 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
-from lathe.runtime.session import MODEL
+from lathe.runtime.exported_model import MODEL
 from lathe.storage import sha256
 from lathe.train.workers import choose_device
 

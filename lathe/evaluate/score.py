@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.progress import bar
-from lathe.runtime.session import pad
+from lathe.runtime.exported_model import pad
 
 Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
 

@@ -23,7 +23,7 @@ from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
-from lathe.runtime.session import METADATA, MODEL
+from lathe.runtime.exported_model import METADATA, MODEL
 from lathe.storage import atomic_folder, claim_output_folder, require_utf8, sha256
 
 log = logging.getLogger("lathe")
@@ -33,6 +33,9 @@ PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
 HEAD_SIZE_MULTIPLE = 8  # required by onnxruntime's GroupQueryAttention
 ROTARY_MULTIPLE = 16  # also of the rotated part of a head, where positions are rotary
 
+
+# Prompts of the proof that `export.json` keeps, to check another runtime by where it serves.
+SAMPLES, SAMPLE_TOKENS = 4, 64
 
 AlsoExport = Callable[[Path], dict[str, Any]]
 
@@ -97,6 +100,7 @@ def export(
         metadata = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
+        metadata["samples"] = [prompt[:SAMPLE_TOKENS] for prompt in prompts[:SAMPLES]]
         if also is not None:
             metadata |= also(work)
         _write_metadata(work, metadata)

@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.runtime.kv_cache import KVCache
+from lathe.runtime.exported_model import ExportedModel
+from lathe.runtime.kv_cache import KVCache, MixedCaches
 from lathe.runtime.prefix_cache import PrefixCache
 from lathe.runtime.sequence_group import SequenceGroup, Step
-from lathe.runtime.session import MixedCaches, OnnxModel
 from lathe.runtime.watcher import Watcher
 
 log = logging.getLogger("lathe")
@@ -53,7 +53,7 @@ class Batcher:
 
     def __init__(
         self,
-        model: OnnxModel,
+        model: ExportedModel,
         max_running: int,
         max_queue: int,
         prefix_bytes: int = 0,

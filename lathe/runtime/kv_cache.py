@@ -1,5 +1,6 @@
 """Keys and values of a batch of texts."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -8,25 +9,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.floating[Any]]
+Tokens = NDArray[Any]
 """Keys and values of n tokens of a row in all layers, (2 * sum of n_kv_head_i, n, head_dim)."""
 
 
 @dataclass
-class KVCache:
-    """Keys and values of a batch, at most `capacity` tokens per row.
+class KVCache(ABC):
+    """Keys and values of a batch, at most `capacity` tokens per row; runtimes differ in the layout.
 
     Attributes:
-        keys, values: per layer (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as the
-            graph computes; row b holds `lengths[b]` tokens, what lies after them is never read.
+        buffers: keys of every layer, then values; the first axis is the row. Row b holds
+            `lengths[b]` tokens, what lies after them is never read.
         lengths: int64 (batch,).
     """
 
-    keys: list[NDArray[np.floating[Any]]]
-    values: list[NDArray[np.floating[Any]]]
+    buffers: list[NDArray[Any]]
     lengths: NDArray[np.int64]
     capacity: int
-    binding: Any = field(repr=False)
 
     def permute(self, rows: Sequence[int], sources: Sequence[int]) -> None:
         """Copy to `rows[i]` the tokens of `sources[i]`, all at once."""
@@ -35,19 +34,109 @@ class KVCache:
             return
         to, of = (list(part) for part in zip(*moves, strict=True))
         longest = int(self.lengths[of].max())
-        for buffer in (*self.keys, *self.values):
-            buffer[to, :, :longest] = buffer[of, :, :longest]
+        for buffer in self.buffers:
+            self._copy(buffer, to, of, longest)
         self.lengths[to] = self.lengths[of]
 
     def read(self, first: int, n: int) -> Tokens:
         """A copy of n tokens of row 0."""
-        return np.concatenate(
-            [buffer[0, :, first : first + n] for buffer in (*self.keys, *self.values)]
-        )
+        return np.concatenate([self._get(buffer, first, n) for buffer in self.buffers])
 
     def write(self, first: int, tokens: Tokens) -> None:
         """Put what `read` has returned at position `first` of row 0."""
-        buffers = (*self.keys, *self.values)
-        ends = np.cumsum([0, *(buffer.shape[1] for buffer in buffers)])
-        for buffer, (begin, end) in zip(buffers, pairwise(ends), strict=True):
-            buffer[0, :, first : first + tokens.shape[1]] = tokens[begin:end]
+        ends = np.cumsum([0, *map(self._n_head, self.buffers)])
+        for buffer, (begin, end) in zip(self.buffers, pairwise(ends), strict=True):
+            self._set(buffer, first, tokens[begin:end])
+
+    @abstractmethod
+    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
+        """Copy the first n tokens, or some more, of rows `of` to rows `to`."""
+
+    @abstractmethod
+    def _n_head(self, buffer: NDArray[Any]) -> int:
+        """The layer's number of key-value heads."""
+
+    @abstractmethod
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
+        """(n_head, n, head_dim) of row 0."""
+
+    @abstractmethod
+    def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
+        """Write (n_head, n, head_dim) to row 0."""
+
+
+@dataclass
+class ContiguousCache(KVCache):
+    """onnxruntime's layout: buffers (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as
+    the graph computes."""
+
+    binding: Any = field(repr=False)
+
+    @property
+    def keys(self) -> list[NDArray[Any]]:
+        """Those of every layer."""
+        return self.buffers[: len(self.buffers) // 2]
+
+    @property
+    def values(self) -> list[NDArray[Any]]:
+        """Those of every layer."""
+        return self.buffers[len(self.buffers) // 2 :]
+
+    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
+        buffer[to, :, :n] = buffer[of, :, :n]
+
+    def _n_head(self, buffer: NDArray[Any]) -> int:
+        return int(buffer.shape[1])
+
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
+        return buffer[0, :, first : first + n]
+
+    def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
+        buffer[0, :, first : first + tokens.shape[1]] = tokens
+
+
+@dataclass
+class PagedCache(KVCache):
+    """OpenVINO's layout: buffers (batch, blocks, n_kv_head_i, BLOCK, head_dim), float32, or
+    bfloat16 as uint16.
+
+    Attributes:
+        tensors: OpenVINO's views of whole buffers, of which this cache may be some rows.
+        first_row: of these rows.
+    """
+
+    tensors: list[Any] = field(repr=False)
+    first_row: int = 0
+
+    BLOCK = 32  # tokens; the only size that OpenVINO's attention for CPUs takes
+
+    def blocks(self, row: int, n: int) -> NDArray[np.int32]:
+        """Numbers, within the tensors, of the blocks that hold the first n tokens of a row."""
+        blocks_per_row = self.buffers[0].shape[1]
+        first = (self.first_row + row) * blocks_per_row
+        return np.arange(first, first - (-n // self.BLOCK), dtype=np.int32)
+
+    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
+        n_blocks = -(-n // self.BLOCK)
+        buffer[to, :n_blocks] = buffer[of, :n_blocks]
+
+    def _n_head(self, buffer: NDArray[Any]) -> int:
+        return int(buffer.shape[2])
+
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
+        block, place = np.divmod(np.arange(first, first + n), self.BLOCK)
+        tokens: Tokens = buffer[0, block, :, place].swapaxes(0, 1)
+        return tokens
+
+    def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
+        block, place = np.divmod(np.arange(first, first + tokens.shape[1]), self.BLOCK)
+        buffer[0, block, :, place] = tokens.swapaxes(0, 1)
+
+
+@dataclass(frozen=True)
+class MixedCaches:
+    """The caches of a mixed step: of the rows that decode, and of the prompt, one row."""
+
+    rows: KVCache
+    prompt: KVCache
+    binding: Any = None

@@ -5,13 +5,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.runtime.exported_model import ExportedModel
 from lathe.runtime.prompt import encode_pairs
 from lathe.runtime.protocol import TokenScores
-from lathe.runtime.session import OnnxModel
 
 
 def score_tokens(
-    model: OnnxModel,
+    model: ExportedModel,
     tokens: NDArray[np.int64],
     index: NDArray[np.int64],
     targets: NDArray[np.int64],
@@ -39,7 +39,9 @@ def score_tokens(
     return (chosen - highest).astype(np.float64) - np.log(total), is_greedy
 
 
-def score_text(model: OnnxModel, tokenizer: Tokenizer, text: str, continuation: str) -> TokenScores:
+def score_text(
+    model: ExportedModel, tokenizer: Tokenizer, text: str, continuation: str
+) -> TokenScores:
     """Score the tokens of `continuation` given `text`; the space between two words usually belongs
     to `continuation`, as its first character.
 
@@ -58,7 +60,7 @@ def score_text(model: OnnxModel, tokenizer: Tokenizer, text: str, continuation: 
 
 
 def _check(
-    model: OnnxModel,
+    model: ExportedModel,
     tokens: NDArray[np.int64],
     index: NDArray[np.int64],
     targets: NDArray[np.int64],

@@ -1,6 +1,6 @@
 """Text generation with an exported model: tokenizer, limits and the running batch, no server.
 
-Needs only numpy, onnxruntime and tokenizers.
+Needs only numpy, onnxruntime and tokenizers, and where it runs OpenVINO, that and onnx.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from lathe.errors import UserError
 from lathe.runtime.batcher import Batcher
 from lathe.runtime.beams import Beams
+from lathe.runtime.open_model import Runtime, open_model
 from lathe.runtime.params import Params
 from lathe.runtime.prompt import encode_prompts
 from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
-from lathe.runtime.session import OnnxModel
 from lathe.runtime.text import TokenBytes
 from lathe.runtime.watcher import Watcher
 
@@ -24,8 +24,12 @@ class TextGenerator:
 
     Args:
         folder: an export.
-        threads: onnxruntime's threads within a step; 0 means one per core.
+        threads: that compute a step; 0 means one per core.
+        runtime: see `open_model`.
         max_running, max_queue, prefix_bytes, speculates, watcher: see `Batcher`.
+
+    Attributes:
+        runtime: the one that computes, and why, for the log.
     """
 
     def __init__(
@@ -38,9 +42,12 @@ class TextGenerator:
         prefix_bytes: int = 0,
         speculates: bool = False,
         watcher: Watcher | None = None,
+        runtime: Runtime = "onnxruntime",
     ) -> None:
         self.default_max_tokens = default_max_tokens
-        self.model = OnnxModel(folder, threads)
+        opened = open_model(folder, threads, runtime, max_running)
+        self.model = opened.model
+        self.runtime = f"{self.model.runtime}: {opened.reason}"
         self.n_positions = self.model.n_positions
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)

@@ -1,8 +1,8 @@
 """Triton's Python backend for text generation: requests in, decoupled responses out.
 
 Runs inside Triton's stub process, the only one that can import `triton_python_backend_utils`; its
-environment has only numpy, onnxruntime and tokenizers. Requests share one running batch, and a
-failing request does not affect the others.
+environment has only numpy, onnxruntime, openvino with onnx, and tokenizers. Requests share one
+running batch, and a failing request does not affect the others.
 """
 
 import json
@@ -36,7 +36,11 @@ class TritonPythonModel:
         speculates = settings.get("speculation", "off") == "prompt_lookup"
         metrics = Metrics(args["model_name"])
         self.responses = ResponseSender()
-        self.generator = TextGenerator(folder, settings["max_tokens"], *limits, speculates, metrics)
+        runtime = settings.get("runtime", "onnxruntime")
+        self.generator = TextGenerator(
+            folder, settings["max_tokens"], *limits, speculates, metrics, runtime
+        )
+        pb_utils.Logger.log_info(f"{args['model_name']} runs in {self.generator.runtime}")
 
     def execute(self, requests: list[Any]) -> None:
         """Parse and queue each request; responses are sent from the batch's thread."""

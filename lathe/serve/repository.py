@@ -129,6 +129,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         "max_queue": serving.max_queue,
         "prefix_cache_mib": serving.prefix_cache_mib,
         "speculation": serving.speculation,
+        "runtime": serving.runtime,
         "max_wait_seconds": serving.max_wait_seconds,
         "threads": serving.threads,
         "generation": {

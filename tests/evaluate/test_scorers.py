@@ -12,7 +12,7 @@ from lathe.evaluate.lambada import ClozeExample, score_cloze
 from lathe.evaluate.scorers import TorchScorer, onnx_scorer
 from lathe.evaluate.wikitext import token_losses
 from lathe.model.checkpoint import load_checkpoint
-from lathe.runtime.session import pad
+from lathe.runtime.exported_model import pad
 from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
 
 

@@ -5,45 +5,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.runtime.kv_cache import KVCache
+from lathe.runtime.kv_cache import ContiguousCache, KVCache, PagedCache
 from lathe.runtime.prefix_cache import BLOCK, PrefixCache
 
 HEADS, SIZE, CAPACITY = (3, 1), 2, 256
 BLOCK_BYTES = 2 * sum(HEADS) * SIZE * BLOCK * 4
 
 
-def row(prompt: np.ndarray | None = None) -> KVCache:
+def row(prompt: np.ndarray | None = None, is_paged: bool = False) -> KVCache:
     """A row whose keys and values at a position are sums of the tokens up to it."""
-    shapes = [(1, n_head, CAPACITY, SIZE) for n_head in HEADS]
-    keys, values = ([np.zeros(shape, np.float32) for shape in shapes] for _ in range(2))
-    cache = KVCache(keys, values, np.zeros(1, np.int64), CAPACITY, None)
+    cache: KVCache
+    if is_paged:
+        shapes = [(1, CAPACITY // PagedCache.BLOCK, n, PagedCache.BLOCK, SIZE) for n in HEADS * 2]
+        buffers = [np.zeros(shape, np.float32) for shape in shapes]
+        cache = PagedCache(buffers, np.zeros(1, np.int64), CAPACITY, [])
+    else:
+        buffers = [np.zeros((1, n, CAPACITY, SIZE), np.float32) for n in HEADS * 2]
+        cache = ContiguousCache(buffers, np.zeros(1, np.int64), CAPACITY, None)
     if prompt is not None:
-        for number, buffer in enumerate((*keys, *values)):
-            buffer[0, :, : len(prompt)] = (number + np.cumsum(prompt))[None, :, None]
+        cache.write(0, tokens_of(prompt))
         cache.lengths[0] = len(prompt)
     return cache
 
 
+def tokens_of(prompt: np.ndarray) -> np.ndarray:
+    """Keys and values of all layers (heads, n, SIZE)."""
+    numbers = np.repeat(np.arange(2 * len(HEADS)), HEADS * 2)
+    found = numbers[:, None, None] + np.cumsum(prompt)[None, :, None]
+    return np.broadcast_to(found, (len(numbers), len(prompt), SIZE)).astype(np.float32)
+
+
 def holds(cache: KVCache, prompt: np.ndarray, n: int) -> bool:
-    expected = row(prompt)
-    pairs = zip((*cache.keys, *cache.values), (*expected.keys, *expected.values), strict=True)
-    return all(np.array_equal(a[:, :, :n], b[:, :, :n]) for a, b in pairs)
+    return np.array_equal(cache.read(0, n), tokens_of(prompt[:n]))
 
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=4 * BLOCK).map(np.array)
 
 
-@given(st.lists(prompts, max_size=30), st.integers(0, 12 * BLOCK_BYTES))
+@given(st.lists(prompts, max_size=30), st.integers(0, 12 * BLOCK_BYTES), st.booleans())
 def test_what_is_loaded_is_the_prompts_own_and_memory_is_bounded(
-    given: list[np.ndarray], max_bytes: int
+    given: list[np.ndarray], max_bytes: int, is_paged: bool
 ) -> None:
     cache = PrefixCache(max_bytes)
     for prompt in (*given, *given):
-        loaded = row()
+        loaded = row(is_paged=is_paged)
         n = cache.load(prompt, loaded)
         assert n == loaded.lengths[0] < len(prompt) and n % BLOCK == 0
         assert holds(loaded, prompt, n)
-        cache.store(prompt, row(prompt))
+        cache.store(prompt, row(prompt, is_paged))
         assert cache.n_bytes <= max_bytes
 
 

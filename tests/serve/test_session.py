@@ -8,25 +8,28 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.runtime.exported_model import ExportedModel, pad
 from lathe.runtime.open_session import PLAIN_ATTENTION, saturates
-from lathe.runtime.session import OnnxModel, pad
+from lathe.runtime.openvino_model import OpenVINOModel
+from lathe.runtime.session import OnnxModel
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
 PROMPTS = [random_tokens(n, seed=n).tolist() for n in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["fp32", "int8"])
+@pytest.fixture(scope="module", params=["fp32", "int8", "fp32 in OpenVINO"])
 def exported(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     byte_tokenizer: Tokenizer,
-) -> OnnxModel:
-    folder = tmp_path_factory.mktemp(request.param)
-    return write_unproven(make_model(PRUNED, request.param == "int8"), byte_tokenizer, folder)
+) -> ExportedModel:
+    folder = tmp_path_factory.mktemp("exported")
+    model = write_unproven(make_model(PRUNED, request.param == "int8"), byte_tokenizer, folder)
+    return OpenVINOModel(folder, threads=1) if "OpenVINO" in request.param else model
 
 
-def test_ragged_batch_gives_each_row_what_it_gets_alone(exported: OnnxModel) -> None:
+def test_ragged_batch_gives_each_row_what_it_gets_alone(exported: ExportedModel) -> None:
     tokens, lengths = pad(PROMPTS)
     together = exported.logits(tokens, lengths)
     for row, prompt in enumerate(PROMPTS):
@@ -34,7 +37,7 @@ def test_ragged_batch_gives_each_row_what_it_gets_alone(exported: OnnxModel) -> 
         np.testing.assert_allclose(together[row, : len(prompt)], alone, atol=1e-5)
 
 
-def test_steps_with_the_cache_are_the_forward_pass_without(exported: OnnxModel) -> None:
+def test_steps_with_the_cache_are_the_forward_pass_without(exported: ExportedModel) -> None:
     tokens, lengths = pad(PROMPTS)
     cache = exported.start(len(PROMPTS), capacity=20)
     logits = exported.step(cache, tokens, lengths)
@@ -50,7 +53,7 @@ def test_steps_with_the_cache_are_the_forward_pass_without(exported: OnnxModel) 
     assert cache.lengths.tolist() == [n + 6 for n in LENGTHS]
 
 
-def test_a_single_row_takes_its_prompt_in_pieces(exported: OnnxModel) -> None:
+def test_a_single_row_takes_its_prompt_in_pieces(exported: ExportedModel) -> None:
     tokens = random_tokens(1, 12).numpy()
     cache = exported.start(1)
     exported.step(cache, tokens[:, :5])
@@ -59,7 +62,9 @@ def test_a_single_row_takes_its_prompt_in_pieces(exported: OnnxModel) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 12])
-def test_a_mixed_step_is_a_chunk_and_a_token_of_each_row(exported: OnnxModel, chunk: int) -> None:
+def test_a_mixed_step_is_a_chunk_and_a_token_of_each_row(
+    exported: ExportedModel, chunk: int
+) -> None:
     prompt, n_rows = random_tokens(1, 12, seed=5).numpy(), len(PROMPTS)
     tokens, lengths = pad(PROMPTS)
     cache = exported.start(n_rows + 1, capacity=24)
@@ -81,7 +86,7 @@ def test_a_mixed_step_is_a_chunk_and_a_token_of_each_row(exported: OnnxModel, ch
     assert cache.lengths.tolist() == [*(n + steps for n in LENGTHS), 12]
 
 
-def test_a_step_that_fits_nowhere_changes_nothing(exported: OnnxModel) -> None:
+def test_a_step_that_fits_nowhere_changes_nothing(exported: ExportedModel) -> None:
     cache = exported.start(2, capacity=8)
     exported.step(cache, random_tokens(2, 6).numpy(), np.array([2, 6]))
     with pytest.raises(ValueError, match="empty cache"):
@@ -97,7 +102,7 @@ def test_a_step_that_fits_nowhere_changes_nothing(exported: OnnxModel) -> None:
         exported.start(1, capacity=65)
 
 
-def test_greedy_is_the_argmax_of_every_step(exported: OnnxModel) -> None:
+def test_greedy_is_the_argmax_of_every_step(exported: ExportedModel) -> None:
     new = exported.greedy(PROMPTS, 5, stop_at_eos=False)
     for prompt, tokens in zip(PROMPTS, new, strict=True):
         logits = exported.logits(np.array([prompt + tokens]))[0]
@@ -105,7 +110,7 @@ def test_greedy_is_the_argmax_of_every_step(exported: OnnxModel) -> None:
         assert exported.greedy([prompt], 5, stop_at_eos=False) == [tokens]
 
 
-def test_greedy_ends_at_the_end_of_text(exported: OnnxModel) -> None:
+def test_greedy_ends_at_the_end_of_text(exported: ExportedModel) -> None:
     new = exported.greedy(PROMPTS, 5, stop_at_eos=False)
     exported.eos_id, eos_id = new[0][2], exported.eos_id
     try:
@@ -115,7 +120,7 @@ def test_greedy_ends_at_the_end_of_text(exported: OnnxModel) -> None:
     assert stopped == [ids[: ids.index(end)] if end in ids else ids for ids in new]
 
 
-def test_greedy_ends_where_positions_do(exported: OnnxModel) -> None:
+def test_greedy_ends_where_positions_do(exported: ExportedModel) -> None:
     long, short = random_tokens(62).tolist(), PROMPTS[0]
     new = exported.greedy([long, short], 10, stop_at_eos=False)
     # The last token needs no position of its own: nothing follows it.
@@ -144,7 +149,7 @@ def test_old_cpus_get_the_exact_kernels() -> None:
 
 
 def test_a_session_takes_the_plain_attention_unless_told_otherwise(
-    exported: OnnxModel, monkeypatch: pytest.MonkeyPatch
+    exported: ExportedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLAIN_ATTENTION, "0")
     OnnxModel(exported.folder)

@@ -1,0 +1,203 @@
+"""OpenVINO as a runtime: the same model as onnxruntime's, from the same file."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe.errors import UserError
+from lathe.export.export import export
+from lathe.export.proof import QUANTIZATION_SHARE
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.production.agreement import greedy_tokens
+from lathe.runtime import open_model as open_model_module
+from lathe.runtime.exported_model import METADATA
+from lathe.runtime.open_model import mean_difference, open_model
+from lathe.runtime.openvino_model import OpenVINOModel
+from lathe.runtime.session import OnnxModel
+from lathe.serve.client import Client
+from lathe.serve.repository import write_repository
+from lathe.serve.server import ANY_PORTS, start
+from lathe.serve.state import LOG_FILE
+from tests.export.test_families import CASES, quantized
+from tests.support import families
+from tests.support.small_export import (
+    PRUNED,
+    UNIFORM,
+    make_model,
+    random_tokens,
+    save,
+    write_held_out,
+    write_unproven,
+)
+
+PROMPTS = [random_tokens(n, seed=n).tolist() for n in (40, 7, 21, 33)]
+LINEARS = ("h.0.attn.c_attn", "h.1.mlp.c_fc", "lm_head")
+EXACT = 1e-5  # of float32 logits
+SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "int8": (UNIFORM, {"int8": True}),
+    "int8, pruned": (PRUNED, {"int8": True}),
+    "int8, some in float": (UNIFORM, {"int8": True, "skip": LINEARS}),
+    "int8 weights alone": (UNIFORM, {"int8": True, "weight_only": True}),
+    "int4": (UNIFORM, {"int8": True, "group_size": 32}),
+    "int4, padded, pruned": (PRUNED, {"int8": True, "group_size": 32}),
+    "int4 and int8": (UNIFORM, {"int8": True, "group_size": 32, "wide": LINEARS}),
+    "int4 weights alone": (UNIFORM, {"int8": True, "group_size": 32, "weight_only": True}),
+}
+
+
+def quantization_change(model: GPT, exported: OnnxModel, tokenizer: Tokenizer, at: Path) -> float:
+    """How much quantizing has moved the logits: what the proof of an export measures with."""
+    plain = GPT(model.config.with_quantization(None))
+    weights = {k: v for k, v in model.state_dict().items() if k in plain.state_dict()}
+    plain.load_state_dict(weights)
+    return mean_difference(write_unproven(plain.eval(), tokenizer, at), exported, PROMPTS)
+
+
+@pytest.mark.parametrize("shape", [UNIFORM, PRUNED], ids=["uniform", "pruned"])
+def test_float_logits_are_onnxruntimes(
+    shape: Any, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    own = write_unproven(make_model(shape), byte_tokenizer, tmp_path)
+    other = OpenVINOModel(tmp_path, threads=1)
+    for prompt in PROMPTS:
+        tokens = np.array([prompt])
+        np.testing.assert_allclose(other.logits(tokens), own.logits(tokens), atol=EXACT)
+    assert other.greedy(PROMPTS, 8, False) == own.greedy(PROMPTS, 8, False)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    shape, options = SHAPES[case]
+    model = make_model(shape, **options)
+    own = write_unproven(model, byte_tokenizer, tmp_path / "own")
+    change = quantization_change(model, own, byte_tokenizer, tmp_path / "float")
+    other = OpenVINOModel(tmp_path / "own", threads=1)
+    assert mean_difference(own, other, PROMPTS) < QUANTIZATION_SHARE * change
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("flavour", ["fp32", "int8", "int4"])
+def test_other_families_compute_the_same(
+    case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    name, changes = CASES[case]
+    source = families.save(families.make(name, **changes), tmp_path / "hf", byte_tokenizer)
+    if flavour != "fp32":
+        model = quantized(load_checkpoint(source).model, 32 if flavour == "int4" else 0)
+        save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
+        source = tmp_path / "q"
+    settings = ExportSettings(prompts=4, new_tokens=12)
+    data = write_held_out(tmp_path / "data")
+    folder = export(Recipe(Export=settings), source, data, tmp_path / "onnx").folder
+    opened = open_model(folder, threads=1, runtime="openvino")  # checked by the proof's limit
+    assert opened.model.runtime == "openvino"
+    if flavour == "fp32":
+        tokens = np.array([PROMPTS[0]]) % families.VOCABULARY
+        expected = OnnxModel(folder, 1).logits(tokens)
+        np.testing.assert_allclose(opened.model.logits(tokens), expected, atol=EXACT)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """A proven export in INT4."""
+    at = tmp_path_factory.mktemp("exported")
+    model = make_model(UNIFORM, int8=True, group_size=32)
+    source = save(model, byte_tokenizer, at / "checkpoint")
+    recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
+    return export(recipe, source, write_held_out(at / "data"), at / "onnx").folder
+
+
+def altered(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of an export with other metadata."""
+    at.mkdir()
+    for file in folder.iterdir():
+        if file.is_file():
+            (at / file.name).write_bytes(file.read_bytes())
+    metadata = json.loads((at / METADATA).read_text())
+    change(metadata)
+    (at / METADATA).write_text(json.dumps(metadata))
+    return at
+
+
+@pytest.mark.parametrize("speedup", [0.9, 1.1])
+def test_auto_takes_the_faster_runtime(
+    speedup: float, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"onnxruntime": [1.0, 1.0, 1.0], "openvino": [1.0, 1.0, speedup**-3]}
+    monkeypatch.setattr(open_model_module, "_seconds", lambda model, rows: times[model.runtime])
+    opened = open_model(exported, threads=1, runtime="auto")
+    assert opened.model.runtime == ("openvino" if speedup > 1 else "onnxruntime")
+    assert f"{speedup:.2f} times as fast as onnxruntime" in opened.reason
+
+
+def test_auto_measures(exported: Path) -> None:
+    opened = open_model(exported, threads=1, runtime="auto", rows=2)
+    assert "prompt" in opened.reason and "2 rows" in opened.reason
+
+
+def test_a_runtime_that_computes_something_else_does_not_serve(
+    exported: Path, tmp_path: Path
+) -> None:
+    strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
+    with pytest.raises(UserError, match=r"OpenVINO's logits differ .* \(limit 1e-12\)"):
+        open_model(strict, threads=1, runtime="openvino")
+    opened = open_model(strict, threads=1, runtime="auto")
+    assert opened.model.runtime == "onnxruntime" and "differ" in opened.reason
+
+
+def test_an_earlier_export_is_served_by_onnxruntime(exported: Path, tmp_path: Path) -> None:
+    earlier = altered(exported, tmp_path / "earlier", lambda metadata: metadata.pop("samples"))
+    with pytest.raises(UserError, match="nothing to check OpenVINO by"):
+        open_model(earlier, threads=1, runtime="openvino")
+    assert open_model(earlier, threads=1, runtime="auto").model.runtime == "onnxruntime"
+
+
+def test_openvino_reports_no_import_to_its_makers(exported: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from lathe.runtime.open_model import open_model\n"
+        "open_model(Path(sys.argv[1]), runtime='openvino')\n"
+        "from openvino.tools.ovc import telemetry\n"
+        "print(type(telemetry).__module__, 'openvino_telemetry.main' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(exported)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["openvino.tools.ovc.telemetry_stub", "False"], done.stderr
+
+
+def test_an_export_in_float16_is_onnxruntimes(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    write_unproven(make_model(UNIFORM), byte_tokenizer, tmp_path, dtype="float16")
+    with pytest.raises(UserError, match="float16"):
+        OpenVINOModel(tmp_path)
+
+
+def test_triton_serves_with_openvino(
+    tmp_path: Path, triton: None, byte_tokenizer: Tokenizer
+) -> None:
+    source = save(make_model(UNIFORM), byte_tokenizer, tmp_path / "checkpoint")
+    recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
+    data = write_held_out(tmp_path / "data")
+    folder = export(recipe, source, data, tmp_path / "onnx").folder
+    serving = ServingSettings(**ANY_PORTS, max_running=3, threads=1, runtime="openvino")
+    repository = write_repository(folder, tmp_path / "models", serving, GenerationSettings())
+    checkpoint, options = load_checkpoint(source), {"decode_strategy": "greedy_search"}
+    with (
+        start(repository, serving, tmp_path / "state") as server,
+        Client(server.state.grpc, server.state.model_name) as client,
+    ):
+        log = (tmp_path / "state" / LOG_FILE).read_text()
+        for _ in range(3):  # the beginning is stored when it comes the second time
+            for prompt in ("a beginning that is shared, and more", "x"):
+                found = client.generate(prompt, max_tokens=12, min_tokens=0, **options).tokens
+                assert found == greedy_tokens(checkpoint, prompt, 12)
+    assert "runs in openvino: as asked" in log
