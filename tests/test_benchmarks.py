@@ -103,7 +103,7 @@ def test_an_engine_without_the_model_gets_no_row(
 
     random = np.random.default_rng(0)
     truth = random.normal(size=(2, 9))
-    noise = {TRUTH: 0.0, "llama.cpp Q8_0": 0.1, "CTranslate2 int8": 1.0}
+    noise = {TRUTH: 0.0, "CTranslate2 int8": 0.1, "llama.cpp Q8_0": 0.9, "llama.cpp Q4_0": 0.9}
     monkeypatch.setattr(
         League,
         "losses",
@@ -111,8 +111,9 @@ def test_an_engine_without_the_model_gets_no_row(
     )
     made = League(tmp_path, [e for e in ENTRIES if e.title in noise], 1, "league")
     made.prove(Subject.below(tmp_path, "shape"))
-    assert 0 < made.found["llama.cpp Q8_0"]["difference"] < 0.3
-    assert "does not have the model" in made.found["CTranslate2 int8"]["failed"]
+    assert 0 < made.found["CTranslate2 int8"]["difference"] < 0.3
+    assert "does not have the model: " in made.found["llama.cpp Q8_0"]["failed"]
+    assert made.found["llama.cpp Q4_0"]["failed"] == "llama.cpp Q8_0 does not have the model"
 
 
 def test_an_engine_that_does_not_install_says_why(tmp_path: Path, league: None) -> None:
