@@ -5,14 +5,14 @@ r"""Lathe beside the engines that a user would take instead: bytes, speed and wh
 
 Every engine that installs has an environment of its own below the output (`--prepare` stops when
 they are made and the models are converted); one that does not is a line that says so. Speeds are of
-a shape with random weights: all engines take turns, each in its own process, with one thread on the
-processor time of that process, with more on the wall clock. Before that each has to prove that it
-has the model: its log-likelihoods of random tokens have to be those of transformers in float32, but
-for what quantizing changes. Perplexities are of the checkpoint, on the text that `lathe prepare`
-held out in `--data`, each with the engine's own quantization; `--trained` are checkpoints of
-`lathe quantize` that started from it. Environments and converted models are kept and not made
-again; the figures are in `league-SHAPE-THREADS.json`, `.md` and `.svg`, which are written after
-every round.
+a shape with random weights: all engines take turns, each in its own process, on the processor time
+of that process, or of its busiest thread with `--threads` more than one. Before that each has to
+prove that it has the model: its log-likelihoods of random tokens have to be those of transformers
+in float32, but for what quantizing changes. Perplexities are of the checkpoint, on the text that
+`lathe prepare` held out in `--data`, each with the engine's own quantization; `--trained` are
+checkpoints of `lathe quantize` that started from it. Environments and converted models are kept and
+not made again; the figures are in `league-SHAPE-THREADS.json`, `.md` and `.svg`, which are written
+after every round.
 """
 
 import argparse

@@ -5,10 +5,12 @@ python -m peers.worker serve MODULE FOLDER VOCABULARY THREADS
 """
 
 import importlib
+import itertools
 import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from peers.engine import Engine
 
 STEPS = 16
 DECODED_PROMPT = 128
+PER_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel
 
 
 def engine(module: str) -> type[Engine]:
@@ -27,29 +30,52 @@ def engine(module: str) -> type[Engine]:
     return found
 
 
+Times = dict[int, float]  # seconds of processor time by thread
+
+
+def of_process() -> Times:
+    """Of all threads together, those that have ended too."""
+    return {0: time.process_time()}
+
+
+def of_threads() -> Times:
+    """Of every thread of this process, by its id."""
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        # Python has no name for the clock of another thread: see clock_getcpuclockid(3).
+        with suppress(OSError):  # it has ended
+            found[int(name)] = time.clock_gettime((~int(name) << 3) | PER_THREAD)
+    return found
+
+
+def elapsed(before: Times, after: Times) -> float:
+    """What the busiest took."""
+    return max(now - before.get(thread, 0.0) for thread, now in after.items())
+
+
 class Measured:
-    """An engine under a clock. That of one thread is the processor time of this process, since
-    other work on the machine has no part in it; that of several, which wait for each other, is the
-    wall's."""
+    """An engine under a clock, in which other work on the machine has little part: the processor
+    time of its process, and that of the busiest thread where there are several, which is the time
+    on the wall if they divide all work and nothing else runs."""
 
     def __init__(self, peer: Engine, vocabulary: int, threads: int = 1) -> None:
         self.peer, self.vocabulary = peer, vocabulary
-        self.clock = time.process_time if threads == 1 else time.perf_counter
+        self.clock = of_process if threads == 1 else of_threads
 
     def prefill(self, length: int) -> list[float]:
         """Seconds of one prompt."""
         prompt = self._random(1, length)[0]
         started = self.clock()
         self.peer.prefill(prompt)
-        return [self.clock() - started]
+        return [elapsed(started, self.clock())]
 
     def decode(self, rows: int) -> list[float]:
         """Seconds of each step of so many rows."""
-        times: list[float] = []
+        times: list[Times] = []
         prompts = self._random(rows, DECODED_PROMPT)
         self.peer.decode(prompts, STEPS, lambda: times.append(self.clock()))
         assert len(times) == STEPS + 1, f"{len(times)} ticks"
-        return np.diff(times).tolist()
+        return [elapsed(*pair) for pair in itertools.pairwise(times)]
 
     def score(self, tokens: str) -> list[list[float]]:
         """Negative log-likelihoods (N, T - 1) of the tokens of windows in a file (N, T)."""
