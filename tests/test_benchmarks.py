@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,6 +137,16 @@ def test_speeds_are_compared_within_their_round(league: None) -> None:
     lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
     assert "20.0 tok/s, 0.50x (0.50 to 0.50)" in lines["peer"] and "| 7 |" in lines["peer"]
     assert "+1.01% ± 0.00%" in lines["peer"] and "no compiler" in lines["other"]
+
+
+def test_the_clock_of_several_threads_is_that_of_the_busiest(league: None) -> None:
+    from peers.worker import elapsed, of_threads
+
+    assert elapsed({1: 1.0, 2: 5.0}, {1: 4.0, 2: 6.0, 3: 0.5}) == 3.0
+    before, started = of_threads(), time.thread_time()
+    while time.thread_time() < started + 0.05:
+        pass
+    assert elapsed(before, of_threads()) >= 0.05
 
 
 def test_a_runtime_is_compared_with_onnxruntime_within_its_round(league: None) -> None:
