@@ -54,9 +54,10 @@ def elapsed(before: Times, after: Times) -> float:
 
 
 class Measured:
-    """An engine under a clock, in which other work on the machine has little part: the processor
-    time of its process, and that of the busiest thread where there are several, which is the time
-    on the wall if they divide all work and nothing else runs."""
+    """An engine under a clock. With one thread it is the processor time of the process, in which
+    other work on the machine has little part. With several it is that of the busiest thread, the
+    time on the wall if they divide all work and nothing else runs; threads that wait for each other
+    spin, so other work makes it longer."""
 
     def __init__(self, peer: Engine, vocabulary: int, threads: int = 1) -> None:
         self.peer, self.vocabulary = peer, vocabulary
