@@ -1,14 +1,17 @@
 r"""Lathe beside the engines that a user would take instead: bytes, speed and what quantizing costs.
 
     python benchmarks/league.py run/dense --data run/data --trained run/int8 run/int4
+    python benchmarks/league.py --shape smollm2-135m --threads 2
 
 Every engine that installs has an environment of its own below the output (`--prepare` stops when
 they are made and the models are converted); one that does not is a line that says so. Speeds are of
-the GPT-2 124M shape with random weights: all engines take turns, each in its own process with one
-thread, on the processor time of that process. Perplexities are of the checkpoint, on the text that
+a shape with random weights: all engines take turns, each in its own process, on the processor time
+of that process, or of its busiest thread with `--threads` more than one. Before that each has to
+prove that it has the model: its log-likelihoods of random tokens have to be those of transformers
+in float32, but for what quantizing changes. Perplexities are of the checkpoint, on the text that
 `lathe prepare` held out in `--data`, each with the engine's own quantization; `--trained` are
 checkpoints of `lathe quantize` that started from it. Environments and converted models are kept and
-not made again; the figures are in `league.json`, `league.md` and `league.svg`, which are written
+not made again; the figures are in `league-SHAPE-THREADS.json`, `.md` and `.svg`, which are written
 after every round.
 """
 
@@ -17,98 +20,30 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from export import SHAPE
-from peers.entries import ENTRIES, Entry, n_bytes, trained
+from numpy.typing import NDArray
+from peers.entries import ENTRIES, TRUTH, Entry, n_bytes, trained
 from peers.page import CASES, Found, chart, table
 from peers.process import Failed, Worker, convert, make_environment
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from peers.subjects import SHAPES, Subject, random_shape, with_texts
 
-from lathe.config.settings import Recipe
-from lathe.data.tokens import TokenDataset
-from lathe.model.checkpoint import save_checkpoint
-from lathe.model.folder import checkpoint_digest
-from lathe.model.gpt import GPT
-
-CALIBRATION = 32  # windows
-WINDOW = 512  # tokens at most
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A checkpoint, and files of tokens (N, T) that engines are calibrated and scored with."""
-
-    name: str
-    model: Path
-    calibration: Path
-    heldout: Path
-
-    @classmethod
-    def below(cls, folder: Path, name: str, model: Path | None = None) -> "Subject":
-        place = folder / name
-        place.mkdir(parents=True, exist_ok=True)
-        files = place / "calibration.npy", place / "heldout.npy"
-        return cls(name, (model or place / "model").resolve(), *(f.resolve() for f in files))
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self.config["vocab_size"])
-
-    @property
-    def config(self) -> dict[str, object]:
-        config: dict[str, object] = json.loads((self.model / "config.json").read_text())
-        return config
-
-
-def random_shape(folder: Path) -> Subject:
-    """The 124M shape with random weights, and random tokens to calibrate it."""
-    subject = Subject.below(folder, "shape")
-    if not subject.calibration.exists():
-        model = GPT(SHAPE)
-        model.initialize(0.02, seed=0)
-        save_checkpoint(subject.model, model, _tokenizer(SHAPE.vocab_size), "pretrain", Recipe())
-        tokens = np.random.default_rng(0).integers(1, SHAPE.vocab_size, (8, 128))
-        np.save(subject.calibration, tokens)
-    return subject
-
-
-def _tokenizer(size: int) -> Tokenizer:
-    """One that is never used: engines are fed with ids, but some do not load without it."""
-    words = ["<|endoftext|>", *(f"t{i}" for i in range(size - 4)), "a", "b", "ab"]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("a", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def with_texts(model: Path, data: Path, windows: int, folder: Path) -> Subject:
-    """A checkpoint with windows of the text that it was trained on, and of what was held out."""
-    subject = Subject.below(folder, checkpoint_digest(model)[:12], model)
-    length = min(WINDOW, int(str(subject.config["n_positions"])))
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    text = (data / "heldout.txt").read_text(encoding="utf-8")
-    heldout = np.array(tokenizer.encode(text, add_special_tokens=False).ids)
-    ((_, documents), *_) = TokenDataset.open(data).parts
-    seen, i = np.empty(0, np.int64), 0
-    while len(seen) < CALIBRATION * length:
-        seen, i = np.concatenate([seen, documents[i]]), i + 1
-    for file, tokens, most in (
-        (subject.calibration, seen, CALIBRATION),
-        (subject.heldout, heldout, windows),
-    ):
-        count = min(most, len(tokens) // length)
-        np.save(file, tokens[: count * length].reshape(count, length).astype(np.int64))
-    return subject
+# Root mean square of the difference of log-likelihoods, over their standard deviation. Queries and
+# keys that are rotated in the wrong order make it 0.9 in 8 bits, a wrong base of the rotation 0.7,
+# forgotten biases 0.7; two models that have nothing in common differ by 1.4.
+TOLERANCE = {32: 0.001, 8: 0.3, 4: 1.0}
 
 
 class League:
-    """What is found of every entry, by its title; one that has failed has only `failed`."""
+    """What is found of every entry, by its title; one that has failed has only `failed`.
 
-    def __init__(self, folder: Path, entries: list[Entry]) -> None:
-        self.folder, self.entries = folder, entries
+    Args:
+        stem: name of the files of figures in the folder.
+    """
+
+    def __init__(self, folder: Path, entries: list[Entry], threads: int, stem: str) -> None:
+        self.folder, self.entries, self.threads, self.stem = folder, entries, threads, stem
         self.found: Found = {entry.title: {} for entry in entries}
 
     def standing(self) -> list[Entry]:
@@ -125,7 +60,7 @@ class League:
 
     def prepare(self, subject: Subject) -> None:
         for entry in self.standing():
-            if entry.checkpoint and not subject.heldout.exists():
+            if entry.checkpoint and subject.has_random_weights:
                 continue
             print(f"prepare {entry.title}, {subject.name}", file=sys.stderr)
             with self.noted(entry):
@@ -139,7 +74,31 @@ class League:
 
     def start(self, entry: Entry, subject: Subject) -> Worker:
         folder = self.converted(entry, subject)
-        return Worker(entry, self.folder / "environments", folder, subject.vocabulary)
+        environments = self.folder / "environments"
+        return Worker(entry, environments, folder, subject.vocabulary, self.threads)
+
+    def prove(self, subject: Subject) -> None:
+        """Let those fail that do not have the model, and with one the narrower formats of its
+        engine, which are converted by the same code and rounded too much to tell by themselves."""
+        standing = {e.title: e for e in self.standing() if not e.checkpoint}
+        truth = self.losses(standing.pop(TRUTH), subject)
+        wrong: dict[str, str] = {}  # engine: its title
+        for title, entry in sorted(standing.items(), key=lambda item: -item[1].bits):
+            with self.noted(entry):
+                if entry.module in wrong:
+                    raise Failed(f"{wrong[entry.module]} does not have the model")
+                change = self.losses(entry, subject) - truth
+                difference = float(np.sqrt(np.square(change).mean()) / truth.std())
+                if not difference <= TOLERANCE[entry.bits]:
+                    wrong[entry.module] = title
+                    raise Failed(f"does not have the model: {difference:.2f} from float32")
+                self.found[title]["difference"] = difference
+
+    def losses(self, entry: Entry, subject: Subject) -> NDArray[np.float64]:
+        """Of every token, (N, T - 1)."""
+        with self.start(entry, subject) as worker:
+            self.found[entry.title]["version"] = worker.version
+            return np.array(worker.ask("score", str(subject.heldout)))
 
     def speeds(self, subject: Subject, rounds: int) -> None:
         """Seconds of every case, one number a round; the first round is not counted."""
@@ -149,10 +108,8 @@ class League:
                 if not entry.checkpoint:
                     with self.noted(entry):
                         workers[entry] = stack.enter_context(self.start(entry, subject))
-                        self.found[entry.title] |= {
-                            "version": workers[entry].version,
-                            "bytes": n_bytes(self.converted(entry, subject)),
-                        }
+                        size = n_bytes(self.converted(entry, subject))
+                        self.found[entry.title]["bytes"] = size
             for turn in range(rounds + 1):
                 print(f"round {turn} of {rounds}", file=sys.stderr)
                 for case, question in CASES.items():
@@ -167,17 +124,15 @@ class League:
     def score(self, subject: Subject) -> None:
         """The mean loss of every window."""
         for entry in self.standing():
-            with self.noted(entry), self.start(entry, subject) as worker:
-                self.found[entry.title] |= {
-                    "version": worker.version,
-                    "losses": worker.ask("score", str(subject.heldout)),
-                }
+            with self.noted(entry):
+                losses = self.losses(entry, subject).mean(axis=1)
+                self.found[entry.title]["losses"] = losses.tolist()
         self.save()
 
     def save(self) -> None:
-        (self.folder / "league.json").write_text(json.dumps(self.found, indent=1) + "\n")
-        (self.folder / "league.md").write_text(table(self.found) + "\n")
-        chart(self.found, self.folder / "league.svg")
+        (self.folder / f"{self.stem}.json").write_text(json.dumps(self.found, indent=1) + "\n")
+        (self.folder / f"{self.stem}.md").write_text(table(self.found) + "\n")
+        chart(self.found, self.folder / f"{self.stem}.svg")
 
 
 def main() -> None:
@@ -185,6 +140,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", help="trained checkpoint, not quantized")
     parser.add_argument("--data", type=Path, help="output of `lathe prepare` for it")
     parser.add_argument("--trained", type=Path, nargs="*", default=[], help="quantized ones")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="for speeds")
+    parser.add_argument("--threads", type=int, default=1, help="of every engine")
     parser.add_argument("--output", type=Path, default=Path("build/league"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=64, help="of held-out text")
@@ -193,9 +150,13 @@ def main() -> None:
     settings = parser.parse_args()
     if settings.model and not settings.data:
         parser.error("a checkpoint needs --data")
-    entries = [e for e in ENTRIES if not settings.only or e.module in settings.only]
-    league = League(settings.output, entries + [trained(path) for path in settings.trained])
-    subjects = [random_shape(settings.output)]
+    entries = [
+        e for e in ENTRIES if e.module in settings.only or not settings.only or e.title == TRUTH
+    ]
+    entries += [trained(path) for path in settings.trained]
+    stem = f"league-{settings.shape}-{settings.threads}"
+    league = League(settings.output, entries, settings.threads, stem)
+    subjects = [random_shape(settings.output, settings.shape)]
     if settings.model:
         texts = with_texts(settings.model, settings.data, settings.windows, settings.output)
         subjects.append(texts)
@@ -203,6 +164,7 @@ def main() -> None:
         league.prepare(subject)
     if settings.prepare:
         return
+    league.prove(subjects[0])
     for subject in subjects[1:]:
         league.score(subject)
     league.speeds(subjects[0], settings.rounds)

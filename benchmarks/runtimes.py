@@ -10,25 +10,24 @@ of OpenVINO's logits from onnxruntime's, relative to what quantizing changes.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from league import random_shape
 from peers.entries import Entry
-from peers.process import BENCHMARKS, PYTHON_PATH, SETTINGS, convert, make_environment, python_of
+from peers.process import BENCHMARKS, convert, make_environment, python_of, variables
+from peers.subjects import SHAPES, random_shape
 
-FLOAT = Entry("float32", "lathe", "saved")
+FLOAT = Entry("float32", "lathe", "saved", 32)
 EXPORTS = [
-    Entry("INT8", "lathe", "INT8"),
-    Entry("INT4, groups of 64", "lathe", "INT4"),
-    Entry("INT4, groups of 128", "lathe", "INT4g128"),
+    Entry("INT8", "lathe", "INT8", 8),
+    Entry("INT4, groups of 64", "lathe", "INT4", 4),
+    Entry("INT4, groups of 128", "lathe", "INT4g128", 4),
 ]
 REQUIREMENTS = ("openvino==2026.4.1", "onnx==1.23.2", "onnxruntime==1.31.1", "tokenizers==0.23.3")
-RUNTIMES = Entry("runtimes", "exported", "", REQUIREMENTS)
+RUNTIMES = Entry("runtimes", "exported", "", 32, REQUIREMENTS)
 CASES = {"prefill 128": 128, "prefill 512": 512, "decode 1": 1, "decode 8": 8}  # tokens of each
 Found = dict[str, dict[str, Any]]
 
@@ -39,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     settings = parser.parse_args()
     environments = settings.output / "environments"
-    subject = random_shape(settings.output)
+    subject = random_shape(settings.output, SHAPES[0])
     make_environment(RUNTIMES, environments)
     folders = {entry: (settings.output / entry.key).resolve() for entry in (FLOAT, *EXPORTS)}
     for entry, folder in folders.items():
@@ -53,7 +52,7 @@ def main() -> None:
         done = subprocess.run(
             command,
             cwd=BENCHMARKS,
-            env=os.environ | SETTINGS | PYTHON_PATH,
+            env=variables(1),
             stdout=subprocess.PIPE,
             check=True,
         )

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,13 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from lathe.model.architecture import QWEN2
+from lathe.model.config import GPTConfig
+from lathe.model.rope import Rope
 from tests.support.small_export import UNIFORM, make_model, random_tokens, save
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+GROUPED = replace(UNIFORM, architecture=QWEN2, kv_heads=(1, 1), rope=Rope())
 
 
 @pytest.fixture
@@ -44,24 +50,71 @@ def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["exact resume"]["same_weights"] and "exact resume" in done.stdout
 
 
+@pytest.mark.parametrize("shape", [UNIFORM, GROUPED], ids=["GPT-2", "Qwen2"])
 def test_what_an_engine_says_of_a_model_is_what_torch_says(
-    tmp_path: Path, byte_tokenizer: Tokenizer, league: None
+    tmp_path: Path, byte_tokenizer: Tokenizer, league: None, shape: GPTConfig
 ) -> None:
-    from peers.entries import ENTRIES, FLOAT
+    from peers.entries import ENTRIES, FLOAT, TRUTH
     from peers.process import Worker, convert
 
-    model = make_model(UNIFORM)
+    model = make_model(shape)
     checkpoint = save(model, byte_tokenizer, tmp_path / "model")
     tokens = random_tokens(2, 40)
     np.save(tmp_path / "tokens.npy", tokens.numpy())
-    (entry,) = (entry for entry in ENTRIES if entry.title == FLOAT)
-    convert(entry, tmp_path, checkpoint, tmp_path / "tokens.npy", tmp_path / "converted")
-    with Worker(entry, tmp_path, tmp_path / "converted", UNIFORM.vocab_size) as worker:
-        found = worker.ask("score", str(tmp_path / "tokens.npy"))
-        assert worker.ask("prefill", 16)[0] > 0
     with torch.no_grad():
-        expected = [F.cross_entropy(model(row[None])[0, :-1], row[1:]) for row in tokens]
-    assert np.allclose(found, expected, atol=1e-5)
+        rows = [(model(row[None])[0, :-1], row[1:]) for row in tokens]
+    expected = [F.cross_entropy(*row, reduction="none").tolist() for row in rows]
+    for entry in (entry for entry in ENTRIES if entry.title in (FLOAT, TRUTH)):
+        folder = tmp_path / entry.key
+        convert(entry, tmp_path, checkpoint, tmp_path / "tokens.npy", folder)
+        with Worker(entry, tmp_path, folder, shape.vocab_size, threads=2) as worker:
+            found = worker.ask("score", str(tmp_path / "tokens.npy"))
+            assert worker.ask("prefill", 16)[0] > 0
+        assert np.allclose(found, expected, atol=1e-5), entry.title
+
+
+def test_engines_are_given_matrices_by_their_roles(
+    tmp_path: Path, byte_tokenizer: Tokenizer, league: None
+) -> None:
+    from peers.weights import Matrix, Weights
+
+    x = random_tokens(5, 48).float() / 384
+    for shape in (UNIFORM, GROUPED):
+        model = make_model(shape)
+        w = Weights.read(save(model, byte_tokenizer, tmp_path / shape.architecture.model_type))
+        block = w.block(1)
+        assert (w.n_head, w.n_kv_head, w.n_inner) == (3, shape.n_kv_head[0], 96)
+        assert (block.gate is not None) == (w.positions is None) == (w.theta is not None)
+        name = f"{shape.linears_of('channels')[1].name}.weight"
+        down = dict(model.blocks[1].named_parameters())[name]
+        assert np.array_equal(block.down.weight, down.detach().numpy())
+        qkv = Matrix.joined([block.query, block.key, block.value])
+        assert qkv.bias is not None
+        heads = model.blocks[1].attention.qkv(x).detach().numpy()
+        found = np.sort(x.numpy() @ qkv.weight.T + qkv.bias, axis=1)
+        assert np.allclose(found, np.sort(heads, axis=1), atol=1e-5)
+
+
+def test_an_engine_without_the_model_gets_no_row(
+    tmp_path: Path, league: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from league import League
+    from peers.entries import ENTRIES, TRUTH
+    from peers.subjects import Subject
+
+    random = np.random.default_rng(0)
+    truth = random.normal(size=(2, 9))
+    noise = {TRUTH: 0.0, "CTranslate2 int8": 0.1, "llama.cpp Q8_0": 0.9, "llama.cpp Q4_0": 0.9}
+    monkeypatch.setattr(
+        League,
+        "losses",
+        lambda _, entry, __: truth + noise[entry.title] * random.normal(size=truth.shape),
+    )
+    made = League(tmp_path, [e for e in ENTRIES if e.title in noise], 1, "league")
+    made.prove(Subject.below(tmp_path, "shape"))
+    assert 0 < made.found["CTranslate2 int8"]["difference"] < 0.3
+    assert "does not have the model: " in made.found["llama.cpp Q8_0"]["failed"]
+    assert made.found["llama.cpp Q4_0"]["failed"] == "llama.cpp Q8_0 does not have the model"
 
 
 def test_an_engine_that_does_not_install_says_why(tmp_path: Path, league: None) -> None:
@@ -69,7 +122,7 @@ def test_an_engine_that_does_not_install_says_why(tmp_path: Path, league: None) 
     from peers.process import Failed, make_environment
 
     with pytest.raises(Failed, match="/no/such/wheel"):
-        make_environment(Entry("none", "none", "none", ("/no/such/wheel",)), tmp_path)
+        make_environment(Entry("none", "none", "none", 8, ("/no/such/wheel",)), tmp_path)
 
 
 def test_speeds_are_compared_within_their_round(league: None) -> None:
@@ -84,6 +137,16 @@ def test_speeds_are_compared_within_their_round(league: None) -> None:
     lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
     assert "20.0 tok/s, 0.50x (0.50 to 0.50)" in lines["peer"] and "| 7 |" in lines["peer"]
     assert "+1.01% ± 0.00%" in lines["peer"] and "no compiler" in lines["other"]
+
+
+def test_the_clock_of_several_threads_is_that_of_the_busiest(league: None) -> None:
+    from peers.worker import elapsed, of_threads
+
+    assert elapsed({1: 1.0, 2: 5.0}, {1: 4.0, 2: 6.0, 3: 0.5}) == 3.0
+    before, started = of_threads(), time.thread_time()
+    while time.thread_time() < started + 0.05:
+        pass
+    assert elapsed(before, of_threads()) >= 0.05
 
 
 def test_a_runtime_is_compared_with_onnxruntime_within_its_round(league: None) -> None:

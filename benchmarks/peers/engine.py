@@ -1,28 +1,25 @@
-"""What every engine of the league does, and the weights that it starts from."""
+"""What every engine of the league does."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file
 
 Ids = NDArray[np.int64]
 
 
 class Engine(ABC):
-    """A model in memory, ready to compute on one thread. `version` is that of the engine."""
+    """A model in memory, ready to compute. `version` is that of the engine."""
 
     version: str
 
     @staticmethod
     @abstractmethod
     def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
-        """Write a GPT-2 checkpoint folder as this engine's own files.
+        """Write a checkpoint folder as this engine's own files.
 
         Args:
             calibration: (N, T) tokens for formats that need the ranges of activations.
@@ -31,7 +28,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def __init__(self, folder: Path) -> None: ...
+    def __init__(self, folder: Path, threads: int) -> None: ...
 
     @abstractmethod
     def prefill(self, prompt: Ids) -> None:
@@ -45,39 +42,6 @@ class Engine(ABC):
     @abstractmethod
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.floating[Any]]:
         """Those of tokens[1:], (T - 1,) in nats."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A GPT-2 folder: shape, and tensors by their Hugging Face names without `transformer.`."""
-
-    config: dict[str, Any]
-    tensors: dict[str, NDArray[np.float32]]
-
-    @classmethod
-    def read(cls, folder: Path) -> "Weights":
-        tensors = load_file(folder / "model.safetensors")
-        config = json.loads((folder / "config.json").read_text())
-        return cls(config, {name.removeprefix("transformer."): t for name, t in tensors.items()})
-
-    def __getitem__(self, name: str) -> NDArray[np.float32]:
-        return self.tensors[name]
-
-    def linear(self, name: str) -> NDArray[np.float32]:
-        """(out, in), which Hugging Face stores transposed."""
-        return np.ascontiguousarray(self.tensors[f"{name}.weight"].T)
-
-    @property
-    def n_layer(self) -> int:
-        return int(self.config["n_layer"])
-
-    @property
-    def n_head(self) -> int:
-        return int(self.config["n_head"])
-
-    @property
-    def head_dim(self) -> int:
-        return int(self.config["n_embd"]) // self.n_head
 
 
 def log_likelihoods(logits: NDArray[np.float32], tokens: Ids) -> NDArray[np.float64]:

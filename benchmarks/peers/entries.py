@@ -24,6 +24,7 @@ class Entry:
     Attributes:
         module: in this package, it defines the engine.
         weights: what the engine's `convert` is told.
+        bits: of its weights, which say how near to float32 it has to be.
         requirements: packages of its environment; none: it is in Lathe's own.
         checkpoint: what is scored instead of the checkpoint that everybody starts from; its speed
             is that of another line.
@@ -32,6 +33,7 @@ class Entry:
     title: str
     module: str
     weights: str
+    bits: int
     requirements: tuple[str, ...] = ()
     checkpoint: Path | None = None
 
@@ -48,25 +50,26 @@ class Entry:
 
 
 REFERENCE = "Lathe INT8"
+TRUTH = "transformers float32"
 FLOAT = "Lathe float32"
 ENTRIES = [
-    Entry(FLOAT, "lathe", "saved"),
-    Entry(REFERENCE, "lathe", "INT8"),
-    Entry("Lathe INT4", "lathe", "INT4"),
-    Entry("transformers float32", "transformers", "float32"),
-    Entry("OpenVINO W8A8", "openvino", "W8A8", OPENVINO),
-    Entry("OpenVINO GenAI INT8", "openvino_genai", "INT8", OPENVINO),
-    Entry("OpenVINO GenAI INT4", "openvino_genai", "INT4", OPENVINO),
-    Entry("llama.cpp Q8_0", "llama_cpp", "Q8_0", LLAMA_CPP),
-    Entry("llama.cpp Q4_0", "llama_cpp", "Q4_0", LLAMA_CPP),
-    Entry("llama.cpp Q4_K_M", "llama_cpp", "Q4_K_M", LLAMA_CPP),
-    Entry("CTranslate2 int8", "ctranslate2", "int8", ("ctranslate2==4.8.5",)),
+    Entry(FLOAT, "lathe", "saved", 32),
+    Entry(REFERENCE, "lathe", "INT8", 8),
+    Entry("Lathe INT4", "lathe", "INT4", 4),
+    Entry(TRUTH, "transformers", "float32", 32),
+    Entry("OpenVINO W8A8", "openvino", "W8A8", 8, OPENVINO),
+    Entry("OpenVINO GenAI INT8", "openvino_genai", "INT8", 8, OPENVINO),
+    Entry("OpenVINO GenAI INT4", "openvino_genai", "INT4", 4, OPENVINO),
+    Entry("llama.cpp Q8_0", "llama_cpp", "Q8_0", 8, LLAMA_CPP),
+    Entry("llama.cpp Q4_0", "llama_cpp", "Q4_0", 4, LLAMA_CPP),
+    Entry("llama.cpp Q4_K_M", "llama_cpp", "Q4_K_M", 4, LLAMA_CPP),
+    Entry("CTranslate2 int8", "ctranslate2", "int8", 8, ("ctranslate2==4.8.5",)),
 ]
 
 
 def trained(checkpoint: Path) -> Entry:
     """A checkpoint of `lathe quantize`, as a line of its own."""
-    return Entry(f"Lathe {checkpoint.name}, trained", "lathe", "saved", (), checkpoint)
+    return Entry(f"Lathe {checkpoint.name}, trained", "lathe", "saved", 4, (), checkpoint)
 
 
 def n_bytes(folder: Path) -> int:

@@ -42,15 +42,17 @@ class Lathe(Engine):
         checkpoint = load_checkpoint(model)
         if weights in FORMATS:
             settings = QuantizationSettings(**FORMATS[weights], quantize_embedding=True)
-            plan = replace(make_plan(checkpoint.model.config, settings), position_embedding=True)
+            config = checkpoint.model.config
+            is_learned = config.architecture.positions == "learned"
+            plan = replace(make_plan(config, settings), position_embedding=is_learned)
             fake_quant.insert(checkpoint.model, plan)
             batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)
             fake_quant.calibrate(checkpoint.model, batches)
             write_scales(checkpoint.model, plan)
         write(checkpoint, output, ExportSettings())
 
-    def __init__(self, folder: Path) -> None:
-        self.model: ExportedModel = OnnxModel(folder, threads=1)
+    def __init__(self, folder: Path, threads: int = 1) -> None:
+        self.model: ExportedModel = OnnxModel(folder, threads)
 
     def prefill(self, prompt: Ids) -> None:
         cache = self.model.start(1, len(prompt))

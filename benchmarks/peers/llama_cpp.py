@@ -1,6 +1,6 @@
 """llama.cpp by its C interface, on a GGUF file without a vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -8,21 +8,16 @@ import llama_cpp as llama
 import numpy as np
 from numpy.typing import NDArray
 
-from peers.engine import Engine, Ids, Weights, log_likelihoods
+from peers.engine import Engine, Ids, log_likelihoods
+from peers.weights import Matrix, Norm, Weights
 
-CONTEXT, ROWS = 1024, 8
+CONTEXT, ROWS = 1024, 16
+BATCH = 2048  # tokens of a step
+FUSED, INTERLEAVED = ("gpt2",), ("llama",)  # how its architectures have queries and keys
 TYPES = {
     "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
     "Q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
     "Q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-}
-BLOCK = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
 }
 
 
@@ -40,17 +35,17 @@ class LlamaCpp(Engine):
             raise RuntimeError(f"llama_model_quantize: {error}")
         whole.unlink()
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         llama.llama_backend_init()
         path = bytes(folder / "model.gguf")
         self.model = llama.llama_model_load_from_file(path, llama.llama_model_default_params())
         options = llama.llama_context_default_params()
         options.n_ctx, options.n_seq_max = CONTEXT * ROWS, ROWS
-        options.n_batch = options.n_ubatch = CONTEXT
-        options.n_threads = options.n_threads_batch = 1
+        options.n_batch = options.n_ubatch = BATCH
+        options.n_threads = options.n_threads_batch = threads
         self.context = llama.llama_init_from_model(self.model, options)
         self.n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
-        self.batch = llama.llama_batch_init(CONTEXT, 0, 1)
+        self.batch = llama.llama_batch_init(BATCH, 0, 1)
 
     def prefill(self, prompt: Ids) -> None:
         self.decode(prompt[None], 0, lambda: None)
@@ -87,25 +82,63 @@ class LlamaCpp(Engine):
 
 def write(w: Weights, path: Path) -> None:
     """A GGUF file of float32 weights, the tied head stored once."""
-    file = gguf.GGUFWriter(path, "gpt2")
-    file.add_context_length(w.config["n_positions"])
-    file.add_embedding_length(w.config["n_embd"])
+    file = gguf.GGUFWriter(path, w.family.model_type)
+    file.add_context_length(w.size("n_positions"))
+    file.add_embedding_length(w.size("n_embd"))
     file.add_block_count(w.n_layer)
-    file.add_feed_forward_length(w.config["n_inner"] or 4 * w.config["n_embd"])
+    file.add_feed_forward_length(w.n_inner)
     file.add_head_count(w.n_head)
-    file.add_layer_norm_eps(w.config["layer_norm_epsilon"])
     file.add_file_type(llama.LLAMA_FTYPE_ALL_F32)
     file.add_tokenizer_model("no_vocab")
-    file.add_vocab_size(w.config["vocab_size"])
-    file.add_tensor("token_embd.weight", w["wte.weight"])
-    file.add_tensor("position_embd.weight", w["wpe.weight"])
-    names = {"ln_f": "output_norm"}
-    names |= {f"h.{i}.{k}": f"blk.{i}.{v}" for i in range(w.n_layer) for k, v in BLOCK.items()}
-    for ours, theirs in names.items():
-        is_norm = "ln_" in ours
-        file.add_tensor(f"{theirs}.weight", w[f"{ours}.weight"] if is_norm else w.linear(ours))
-        file.add_tensor(f"{theirs}.bias", w[f"{ours}.bias"])
+    file.add_vocab_size(w.size("vocab_size"))
+    if w.theta is None:
+        file.add_layer_norm_eps(w.epsilon)
+    else:
+        file.add_layer_norm_rms_eps(w.epsilon)
+        file.add_head_count_kv(w.n_kv_head)
+        file.add_rope_dimension_count(w.head_dim)
+        file.add_rope_freq_base(w.theta)
+    for name, part in tensors(w):
+        file.add_tensor(f"{name}.weight", part.weight)
+        if part.bias is not None:
+            file.add_tensor(f"{name}.bias", part.bias)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
     file.close()
+
+
+def tensors(w: Weights) -> Iterator[tuple[str, Matrix | Norm]]:
+    """By the names of a GGUF file."""
+    yield "token_embd", Matrix(w.table, None)
+    if w.positions is not None:
+        yield "position_embd", Matrix(w.positions, None)
+    yield "output_norm", w.final_norm
+    for i in range(w.n_layer):
+        block = w.block(i)
+        found: dict[str, Matrix | Norm] = {
+            "attn_norm": block.attention_norm,
+            "attn_output": block.out,
+            "ffn_norm": block.ffn_norm,
+            "ffn_up": block.up,
+            "ffn_down": block.down,
+        }
+        if block.gate is not None:
+            found["ffn_gate"] = block.gate
+        if w.family.model_type in FUSED:
+            found["attn_qkv"] = Matrix.joined([block.query, block.key, block.value])
+        else:
+            query, key = block.query, block.key
+            if w.family.model_type in INTERLEAVED:
+                query, key = interleaved(query, w.n_head), interleaved(key, w.n_kv_head)
+            found |= {"attn_q": query, "attn_k": key, "attn_v": block.value}
+        for name, part in found.items():
+            yield f"blk.{i}.{name}", part
+
+
+def interleaved(matrix: Matrix, heads: int) -> Matrix:
+    """Features that are rotated together beside each other: Hugging Face has them half a head
+    apart."""
+    assert matrix.bias is None
+    halves = matrix.weight.reshape(heads, 2, -1, matrix.weight.shape[1])
+    return Matrix(np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(matrix.weight.shape), None)

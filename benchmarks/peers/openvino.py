@@ -7,8 +7,9 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
-from peers.engine import Engine, Ids, Weights, log_likelihoods
+from peers.engine import Engine, Ids, log_likelihoods
 from peers.openvino_graph import build
+from peers.weights import Weights
 
 
 class OpenVINO(Engine):
@@ -28,8 +29,8 @@ class OpenVINO(Engine):
         )
         openvino.save_model(graph, output / "model.xml", compress_to_fp16=False)
 
-    def __init__(self, folder: Path) -> None:
-        options = {"INFERENCE_NUM_THREADS": 1, "PERFORMANCE_HINT": "LATENCY"}
+    def __init__(self, folder: Path, threads: int) -> None:
+        options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
         model = openvino.Core().compile_model(folder / "model.xml", "CPU", options)
         self.request = model.create_infer_request()
 

@@ -10,8 +10,9 @@ import openvino
 import openvino_genai as genai
 from numpy.typing import NDArray
 
-from peers.engine import Engine, Ids, Weights
+from peers.engine import Engine, Ids
 from peers.openvino_graph import build
+from peers.weights import Weights
 
 MODES = {
     "INT8": {"mode": "int8_sym"},
@@ -53,14 +54,14 @@ class OpenVINOGenAI(Engine):
         del config["lathe"]
         (output / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
         groups = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUPS[weights]}
-        (output / OPTIONS).write_text(json.dumps(groups | {"INFERENCE_NUM_THREADS": 1}))
+        (output / OPTIONS).write_text(json.dumps(groups))
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 1  # GB
-        scheduler.max_num_batched_tokens = 1024  # a batch of prompts at once, as the others
+        scheduler.max_num_batched_tokens = 2048  # a batch of prompts at once, as the others
         scheduler.enable_prefix_caching = False
-        options = json.loads((folder / OPTIONS).read_text())
+        options = json.loads((folder / OPTIONS).read_text()) | {"INFERENCE_NUM_THREADS": threads}
         self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options)
 
     def prefill(self, prompt: Ids) -> None:

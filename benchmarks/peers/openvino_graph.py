@@ -1,12 +1,11 @@
-"""GPT-2 in OpenVINO's operators, with the keys and values as states of the graph."""
+"""A model in OpenVINO's operators, with the keys and values as states of the graph."""
 
 import numpy as np
 from openvino import Model, Node, Output, PartialShape, Type, opset13
 from openvino.op.util import Variable, VariableInfo
 
-from peers.engine import Weights
+from peers.weights import Array, Block, Matrix, Norm, Weights
 
-EPSILON = 1e-5
 Value = Node | Output
 
 
@@ -18,6 +17,9 @@ def build(w: Weights, chosen: bool) -> Model:
 
 
 class _Graph:
+    """Operators are in the order and form in which OpenVINO's own conversions have them, which is
+    what it recognizes as rotary embedding, RMSNorm, and keys and values that heads share."""
+
     def __init__(self, w: Weights) -> None:
         self.w = w
         self.sinks: list[Node] = []
@@ -26,40 +28,53 @@ class _Graph:
         self.known = _input("attention_mask", Type.i64, [-1, -1])
         self.positions = _input("position_ids", Type.i64, [-1, -1])
         self.beams = _input("beam_idx", Type.i32, [-1])
+        self.angles = None if w.theta is None else self.rotation(w.theta)
 
     def model(self, chosen: bool) -> Model:
         w, zero = self.w, np.int64(0)
-        table = opset13.constant(w["wte.weight"], name="wte.weight")
-        ids = opset13.convert(self.ids, "i32")
-        places = opset13.convert(self.positions, "i32")
-        x = opset13.add(
-            opset13.gather(table, ids, zero),
-            opset13.gather(opset13.constant(w["wpe.weight"], name="wpe.weight"), places, zero),
-        )
+        table = opset13.constant(w.table, name="embedding")
+        x = opset13.gather(table, opset13.convert(self.ids, "i32"), zero)
+        if w.positions is not None:
+            places = opset13.convert(self.positions, "i32")
+            learned = opset13.constant(w.positions, name="positions")
+            x = opset13.add(x, opset13.gather(learned, places, zero))
         mask = self.mask()
         for i in range(w.n_layer):
-            x = opset13.add(x, self.attention(i, self.norm(f"h.{i}.ln_1", x), mask))
-            inner = self.linear(f"h.{i}.mlp.c_fc", self.norm(f"h.{i}.ln_2", x))
-            inner = opset13.gelu(inner, "tanh")
-            x = opset13.add(x, self.linear(f"h.{i}.mlp.c_proj", inner))
+            block = w.block(i)
+            x = opset13.add(x, self.attention(i, block, self.norm(block.attention_norm, x), mask))
+            x = opset13.add(x, self.ffn(i, block, self.norm(block.ffn_norm, x)))
         inputs = [self.ids, self.known, self.positions, self.beams]
         if chosen:
             inputs.append(first := _input("first", Type.i64, [1]))
             x = opset13.slice(x, first, np.array([2**31]), np.array([1]), np.array([1]))
-        logits = opset13.matmul(self.norm("ln_f", x), table, False, True, name="lm_head")
-        result = opset13.result(logits)
+        x = self.norm(w.final_norm, x)
+        result = opset13.result(opset13.matmul(x, table, False, True, name="head"))
         result.output(0).get_tensor().set_names({"logits"})
-        return Model([result], self.sinks, inputs, self.variables, "gpt2")
+        return Model([result], self.sinks, inputs, self.variables, "gpt")
 
-    def norm(self, name: str, x: Value) -> Node:
-        normal = opset13.mvn(x, np.array([-1]), True, EPSILON, "inside_sqrt")
-        scaled = opset13.multiply(normal, self.w[f"{name}.weight"])
-        return opset13.add(scaled, self.w[f"{name}.bias"])
+    def norm(self, norm: Norm, x: Value) -> Node:
+        epsilon = self.w.epsilon
+        if norm.bias is not None:
+            normal = opset13.mvn(x, np.array([-1]), True, epsilon, "inside_sqrt")
+            return opset13.add(opset13.multiply(normal, norm.weight), norm.bias)
+        square = opset13.reduce_mean(opset13.power(x, np.float32(2)), np.array([-1]), True)
+        root = opset13.sqrt(opset13.add(square, np.float32(epsilon)))
+        normal = opset13.multiply(x, opset13.divide(np.float32(1), root))
+        return opset13.multiply(norm.weight, normal)
 
-    def linear(self, name: str, x: Value) -> Node:
-        weight = opset13.constant(self.w.linear(name), name=f"{name}.weight")
+    def linear(self, name: str, matrix: Matrix, x: Value) -> Node:
+        weight = opset13.constant(matrix.weight, name=f"{name}.weight")
         product = opset13.matmul(x, weight, False, True, name=name)
-        return opset13.add(product, self.w[f"{name}.bias"])
+        return product if matrix.bias is None else opset13.add(product, matrix.bias)
+
+    def ffn(self, i: int, block: Block, x: Value) -> Node:
+        inner = self.linear(f"{i}.up", block.up, x)
+        if block.gate is None:
+            inner = opset13.gelu(inner, "tanh")
+        else:
+            gate = opset13.swish(self.linear(f"{i}.gate", block.gate, x))
+            inner = opset13.multiply(gate, inner)
+        return self.linear(f"{i}.down", block.down, inner)
 
     def mask(self) -> Node:
         """(B, 1, T, S), true where a token may see another one."""
@@ -72,31 +87,69 @@ class _Graph:
         known = opset13.unsqueeze(known, np.array([1, 2]))
         return opset13.logical_and(causal, known)
 
-    def attention(self, i: int, x: Value, mask: Value) -> Node:
-        heads, size = self.w.n_head, self.w.head_dim
-        qkv = opset13.split(self.linear(f"h.{i}.attn.c_attn", x), np.int64(2), 3).outputs()
-        query, key, value = (self.by_head(part) for part in qkv)
-        keys, values = self.cached(f"{i}.key", key), self.cached(f"{i}.value", value)
+    def rotation(self, theta: float) -> tuple[Node, Node]:
+        """Cosines and sines (B, 1, T, size) of the positions."""
+        size = self.w.head_dim
+        steps: Array = np.float32(1) / theta ** (np.arange(0, size, 2, dtype=np.float32) / size)
+        places = opset13.unsqueeze(opset13.convert(self.positions, "f32"), np.int64(1))
+        angles = opset13.matmul(steps[None, :, None], places, False, False)
+        angles = opset13.transpose(angles, np.array([0, 2, 1]))
+        angles = opset13.concat([angles, angles], -1)
+        cosines, sines = opset13.cos(angles), opset13.sin(angles)
+        one = np.int64(1)
+        return opset13.unsqueeze(cosines, one), opset13.unsqueeze(sines, one)
+
+    def rotated(self, x: Value) -> Value:
+        """x (B, heads, T, size) by the positions, where they are rotary."""
+        if self.angles is None:
+            return x
+        cosines, sines = self.angles
+        half = self.w.head_dim // 2
+        first, last = opset13.variadic_split(x, np.int64(-1), np.array([half, half])).outputs()
+        turned = opset13.concat([opset13.multiply(last, np.float32(-1)), first], -1)
+        return opset13.add(opset13.multiply(x, cosines), opset13.multiply(turned, sines))
+
+    def attention(self, i: int, block: Block, x: Value, mask: Value) -> Node:
+        w = self.w
+        matrices, heads = [block.query, block.key, block.value], [w.n_head, *[w.n_kv_head] * 2]
+        sizes = w.head_dim * np.array(heads)
+        qkv = self.linear(f"{i}.qkv", Matrix.joined(matrices), x)
+        parts = opset13.variadic_split(qkv, np.int64(2), sizes).outputs()
+        query, key, value = (self.by_head(*part) for part in zip(parts, heads, strict=True))
+        keys = self.for_each_query(self.cached(f"{i}.key", self.rotated(key)))
+        values = self.for_each_query(self.cached(f"{i}.value", value))
+        query = self.rotated(query)
         mixed = opset13.scaled_dot_product_attention(query, keys, values, mask)
         rows = opset13.transpose(mixed, np.array([0, 2, 1, 3]))
-        joined = opset13.reshape(rows, np.array([0, 0, heads * size]), True)
-        return self.linear(f"h.{i}.attn.c_proj", joined)
+        joined = opset13.reshape(rows, np.array([0, 0, w.n_head * w.head_dim]), True)
+        return self.linear(f"{i}.out", block.out, joined)
 
-    def by_head(self, x: Value) -> Node:
+    def by_head(self, x: Value, heads: int) -> Node:
         """(B, T, C) -> (B, heads, T, size)."""
-        split = opset13.reshape(x, np.array([0, 0, self.w.n_head, self.w.head_dim]), True)
+        split = opset13.reshape(x, np.array([0, 0, heads, self.w.head_dim]), True)
         return opset13.transpose(split, np.array([0, 2, 1, 3]))
+
+    def for_each_query(self, x: Value) -> Value:
+        """(B, key-value heads, S, size) -> (B, heads, S, size)."""
+        w = self.w
+        if w.n_kv_head == w.n_head:
+            return x
+        shape = np.array([1, 1, w.n_head // w.n_kv_head, 1, 1])
+        wide = opset13.broadcast(
+            opset13.unsqueeze(x, np.int64(2)), shape, broadcast_spec="BIDIRECTIONAL"
+        )
+        return opset13.reshape(wide, np.array([0, w.n_head, -1, w.head_dim]), True)
 
     def cached(self, name: str, x: Value) -> Node:
         """What the state and x have together, which is the new state."""
-        shape = PartialShape([-1, self.w.n_head, -1, self.w.head_dim])
+        heads, size = self.w.n_kv_head, self.w.head_dim
         info = VariableInfo()
-        info.data_shape, info.data_type, info.variable_id = shape, Type.f32, name
+        info.data_shape, info.data_type = PartialShape([-1, heads, -1, size]), Type.f32
+        info.variable_id = name
         variable = Variable(info)
         rows = opset13.unsqueeze(_size(self.ids, 0), np.int64(0))
-        rest = np.array([self.w.n_head, 0, self.w.head_dim])
-        empty = opset13.broadcast(np.float32(0), opset13.concat([rows, rest], 0))
-        past = opset13.read_value(empty, variable)
+        empty = opset13.concat([rows, np.array([heads, 0, size])], 0)
+        past = opset13.read_value(opset13.broadcast(np.float32(0), empty), variable)
         past = opset13.gather(past, self.beams, np.int64(0))
         present = opset13.concat([past, x], 2)
         self.sinks.append(opset13.assign(present, variable))

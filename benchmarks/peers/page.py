@@ -17,9 +17,10 @@ CASES = {  # name: (method of a worker, its argument)
     "prefill 512": ("prefill", 512),
     "decode 1": ("decode", 1),
     "decode 8": ("decode", 8),
+    "decode 16": ("decode", 16),
 }
-UNITS = {"prefill 128": "tokens", "prefill 512": "tokens", "decode 1": "row", "decode 8": "rows"}
-TITLES = ("MB", *(f"{case} {unit}" for case, unit in UNITS.items()))
+UNITS = {("prefill", False): "tokens", ("decode", False): "rows", ("decode", True): "row"}
+TITLES = tuple(f"{case} {UNITS[method, n == 1]}" for case, (method, n) in CASES.items())
 TEXT_AS_TEXT = {"svg.fonttype": "none", "svg.hashsalt": "league"}
 BLUE, GREY = "#1f5fa8", "#9aa5b1"
 Found = dict[str, dict[str, Any]]
@@ -27,8 +28,10 @@ Found = dict[str, dict[str, Any]]
 
 def table(found: Found) -> str:
     """Markdown; in brackets, how many times as fast as Lathe INT8 in the same round, with
-    quartiles."""
-    head = ["", "version", *TITLES, "perplexity", "against float32"]
+    quartiles. Perplexities only where there are any."""
+    scored = any("losses" in own for own in found.values())
+    quality = ["perplexity", "against float32"] if scored else []
+    head = ["", "version", "MB", "difference", *TITLES, *quality]
     lines = [head, ["---"] * len(head)]
     for title, own in found.items():
         if "failed" in own:
@@ -36,7 +39,9 @@ def table(found: Found) -> str:
             continue
         size = f"{own['bytes'] / 1e6:.0f}" if "bytes" in own else ""
         cells = [_speed(found, title, case) for case in CASES]
-        lines.append([title, own.get("version", ""), size, *cells, *_quality(found, title)])
+        difference = f"{own['difference']:.3f}" if "difference" in own else ""
+        quality = _quality(found, title) if scored else []
+        lines.append([title, own.get("version", ""), size, difference, *cells, *quality])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -13,7 +13,7 @@ from peers.entries import COMMON, Entry
 
 BENCHMARKS = Path(__file__).parents[1]
 # Lathe's server has huge pages; so has everybody.
-SETTINGS = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+SETTINGS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PYTHON_PATH = {"PYTHONPATH": str(BENCHMARKS.parent)}
 NATIVE = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
 
@@ -50,7 +50,7 @@ def convert(entry: Entry, environments: Path, model: Path, calibration: Path, ou
     work.mkdir(parents=True)
     task = ["convert", entry.module, model, calibration, entry.weights, work]
     command = [python_of(entry, environments), "-m", "peers.worker", *map(str, task)]
-    _run(command, output.with_name(f"{output.name}.log"), os.environ | SETTINGS | PYTHON_PATH)
+    _run(command, output.with_name(f"{output.name}.log"), variables(1))
     work.rename(output)
 
 
@@ -61,14 +61,16 @@ class Worker:
         version: of the engine.
     """
 
-    def __init__(self, entry: Entry, environments: Path, folder: Path, vocabulary: int) -> None:
-        task = ["serve", entry.module, str(folder.resolve()), str(vocabulary)]
+    def __init__(
+        self, entry: Entry, environments: Path, folder: Path, vocabulary: int, threads: int = 1
+    ) -> None:
+        task = ["serve", entry.module, str(folder.resolve()), str(vocabulary), str(threads)]
         self.log = folder.with_name(f"{folder.name}.served.log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [python_of(entry, environments), "-m", "peers.worker", *task],
                 cwd=BENCHMARKS,
-                env=os.environ | SETTINGS | PYTHON_PATH,
+                env=variables(threads),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -97,6 +99,11 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def variables(threads: int) -> dict[str, str]:
+    """Environment variables of an engine's process."""
+    return os.environ | SETTINGS | PYTHON_PATH | {"OMP_NUM_THREADS": str(threads)}
 
 
 def _run(command: list[str], log: Path, environment: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from peers.engine import Engine, Ids, log_likelihoods
 
@@ -21,9 +21,9 @@ class Transformers(Engine):
         for name in ("model.safetensors", "config.json"):
             os.symlink((model / name).resolve(), output / name)
 
-    def __init__(self, folder: Path) -> None:
-        torch.set_num_threads(1)
-        self.model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    def __init__(self, folder: Path, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
 
     @torch.inference_mode()
     def prefill(self, prompt: Ids) -> None:

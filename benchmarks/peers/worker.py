@@ -1,14 +1,16 @@
 """One engine in a process of its own, which does what it is told by lines of JSON.
 
 python -m peers.worker convert MODULE MODEL CALIBRATION WEIGHTS OUTPUT
-python -m peers.worker serve MODULE FOLDER VOCABULARY
+python -m peers.worker serve MODULE FOLDER VOCABULARY THREADS
 """
 
 import importlib
+import itertools
 import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from peers.engine import Engine
 
 STEPS = 16
 DECODED_PROMPT = 128
+PER_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel
 
 
 def engine(module: str) -> type[Engine]:
@@ -27,37 +30,63 @@ def engine(module: str) -> type[Engine]:
     return found
 
 
-class Measured:
-    """An engine under a clock: the processor time of all threads of this process, since other
-    work on the machine has no part in it."""
+Times = dict[int, float]  # seconds of processor time by thread
 
-    def __init__(self, peer: Engine, vocabulary: int) -> None:
+
+def of_process() -> Times:
+    """Of all threads together, those that have ended too."""
+    return {0: time.process_time()}
+
+
+def of_threads() -> Times:
+    """Of every thread of this process, by its id."""
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        # Python has no name for the clock of another thread: see clock_getcpuclockid(3).
+        with suppress(OSError):  # it has ended
+            found[int(name)] = time.clock_gettime((~int(name) << 3) | PER_THREAD)
+    return found
+
+
+def elapsed(before: Times, after: Times) -> float:
+    """What the busiest took."""
+    return max(now - before.get(thread, 0.0) for thread, now in after.items())
+
+
+class Measured:
+    """An engine under a clock. With one thread it is the processor time of the process, in which
+    other work on the machine has little part. With several it is that of the busiest thread, the
+    time on the wall if they divide all work and nothing else runs; threads that wait for each other
+    spin, so other work makes it longer."""
+
+    def __init__(self, peer: Engine, vocabulary: int, threads: int = 1) -> None:
         self.peer, self.vocabulary = peer, vocabulary
+        self.clock = of_process if threads == 1 else of_threads
 
     def prefill(self, length: int) -> list[float]:
         """Seconds of one prompt."""
         prompt = self._random(1, length)[0]
-        started = time.process_time()
+        started = self.clock()
         self.peer.prefill(prompt)
-        return [time.process_time() - started]
+        return [elapsed(started, self.clock())]
 
     def decode(self, rows: int) -> list[float]:
         """Seconds of each step of so many rows."""
-        times: list[float] = []
+        times: list[Times] = []
         prompts = self._random(rows, DECODED_PROMPT)
-        self.peer.decode(prompts, STEPS, lambda: times.append(time.process_time()))
+        self.peer.decode(prompts, STEPS, lambda: times.append(self.clock()))
         assert len(times) == STEPS + 1, f"{len(times)} ticks"
-        return np.diff(times).tolist()
+        return [elapsed(*pair) for pair in itertools.pairwise(times)]
 
-    def score(self, tokens: str) -> list[float]:
-        """Mean negative log-likelihood of the tokens of each window (T,) in a file (N, T)."""
-        return [-float(self.peer.log_likelihoods(row).mean()) for row in np.load(tokens)]
+    def score(self, tokens: str) -> list[list[float]]:
+        """Negative log-likelihoods (N, T - 1) of the tokens of windows in a file (N, T)."""
+        return [(-self.peer.log_likelihoods(row)).tolist() for row in np.load(tokens)]
 
     def _random(self, rows: int, length: int) -> np.ndarray:
         return np.random.default_rng(length).integers(1, self.vocabulary, (rows, length))
 
 
-def serve(peer: type[Engine], folder: Path, vocabulary: int) -> None:
+def serve(peer: type[Engine], folder: Path, vocabulary: int, threads: int) -> None:
     # What a library prints must not get between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -65,7 +94,7 @@ def serve(peer: type[Engine], folder: Path, vocabulary: int) -> None:
     def answer(value: Any) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    measured = Measured(peer(folder), vocabulary)
+    measured = Measured(peer(folder, threads), vocabulary, threads)
     answer(peer.version)
     for line in sys.stdin:
         method, argument = json.loads(line)
@@ -75,7 +104,7 @@ def serve(peer: type[Engine], folder: Path, vocabulary: int) -> None:
 def main() -> None:
     task, module, *rest = sys.argv[1:]
     if task == "serve":
-        serve(engine(module), Path(rest[0]), int(rest[1]))
+        serve(engine(module), Path(rest[0]), int(rest[1]), int(rest[2]))
     else:
         model, calibration, weights, output = rest
         engine(module).convert(Path(model), np.load(calibration), weights, Path(output))

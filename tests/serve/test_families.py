@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
@@ -22,18 +23,20 @@ from tests.support.families import make, save
 from tests.support.small_export import write_held_out
 
 PROMPTS = ("A lathe", "turns", "a much longer prompt, which is read in chunks, and some more of it")
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
 WANTED = GenerationSettings(decode_strategy="greedy_search", max_dec_len=12, min_dec_len=0)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Checkpoint:
-    """Qwen3's parts, which ends a text at a token of its own, too."""
+    """Qwen3's parts, which ends a text at a token of its own, too, and has a chat template."""
     folder = tmp_path_factory.mktemp("llama")
     source = load_checkpoint(save(make("qwen3", head_dim=16), folder / "hf", byte_tokenizer))
     ids = byte_tokenizer.encode(PROMPTS[0]).ids
     (row,) = generate(source.model, [ids], WANTED)
-    source.model.config = replace(source.model.config, end_ids=(row[7],))
+    of_chat = {"end_ids": (row[7],), "chat_template": TEMPLATE}
+    source.model.config = replace(source.model.config, **of_chat)
     save_checkpoint(folder / "own", source.model, byte_tokenizer, "pretrain", Recipe())
     return load_checkpoint(folder / "own")
 
@@ -99,3 +102,23 @@ def test_triton_serves_it(exported: Path, checkpoint: Checkpoint, tmp_path: Path
             thread.join()
     for prompt in PROMPTS:
         assert found[prompt] == by_torch(checkpoint, prompt, WANTED)[0]
+
+
+@pytest.mark.usefixtures("triton")
+def test_chat_ends_at_the_models_own_token(
+    exported: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    serving = ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
+    repository = write_repository(exported, tmp_path / "repository", serving, WANTED)
+    with start(repository, serving, tmp_path / "state", with_gateway=True) as server:
+        openai = OpenAI(base_url=server.state.openai, api_key="unused", max_retries=0)
+        answer = openai.chat.completions.create(
+            model=server.state.model_name,
+            messages=[{"role": "user", "content": PROMPTS[0]}],
+            temperature=0,
+        )
+        with Client(server.state.grpc, server.state.model_name) as client:
+            of_prompt = client.generate(PROMPTS[0], decode_strategy="greedy_search", min_tokens=0)
+    assert answer.choices[0].finish_reason == "stop"
+    assert of_prompt.tokens == by_torch(checkpoint, PROMPTS[0], WANTED)[0]
+    assert answer.choices[0].message.content == of_prompt.text

@@ -1,0 +1,113 @@
+"""The checkpoints that engines are measured with."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from export import SHAPE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.tokens import TokenDataset
+from lathe.model.checkpoint import save_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.folder import checkpoint_digest
+from lathe.model.gpt import GPT
+from lathe.train.shape import model_config
+
+SHAPES = ("gpt2-124m", "smollm2-135m", "qwen2.5-0.5b")  # recipes, but for the first
+CALIBRATION = 32  # windows
+WINDOW = 512  # tokens at most
+PROBE = (8, 64)  # windows and tokens
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, and files of tokens (N, T) that engines are calibrated and scored with.
+
+    Attributes:
+        heldout: text for perplexities; random tokens, where the weights are.
+    """
+
+    name: str
+    model: Path
+    calibration: Path
+    heldout: Path
+
+    @classmethod
+    def below(cls, folder: Path, name: str, model: Path | None = None) -> "Subject":
+        place = folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        files = place / "calibration.npy", place / "heldout.npy"
+        return cls(name, (model or place / "model").resolve(), *(f.resolve() for f in files))
+
+    @property
+    def has_random_weights(self) -> bool:
+        return self.name in SHAPES
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocab_size"])
+
+    @property
+    def config(self) -> dict[str, object]:
+        config: dict[str, object] = json.loads((self.model / "config.json").read_text())
+        return config
+
+
+def random_shape(folder: Path, shape: str) -> Subject:
+    """A shape with random weights, and random tokens."""
+    config = SHAPE if shape == SHAPES[0] else model_config(load_recipe(shape), 0)
+    subject = Subject.below(folder, shape)
+    if not subject.heldout.exists():
+        tokenizer = _tokenizer(config.vocab_size)
+        save_checkpoint(subject.model, random_model(config), tokenizer, "pretrain", Recipe())
+        random = np.random.default_rng(0)
+        for file, sizes in ((subject.calibration, (8, 128)), (subject.heldout, PROBE)):
+            np.save(file, random.integers(1, config.vocab_size, sizes))
+    return subject
+
+
+def random_model(config: GPTConfig) -> GPT:
+    """Weights that make attention attend, biases that are not zero and norms that are not one: an
+    engine that computes any of them differently shows it."""
+    model = GPT(config)
+    model.initialize(config.n_embd**-0.5, seed=0, scale_residual=True)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def _tokenizer(size: int) -> Tokenizer:
+    """One that is never used: engines are fed with ids, but some do not load without it."""
+    words = ["<|endoftext|>", *(f"t{i}" for i in range(size - 4)), "a", "b", "ab"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def with_texts(model: Path, data: Path, windows: int, folder: Path) -> Subject:
+    """A checkpoint with windows of the text that it was trained on, and of what was held out."""
+    subject = Subject.below(folder, checkpoint_digest(model)[:12], model)
+    length = min(WINDOW, int(str(subject.config["n_positions"])))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    text = (data / "heldout.txt").read_text(encoding="utf-8")
+    heldout = np.array(tokenizer.encode(text, add_special_tokens=False).ids)
+    ((_, documents), *_) = TokenDataset.open(data).parts
+    seen, i = np.empty(0, np.int64), 0
+    while len(seen) < CALIBRATION * length:
+        seen, i = np.concatenate([seen, documents[i]]), i + 1
+    for file, tokens, most in (
+        (subject.calibration, seen, CALIBRATION),
+        (subject.heldout, heldout, windows),
+    ):
+        count = min(most, len(tokens) // length)
+        np.save(file, tokens[: count * length].reshape(count, length).astype(np.int64))
+    return subject
