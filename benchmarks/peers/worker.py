@@ -22,9 +22,9 @@ DECODED_PROMPT = 128
 
 def engine(module: str) -> type[Engine]:
     """The engine that a module of this package defines."""
-    importlib.import_module(f"peers.{module}")
-    (found,) = Engine.__subclasses__()
-    return found
+    defined = vars(importlib.import_module(f"peers.{module}")).values()
+    classes = [value for value in defined if isinstance(value, type) and issubclass(value, Engine)]
+    return next(c for c in classes if c.__module__ == f"peers.{module}")
 
 
 class Measured:
