@@ -195,6 +195,7 @@ class Proof(BaseModel):
 
     max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    mean_limit: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class ExportMetadata(Metadata):

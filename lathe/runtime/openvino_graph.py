@@ -26,6 +26,7 @@ from openvino import Model, Node, Output, PartialShape, Shape, Tensor, Type, op
 from openvino import opset15 as ops
 
 from lathe.runtime.kv_cache import PagedCache
+from lathe.runtime.openvino_attention import paged_attention, rotated
 
 LAYOUT = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
 LONGEST = "max_context_len"
@@ -115,10 +116,7 @@ class _Translator:
 
     def model(self) -> Model:
         for node in self._needed():
-            if node.op_type == "Split":
-                self._split(node)
-            else:
-                self.values[node.output[0]] = self.handlers[node.op_type](node)
+            self.values[node.output[0]] = self.handlers[node.op_type](node)
         result = ops.result(self._output("logits"))
         result.output(0).get_tensor().set_names({"logits"})
         return Model([result], self.inputs, "gpt")
@@ -159,6 +157,7 @@ class _Translator:
         return ops.concat(self._given(node), _attributes(node)["axis"]).output(0)
 
     def _split(self, node: onnx.NodeProto) -> Output:
+        """The first part; notes the others, too."""
         x, axis = self._output(node.input[0]), np.int64(_attributes(node)["axis"])
         if node.input[1:]:
             parts = ops.variadic_split(x, axis, self._array(node.input[1])).outputs()
@@ -253,20 +252,11 @@ class _Translator:
         parts = ops.variadic_split(rows, np.int64(1), np.array(widths)).outputs()
         if attributes.get("do_rotary"):
             cosines, sines = (self._rotation(name) for name in attention.input[7:9])
-            parts[:2] = (_rotated(part, head_dim, cosines, sines) for part in parts[:2])
+            parts[:2] = (rotated(part, head_dim, cosines, sines) for part in parts[:2])
         shape = (-1, n_kv_head, PagedCache.BLOCK, head_dim)
-        caches = [
-            self._input(f"{part}_cache.{layer}", self.cache_type, *shape)
-            for part in ("key", "value")
-        ]
-        scale = ops.constant(np.float32(head_dim**-0.5)).output(0)
-        no_window, no_slopes = _none(np.int32), _none(np.float32, 0)
-        given = [*parts, *caches, *self.layout, scale, no_window, no_slopes, self.longest]
-        paged = op._PagedAttentionExtension([*given, *_unused()])
-        for part in ("k", "v"):
-            paged.get_rt_info()[f"num_{part}_heads"] = n_kv_head
-            paged.get_rt_info()[f"{part}_head_size"] = head_dim
-        mixed = ops.reshape(paged.output(0), np.array([0, widths[0]]), True)
+        names = (f"{part}_cache.{layer}" for part in ("key", "value"))
+        caches = [self._input(name, self.cache_type, *shape) for name in names]
+        mixed = paged_attention(parts, caches, self.layout, self.longest, (n_kv_head, head_dim))
         return ops.unsqueeze(mixed, np.array([0])).output(0)
 
     def _rotation(self, name: str) -> Output:
@@ -275,23 +265,6 @@ class _Translator:
             ops.constant(self._array(name)), self._output("position_ids"), np.int64(0)
         )
         return ops.reshape(found, np.array([-1, 1, self._array(name).shape[1]]), False).output(0)
-
-
-def _rotated(x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
-    """Queries or keys (N, heads * head_dim), the first features of every head rotated."""
-    half = cosines.get_partial_shape()[2].get_length()
-    heads = ops.reshape(x, np.array([0, -1, head_dim]), True)
-    sizes = np.array([half, half, head_dim - 2 * half])
-    first, second, *rest = ops.variadic_split(
-        heads, np.int64(2), sizes if sizes[2] else sizes[:2]
-    ).outputs()
-    rotated = [
-        ops.subtract(ops.multiply(first, cosines), ops.multiply(second, sines)).output(0),
-        ops.add(ops.multiply(second, cosines), ops.multiply(first, sines)).output(0),
-    ]
-    together = ops.concat([*rotated, *rest], 2)
-    width = x.get_partial_shape()[1].get_length()
-    return ops.reshape(together, np.array([0, width]), True).output(0)
 
 
 def _attention_of(node: onnx.NodeProto) -> onnx.NodeProto:
@@ -303,15 +276,3 @@ def _attention_of(node: onnx.NodeProto) -> onnx.NodeProto:
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
     return {a.name: helper.get_attribute_value(a) for a in node.attribute}
-
-
-def _unused() -> list[Output]:
-    """Inputs of paged attention that eviction, rotation and sparsity of the cache would need."""
-    empty = [_none(np.int32, 0) for _ in range(3)]
-    sparse = [*(_none(np.float32, 0) for _ in range(2)), *(_none(np.int32) for _ in range(2))]
-    more = [_none(np.float32, 0, 0, 0, 0), _none(np.int32), *(_none(np.int32, 0) for _ in range(4))]
-    return [*empty, *sparse, *more, _none(np.uint8, 0), _none(np.int32, 0)]
-
-
-def _none(kind: type, *shape: int) -> Output:
-    return ops.constant(np.zeros(shape, kind)).output(0)

@@ -1,6 +1,7 @@
 """OpenVINO as a runtime: the same model as onnxruntime's, from the same file."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +13,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.production.agreement import greedy_tokens
+from lathe.production.agreement import find_divergence, greedy_tokens
+from lathe.production.deploy import _check_ways, deploy
+from lathe.production.rehearsal import Answer
 from lathe.runtime import open_model as open_model_module
 from lathe.runtime.exported_model import METADATA
 from lathe.runtime.open_model import mean_difference, open_model
@@ -201,3 +204,27 @@ def test_triton_serves_with_openvino(
                 found = client.generate(prompt, max_tokens=12, min_tokens=0, **options).tokens
                 assert found == greedy_tokens(checkpoint, prompt, 12)
     assert "runs in openvino: as asked" in log
+
+
+def test_an_int4_model_is_deployed_with_openvino(
+    triton: None, exported: Path, tmp_path: Path
+) -> None:
+    serving = ServingSettings(**ANY_PORTS, threads=1, runtime="openvino")
+    recipe = Recipe(Serving=serving, Export=ExportSettings(new_tokens=12))
+    result = deploy(recipe, exported, exported.with_name("checkpoint"), tmp_path / "deployed")
+    assert result.identical + result.near_ties == result.prompts > 0
+
+
+def test_answers_of_one_server_may_differ_at_ties_only(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, prompt = load_checkpoint(exported.with_name("checkpoint")), "a prompt"
+    mine = greedy_tokens(checkpoint, prompt, 4)
+    other = [*mine[:2], (mine[2] + 1) % UNIFORM.vocab_size, *mine[3:]]
+    divergence = find_divergence(checkpoint, prompt, mine, other)
+    assert divergence is not None
+    answers, ways = [Answer("", mine, 0.0, 0.0)], {"another way": [other]}
+    _check_ways(checkpoint, [prompt], answers, ways, divergence.gap)
+    for most in (divergence.gap * 0.99, -math.inf):
+        with pytest.raises(StageError, match="another way: 'a prompt' gives"):
+            _check_ways(checkpoint, [prompt], answers, ways, most)

@@ -1,0 +1,68 @@
+"""Attention in OpenVINO's operators: rotary positions, and attention over a paged cache."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from openvino import Output, op
+from openvino import opset15 as ops
+
+
+def paged_attention(
+    parts: Sequence[Output],
+    caches: Sequence[Output],
+    layout: Sequence[Output],
+    longest: Output,
+    shape: tuple[int, int],
+) -> Output:
+    """Causal self-attention of packed sequences, whose keys and values it appends to the caches.
+
+    Args:
+        parts: queries, keys and values (N, heads * head_dim) of all new tokens.
+        caches: of keys and of values (blocks, n_kv_head, BLOCK, head_dim).
+        layout: int32 (sequences,), tokens that each sequence has; (sequences + 1,), where its new
+            ones begin; (used blocks,), their numbers; (sequences + 1,), where a sequence's begin.
+        longest: tokens of the longest sequence, with the new ones.
+        shape: n_kv_head and head_dim.
+
+    Returns:
+        (N, n_head * head_dim).
+    """
+    n_kv_head, head_dim = shape
+    scale = ops.constant(np.float32(head_dim**-0.5)).output(0)
+    no_window, no_slopes = _none(np.int32), _none(np.float32, 0)
+    given = [*parts, *caches, *layout, scale, no_window, no_slopes, longest]
+    paged = op._PagedAttentionExtension([*given, *_unused()])
+    for part in ("k", "v"):
+        paged.get_rt_info()[f"num_{part}_heads"] = n_kv_head
+        paged.get_rt_info()[f"{part}_head_size"] = head_dim
+    width = parts[0].get_partial_shape()[1].get_length()
+    return ops.reshape(paged.output(0), np.array([0, width]), True).output(0)
+
+
+def rotated(x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
+    """Queries or keys (N, heads * head_dim), the first features of every head rotated."""
+    half = cosines.get_partial_shape()[2].get_length()
+    heads = ops.reshape(x, np.array([0, -1, head_dim]), True)
+    sizes = np.array([half, half, head_dim - 2 * half])
+    first, second, *rest = ops.variadic_split(
+        heads, np.int64(2), sizes if sizes[2] else sizes[:2]
+    ).outputs()
+    rotated = [
+        ops.subtract(ops.multiply(first, cosines), ops.multiply(second, sines)).output(0),
+        ops.add(ops.multiply(second, cosines), ops.multiply(first, sines)).output(0),
+    ]
+    together = ops.concat([*rotated, *rest], 2)
+    width = x.get_partial_shape()[1].get_length()
+    return ops.reshape(together, np.array([0, width]), True).output(0)
+
+
+def _unused() -> list[Output]:
+    """Inputs of paged attention that eviction, rotation and sparsity of the cache would need."""
+    empty = [_none(np.int32, 0) for _ in range(3)]
+    sparse = [*(_none(np.float32, 0) for _ in range(2)), *(_none(np.int32) for _ in range(2))]
+    more = [_none(np.float32, 0, 0, 0, 0), _none(np.int32), *(_none(np.int32, 0) for _ in range(4))]
+    return [*empty, *sparse, *more, _none(np.uint8, 0), _none(np.int32, 0)]
+
+
+def _none(kind: type, *shape: int) -> Output:
+    return ops.constant(np.zeros(shape, kind)).output(0)
