@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openvino
 
 from lathe.runtime.exported_model import METADATA
 from lathe.runtime.open_model import mean_difference
-from lathe.runtime.openvino_model import OpenVINOModel
 from lathe.runtime.session import OnnxModel
 from peers.lathe import Lathe
+from peers.lathe_openvino import LatheOpenVINO
 from peers.worker import Measured
 
 COMPARED = (2, 128)  # shape of the tokens whose logits are compared
@@ -27,18 +26,11 @@ CASES: tuple[tuple[str, int], ...] = (
 )
 
 
-class InOpenVINO(Lathe):
-    version = f"OpenVINO {openvino.__version__.split('-')[0]}"
-
-    def __init__(self, folder: Path) -> None:
-        self.model = OpenVINOModel(folder, threads=1)
-
-
 def measure(folder: Path, float_folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
     """By runtime: `version`; of OpenVINO, `difference`, the mean difference of logits from
     onnxruntime's, relative to that of onnxruntime's from the float export's; and seconds of every
     case, one number a round. The first round is not counted."""
-    made: dict[str, Lathe] = {"onnxruntime": Lathe(folder), "OpenVINO": InOpenVINO(folder)}
+    made: dict[str, Lathe] = {"onnxruntime": Lathe(folder), "OpenVINO": LatheOpenVINO(folder)}
     vocabulary = json.loads((folder / METADATA).read_text())["vocab_size"]
     tokens = np.random.default_rng(0).integers(1, vocabulary, COMPARED).tolist()
     reference = made["onnxruntime"].model

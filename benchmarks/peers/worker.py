@@ -25,9 +25,9 @@ PER_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel
 
 def engine(module: str) -> type[Engine]:
     """The engine that a module of this package defines."""
-    importlib.import_module(f"peers.{module}")
-    (found,) = Engine.__subclasses__()
-    return found
+    defined = vars(importlib.import_module(f"peers.{module}")).values()
+    classes = [value for value in defined if isinstance(value, type) and issubclass(value, Engine)]
+    return next(c for c in classes if c.__module__ == f"peers.{module}")
 
 
 Times = dict[int, float]  # seconds of processor time by thread
