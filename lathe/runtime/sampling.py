@@ -93,7 +93,9 @@ def distribution(
                 ids, probabilities = ids[likely], probabilities[likely]
         order = np.argsort(-probabilities, kind="stable")
         before = np.cumsum(probabilities[order]) - probabilities[order]
-        keep = order[before < top_p]
+        # In the order of ids, not of probabilities: rounding could swap two that are almost equal,
+        # and the same random number would then choose another token.
+        keep = np.sort(order[before < top_p])
         ids, probabilities = ids[keep], probabilities[keep] / probabilities[keep].sum()
     return ids, probabilities
 
