@@ -13,7 +13,7 @@ from lathe.certify.kills import KINDS, Training, plan_kills
 from lathe.certify.tensors import Difference, digests_of, first_difference
 from lathe.cli import app
 from lathe.report.certificate import read_certificate
-from lathe.train.saved import committed_steps
+from lathe.train.saved import saved_steps
 from tests.support.small_run import SMALL
 
 FEW_STEPS = (*SMALL, "Engine.logging_freq=1", "Model.hidden_dropout_prob=0.1")
@@ -84,7 +84,7 @@ def test_a_state_that_was_altered_is_caught(small_data, tmp_path, monkeypatch) -
 
     def altering(command: list[str], output: Path, log: Path) -> Training:
         begun.append(output)
-        for state in committed_steps(output / "state"):
+        for state in saved_steps(output / "state"):
             alter(next(state.glob("*.safetensors")))
         return Training(command, output, log)
 
