@@ -32,8 +32,6 @@ FLAVOURS = {"float32": "fp32", "float16": "fp16"}
 PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
 HEAD_SIZE_MULTIPLE = 8  # required by onnxruntime's GroupQueryAttention
 ROTARY_MULTIPLE = 16  # also of the rotated part of a head, where positions are rotary
-
-
 # Prompts of the proof that `export.json` keeps, to check another runtime by where it serves.
 SAMPLES, SAMPLE_TOKENS = 4, 64
 

@@ -108,9 +108,7 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
             signer.config().set_hashing_config(hashing).sign(folder, work)
         except UserError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever Sigstore's client and the parsers of certificates raise
+        except Exception as error:  # of Sigstore's client, or of a parser of certificates
             if signer.key and not signer.certificate:
                 raise
             raise UserError(

@@ -72,16 +72,6 @@ class ContiguousCache(KVCache):
 
     binding: Any = field(repr=False)
 
-    @property
-    def keys(self) -> list[NDArray[Any]]:
-        """Those of every layer."""
-        return self.buffers[: len(self.buffers) // 2]
-
-    @property
-    def values(self) -> list[NDArray[Any]]:
-        """Those of every layer."""
-        return self.buffers[len(self.buffers) // 2 :]
-
     def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
         buffer[to, :, :n] = buffer[of, :, :n]
 

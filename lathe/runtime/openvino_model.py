@@ -76,10 +76,8 @@ class OpenVINOModel(ExportedModel):
 
     def rows(self, cache: KVCache, first: int, last: int) -> PagedCache:
         assert isinstance(cache, PagedCache)
-        buffers, lengths = (
-            [buffer[first:last] for buffer in cache.buffers],
-            cache.lengths[first:last],
-        )
+        buffers = [buffer[first:last] for buffer in cache.buffers]
+        lengths = cache.lengths[first:last]
         return PagedCache(buffers, lengths, cache.capacity, cache.tensors, cache.first_row + first)
 
     def pair(self, rows: KVCache, prompt: KVCache) -> MixedCaches:
