@@ -30,7 +30,6 @@ WAYS = {
     "formats alone": ("Compress.Quantization.weight_bits=4", "Compress.Prune.enable=False"),
     "widths, INT8": (),
 }
-RECIPES = ("tiny", "tiny-prune", "tiny-qat")
 ANY = 1e6  # increase of perplexity
 
 
@@ -39,6 +38,12 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="dense checkpoint")
     parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--recipes",
+        nargs=3,
+        default=["tiny", "tiny-prune", "tiny-qat"],
+        help="of evaluation, pruning and quantization",
+    )
     parser.add_argument("--target", default="bytes", help="latency, prefill, bytes or parameters")
     parser.add_argument("--share", type=float, action="append", help="of dense; may be repeated")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the training text")
@@ -48,7 +53,7 @@ def main() -> None:
     finetuned = given.output / "finetuned"
     overrides = (*given.override, f"Global.seed={given.seed}")
     prune(
-        load_recipe("tiny-prune", (*overrides, "Compress.Prune.ratio=0")),
+        load_recipe(given.recipes[1], (*overrides, "Compress.Prune.ratio=0")),
         *(given.model, given.data, finetuned),
     )
     table = Table("target", "way", "predicted", "reached", "predicted KL", "perplexity", "dense")
@@ -56,7 +61,7 @@ def main() -> None:
         goal = Goal(given.target, share, "perplexity", ANY)
         for way, own in WAYS.items():
             base, pruning, quantization = (
-                load_recipe(name, (*overrides, EVERYTHING, *own)) for name in RECIPES
+                load_recipe(name, (*overrides, EVERYTHING, *own)) for name in given.recipes
             )
             model = finetuned if way == "formats alone" else given.model
             output = given.output / way.replace(" ", "-").replace(",", "")

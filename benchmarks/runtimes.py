@@ -1,11 +1,11 @@
-r"""The same exports in both values of `Serving.runtime`, onnxruntime and OpenVINO.
+r"""The same exports in every `Serving.runtime`.
 
     python benchmarks/runtimes.py [--rounds 5]
 
-GPT-2 124M shape, random weights, INT8 and INT4 as `lathe export` writes them, one thread. Both take
-turns in one process, on its processor time; an environment with OpenVINO is made below the output,
-and neither it nor the exports are made again. "Difference" is the mean difference
-of OpenVINO's logits from onnxruntime's, relative to what quantizing changes.
+GPT-2 124M shape, random weights, INT8 and INT4 as `lathe export` writes them, one thread. Runtimes
+take turns in one process, on its processor time; an environment with OpenVINO is made below the
+output, and neither it nor the exports are made again. "Difference" is the mean difference of logits
+from onnxruntime's, relative to what quantizing changes.
 """
 
 import argparse

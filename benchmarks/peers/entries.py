@@ -55,7 +55,9 @@ FLOAT = "Lathe float32"
 ENTRIES = [
     Entry(FLOAT, "lathe", "saved", 32),
     Entry(REFERENCE, "lathe", "INT8", 8),
+    Entry("Lathe INT8, single stream", "lathe_single_stream", "INT8", 8),
     Entry("Lathe INT4", "lathe", "INT4", 4),
+    Entry("Lathe INT4, groups of 128", "lathe", "INT4g128", 4),
     Entry("Lathe INT8 in OpenVINO", "lathe_openvino", "INT8", 8),
     Entry("Lathe INT4 in OpenVINO", "lathe_openvino", "INT4", 4),
     Entry(TRUTH, "transformers", "float32", 32),

@@ -1,20 +1,23 @@
-"""One export under onnxruntime and OpenVINO, in one process and in turns.
+"""One export in every runtime, in one process and in turns.
 
 python -m peers.exported EXPORT FLOAT_EXPORT ROUNDS
 """
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lathe.errors import UserError
 from lathe.runtime.exported_model import METADATA
 from lathe.runtime.open_model import mean_difference
 from lathe.runtime.session import OnnxModel
 from peers.lathe import Lathe
 from peers.lathe_openvino import LatheOpenVINO
+from peers.lathe_single_stream import LatheSingleStream
 from peers.worker import Measured
 
 COMPARED = (2, 128)  # shape of the tokens whose logits are compared
@@ -27,17 +30,22 @@ CASES: tuple[tuple[str, int], ...] = (
 
 
 def measure(folder: Path, float_folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """By runtime: `version`; of OpenVINO, `difference`, the mean difference of logits from
-    onnxruntime's, relative to that of onnxruntime's from the float export's; and seconds of every
-    case, one number a round. The first round is not counted."""
-    made: dict[str, Lathe] = {"onnxruntime": Lathe(folder), "OpenVINO": LatheOpenVINO(folder)}
+    """By runtime: `version`; of others than onnxruntime, `difference`, the mean difference of
+    logits from onnxruntime's, relative to that of onnxruntime's from the float export's; and
+    seconds of every case, one number a round. The first round is not counted."""
+    made: dict[str, Lathe] = {"onnxruntime": Lathe(folder)}
+    with suppress(UserError):  # not INT8
+        made["single stream"] = LatheSingleStream(folder)
+    made["OpenVINO"] = LatheOpenVINO(folder)
     vocabulary = json.loads((folder / METADATA).read_text())["vocab_size"]
     tokens = np.random.default_rng(0).integers(1, vocabulary, COMPARED).tolist()
     reference = made["onnxruntime"].model
     change = mean_difference(reference, OnnxModel(float_folder, 1), tokens)
     found: dict[str, dict[str, Any]] = {n: {"version": e.version} for n, e in made.items()}
-    difference = mean_difference(reference, made["OpenVINO"].model, tokens)
-    found["OpenVINO"]["difference"] = difference / change
+    for name, engine in made.items():
+        if engine.model is not reference:
+            other = getattr(engine.model, "single_stream", engine.model)
+            found[name]["difference"] = mean_difference(reference, other, tokens) / change
     measured = {name: Measured(engine, vocabulary) for name, engine in made.items()}
     for turn in range(rounds + 1):
         for method, argument in CASES:

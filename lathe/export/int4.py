@@ -10,9 +10,9 @@ from onnx import helper
 from lathe.export.attention import MICROSOFT
 from lathe.model.groups import LOWEST, weight_groups
 from lathe.model.quantization import LinearFormat
+from lathe.runtime.open_session import ROUNDED_INPUT
 
 GROUPED = "MatMulNBits"
-ROUNDED_INPUT = 4  # `accuracy_level` of products with inputs in 8 bits
 FLOAT_INPUT = 1
 
 

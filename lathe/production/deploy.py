@@ -119,7 +119,7 @@ def _rehearsed(
     with _start(repository, recipe.Serving, output, keep_running) as server:
         start_seconds = time.perf_counter() - started
         answers, ways, together_seconds = _rehearse(server.state, prompts, new_tokens)
-        # onnxruntime computes each row as it does alone; OpenVINO may add in another order.
+        # onnxruntime computes each row as it does alone; other runtimes may add in another order.
         most = -math.inf if recipe.Serving.runtime == "onnxruntime" else tolerance
         _check_ways(checkpoint, prompts, answers, ways, most)
         expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]

@@ -68,9 +68,15 @@ class KVCache(ABC):
 @dataclass
 class ContiguousCache(KVCache):
     """onnxruntime's layout: buffers (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as
-    the graph computes."""
+    the graph computes.
+
+    Attributes:
+        single_stream: of one row, for `SingleStreamModel`: the same memory, bound to its second
+            graph.
+    """
 
     binding: Any = field(repr=False)
+    single_stream: "ContiguousCache | None" = field(default=None, repr=False)
 
     def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
         buffer[to, :, :n] = buffer[of, :, :n]

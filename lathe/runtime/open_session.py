@@ -8,6 +8,7 @@ import onnxruntime as ort  # type: ignore[import-untyped]
 from lathe.errors import UserError
 
 CPUINFO = Path("/proc/cpuinfo")
+ROUNDED_INPUT = 4  # `accuracy_level` of `MatMulNBits` with inputs in 8 bits
 PLAIN_ATTENTION = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
 

@@ -26,12 +26,12 @@ from openvino import Model, Node, Output, PartialShape, Shape, Tensor, Type, op
 from openvino import opset15 as ops
 
 from lathe.runtime.kv_cache import PagedCache
+from lathe.runtime.open_session import ROUNDED_INPUT
 from lathe.runtime.openvino_attention import paged_attention, rotated
 
 LAYOUT = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
 LONGEST = "max_context_len"
 LEVELS = 256  # of an INT8 activation, around zero
-ROUNDED_INPUT = 4  # `accuracy_level` of products with inputs in 8 bits
 SIGNS = 0x88  # turns two numbers plus 8 into two's complements
 Array = NDArray[Any]
 

@@ -1,10 +1,8 @@
 """OpenVINO as a runtime: the same model as onnxruntime's, from the same file."""
 
-import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,10 @@ from lathe.errors import StageError, UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.gpt import GPT
 from lathe.production.agreement import find_divergence, greedy_tokens
 from lathe.production.deploy import _check_ways, deploy
 from lathe.production.rehearsal import Answer
 from lathe.runtime import open_model as open_model_module
-from lathe.runtime.exported_model import METADATA
 from lathe.runtime.open_model import mean_difference, open_model
 from lathe.runtime.openvino_model import OpenVINOModel
 from lathe.runtime.session import OnnxModel
@@ -35,7 +31,9 @@ from tests.support import families
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,
+    altered,
     make_model,
+    quantization_change,
     random_tokens,
     save,
     write_held_out,
@@ -57,14 +55,6 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def quantization_change(model: GPT, exported: OnnxModel, tokenizer: Tokenizer, at: Path) -> float:
-    """How much quantizing has moved the logits: what the proof of an export measures with."""
-    plain = GPT(model.config.with_quantization(None))
-    weights = {k: v for k, v in model.state_dict().items() if k in plain.state_dict()}
-    plain.load_state_dict(weights)
-    return mean_difference(write_unproven(plain.eval(), tokenizer, at), exported, PROMPTS)
-
-
 @pytest.mark.parametrize("shape", [UNIFORM, PRUNED], ids=["uniform", "pruned"])
 def test_float_logits_are_onnxruntimes(
     shape: Any, tmp_path: Path, byte_tokenizer: Tokenizer
@@ -84,7 +74,7 @@ def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     shape, options = SHAPES[case]
     model = make_model(shape, **options)
     own = write_unproven(model, byte_tokenizer, tmp_path / "own")
-    change = quantization_change(model, own, byte_tokenizer, tmp_path / "float")
+    change = quantization_change(model, own, PROMPTS, byte_tokenizer, tmp_path / "float")
     other = OpenVINOModel(tmp_path / "own", threads=1)
     assert mean_difference(own, other, PROMPTS) < QUANTIZATION_SHARE * change
 
@@ -121,18 +111,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer
     return export(recipe, source, write_held_out(at / "data"), at / "onnx").folder
 
 
-def altered(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of an export with other metadata."""
-    at.mkdir()
-    for file in folder.iterdir():
-        if file.is_file():
-            (at / file.name).write_bytes(file.read_bytes())
-    metadata = json.loads((at / METADATA).read_text())
-    change(metadata)
-    (at / METADATA).write_text(json.dumps(metadata))
-    return at
-
-
 @pytest.mark.parametrize("speedup", [0.9, 1.1])
 def test_auto_takes_the_faster_runtime(
     speedup: float, exported: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +131,7 @@ def test_a_runtime_that_computes_something_else_does_not_serve(
     exported: Path, tmp_path: Path
 ) -> None:
     strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
-    with pytest.raises(UserError, match=r"OpenVINO's logits differ .* \(limit 1e-12\)"):
+    with pytest.raises(UserError, match=r"logits of OpenVINO differ .* \(limit 1e-12\)"):
         open_model(strict, threads=1, runtime="openvino")
     opened = open_model(strict, threads=1, runtime="auto")
     assert opened.model.runtime == "onnxruntime" and "differ" in opened.reason

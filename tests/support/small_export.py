@@ -1,8 +1,10 @@
 """Small random models, float, INT8 and INT4, as checkpoint folders and as exports."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -15,6 +17,8 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe.runtime.exported_model import METADATA
+from lathe.runtime.open_model import mean_difference
 from lathe.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
@@ -79,3 +83,25 @@ def write_held_out(data: Path) -> Path:
     lines = [f"{n} turns of the chuck take {n * n % 97} strokes of the tool.\n" for n in range(40)]
     (data / "heldout.txt").write_text("".join(lines))
     return data
+
+
+def quantization_change(
+    model: GPT, exported: OnnxModel, prompts: list[list[int]], tokenizer: Tokenizer, at: Path
+) -> float:
+    """How much quantizing has moved the logits: what the proof of an export measures with."""
+    plain = GPT(model.config.with_quantization(None))
+    weights = {k: v for k, v in model.state_dict().items() if k in plain.state_dict()}
+    plain.load_state_dict(weights)
+    return mean_difference(write_unproven(plain.eval(), tokenizer, at), exported, prompts)
+
+
+def altered(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of an export with other metadata."""
+    at.mkdir()
+    for file in folder.iterdir():
+        if file.is_file():
+            (at / file.name).write_bytes(file.read_bytes())
+    metadata = json.loads((at / METADATA).read_text())
+    change(metadata)
+    (at / METADATA).write_text(json.dumps(metadata))
+    return at

@@ -1,0 +1,19 @@
+"""Lathe's exports with `Serving.runtime` onnxruntime_single_stream."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.runtime.single_stream_model import SingleStreamModel
+from peers.engine import Ids, log_likelihoods
+from peers.lathe import Lathe
+
+
+class LatheSingleStream(Lathe):
+    def __init__(self, folder: Path, threads: int = 1) -> None:
+        self.model = self.own = SingleStreamModel(folder, threads)
+
+    def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
+        """By the graph of a single stream: the other is Lathe's."""
+        return log_likelihoods(self.own.single_stream.logits(tokens[None])[0], tokens)
