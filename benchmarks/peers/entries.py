@@ -60,6 +60,7 @@ ENTRIES = [
     Entry("Lathe INT4, groups of 128", "lathe", "INT4g128", 4),
     Entry("Lathe INT8 in OpenVINO", "lathe_openvino", "INT8", 8),
     Entry("Lathe INT4 in OpenVINO", "lathe_openvino", "INT4", 4),
+    Entry("Lathe INT4, groups of 128, in OpenVINO", "lathe_openvino", "INT4g128", 4),
     Entry(TRUTH, "transformers", "float32", 32),
     Entry("OpenVINO W8A8", "openvino", "W8A8", 8, OPENVINO),
     Entry("OpenVINO GenAI INT8", "openvino_genai", "INT8", 8, OPENVINO),
