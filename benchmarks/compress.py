@@ -5,10 +5,10 @@
     python benchmarks/compress.py run/dense --data run/novels --output run/table \\
         --cloze lambada_test.jsonl --text wiki.test.raw
 
-Every row but the first trains for the same number of tokens, from the same weights, and is measured
-on the same text; latencies are taken in turns in one run, at the end. A row that is finished is not
-made again: the same command goes on after a kill, or prints the table. With --rows only those whose
-names begin so are made.
+Every row but the first and the untrained ones trains for the same number of tokens, from the same
+weights, and is measured on the same text; latencies are taken in turns in one run, at the end. A
+row that is finished is not made again: the same command goes on after a kill, or prints the table.
+With --rows only those whose names begin so are made.
 """
 
 import argparse
@@ -78,6 +78,9 @@ def rows(linears: int) -> Iterator[Row]:
     yield Row(f"int8, all but {FEW} skipped", int8=(), skips=linears - FEW)
     yield Row("int8 distilled, no skips", int8=(DISTILL,))
     yield Row("int4 distilled, groups of 64", int8=(DISTILL, *INT4))
+    for rounding in ("nearest", "gptq"):
+        untrained = "Engine.max_steps=0", f"Compress.Quantization.rounding={rounding}"
+        yield Row(f"int4 untrained, {rounding}", int8=(*untrained, *INT4))
     for ratio in (0.25, 0.375, 0.5):
         best = pruned(ratio, "taylor", "global", True)
         yield Row(best.name + INT8, best.pruning, (DISTILL,))

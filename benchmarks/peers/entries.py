@@ -65,6 +65,7 @@ ENTRIES = [
     Entry("OpenVINO W8A8", "openvino", "W8A8", 8, OPENVINO),
     Entry("OpenVINO GenAI INT8", "openvino_genai", "INT8", 8, OPENVINO),
     Entry("OpenVINO GenAI INT4", "openvino_genai", "INT4", 4, OPENVINO),
+    Entry("OpenVINO GenAI INT4, groups of 128", "openvino_genai", "INT4g128", 4, OPENVINO),
     Entry("llama.cpp Q8_0", "llama_cpp", "Q8_0", 8, LLAMA_CPP),
     Entry("llama.cpp Q4_0", "llama_cpp", "Q4_0", 4, LLAMA_CPP),
     Entry("llama.cpp Q4_K_M", "llama_cpp", "Q4_K_M", 4, LLAMA_CPP),

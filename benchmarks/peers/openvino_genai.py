@@ -16,16 +16,14 @@ from peers.weights import Weights
 
 MODES = {
     "INT8": {"mode": "int8_sym"},
-    "INT4": {
-        "mode": "int4_sym",
-        "group_size": 64,
-        "ratio": 1.0,
-        "all_layers": True,
+    **{
+        name: {"mode": "int4_sym", "group_size": size, "ratio": 1.0, "all_layers": True}
+        for name, size in (("INT4", 64), ("INT4g128", 128))
     },
 }
 # Of activations; the fastest for each. INT4 weights with larger groups than their own take twice
 # as long to read a prompt.
-GROUPS = {"INT8": 256, "INT4": 64}
+GROUPS = {"INT8": 256, "INT4": 64, "INT4g128": 128}
 OPTIONS = "options.json"
 
 
