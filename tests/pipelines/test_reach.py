@@ -111,8 +111,8 @@ def test_a_step_depends_on_the_groups_that_its_code_reads():
     assert "Gate" in groups["gate"] and "Optimizer" not in groups["gate"]
 
 
-@pytest.mark.parametrize("edits", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_no_random_edit_is_missed(tree, components, edits):
+@pytest.mark.slow
+def test_no_random_edit_is_missed(tree, components, edits=200):
     """Against two other ways of finding what a component needs, neither of them ours: what its
     imports load in a real interpreter has to count, and what no chain of import statements leads
     to, in all of the files' text, must not."""
