@@ -4,7 +4,8 @@ r"""Many streams at a time: the server's own loop in this process, and a real Tr
         [--requests 48]
 
 GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80 new ones,
-sampled. The cases take turns; the ratios are what counts.
+sampled. The cases take turns; the ratios are what counts. Servers are onnxruntime's unless another
+`Serving.runtime` is named.
 """
 
 import argparse
@@ -23,9 +24,12 @@ from export import SHAPE, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lathe.config.settings import GenerationSettings, ServingSettings
+from lathe.export.proof import QUANTIZATION_SHARE
+from lathe.runtime.open_model import Runtime, mean_difference
 from lathe.runtime.params import Params, parse
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
+from lathe.runtime.session import OnnxModel
 from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.client import Client
 from lathe.serve.load import Load, Objective, Summary, run_load, summarize
@@ -34,6 +38,9 @@ from lathe.serve.server import ANY_PORTS, start
 from lathe.storage import sha256
 
 STREAMS = 16
+ONNX: Runtime = "onnxruntime"
+SINGLE: Runtime = "onnxruntime_single_stream"
+OPENVINO: Runtime = "openvino"
 
 
 class InProcess:
@@ -64,21 +71,27 @@ def main() -> None:
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        exported = write(folder)["int8"]
+        written = write(folder)
+        exported = written["int8"]
         complete(exported)
+        prove(exported, written["fp32"])
         served = {
-            width: stack.enter_context(serve(exported, folder / f"{width}", width, arguments))
-            for width in (STREAMS, 1)
+            (width, runtime): stack.enter_context(
+                serve(exported, folder / f"{runtime}-{width}", width, runtime, arguments)
+            )
+            for width, runtime in ((STREAMS, ONNX), (1, ONNX), (1, SINGLE), (STREAMS, OPENVINO))
         }
         engine = TextGenerator(exported, 200, arguments.threads, STREAMS)
         stack.callback(engine.close)
         here = InProcess(engine)
         cases: dict[str, tuple[Any, int]] = {
             "in process, 1 stream": (here, 1),
-            "Triton, 1 stream": (served[STREAMS], 1),
+            "Triton, 1 stream": (served[STREAMS, ONNX], 1),
             f"in process, {STREAMS} streams": (here, STREAMS),
-            f"Triton, {STREAMS} streams": (served[STREAMS], STREAMS),
-            f"Triton, {STREAMS} streams, one at a time": (served[1], STREAMS),
+            f"Triton, {STREAMS} streams": (served[STREAMS, ONNX], STREAMS),
+            f"Triton, {STREAMS} clients, one at a time": (served[1, ONNX], STREAMS),
+            f"1 stream, {SINGLE}": (served[1, SINGLE], 1),
+            f"{STREAMS} streams, {OPENVINO}": (served[STREAMS, OPENVINO], STREAMS),
         }
         found: dict[str, list[Summary]] = {case: [] for case in cases}
         for turn in range(arguments.rounds + 1):
@@ -106,12 +119,21 @@ def complete(exported: Path) -> None:
     (exported / "export.json").write_text(json.dumps(metadata))
 
 
+def prove(exported: Path, in_float: Path) -> None:
+    """What other runtimes are checked by when they start."""
+    samples = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (2, 64)).tolist()
+    change = mean_difference(OnnxModel(in_float, 1), OnnxModel(exported, 1), samples)
+    metadata = json.loads((exported / "export.json").read_text())
+    metadata |= {"samples": samples, "proof": {"mean_limit": QUANTIZATION_SHARE * change}}
+    (exported / "export.json").write_text(json.dumps(metadata))
+
+
 @contextmanager
 def serve(
-    exported: Path, folder: Path, width: int, arguments: argparse.Namespace
+    exported: Path, folder: Path, width: int, runtime: Runtime, arguments: argparse.Namespace
 ) -> Iterator[Client]:
     limits = {"max_running": width, "max_queue": STREAMS, "threads": arguments.threads}
-    serving = ServingSettings(**ANY_PORTS, **limits)
+    serving = ServingSettings(**ANY_PORTS, **limits, runtime=runtime)
     repository = write_repository(exported, folder / "models", serving, GenerationSettings())
     with (
         start(repository, serving, folder / "server") as server,
@@ -143,12 +165,14 @@ def report(found: dict[str, list[Summary]], arguments: argparse.Namespace) -> No
                 values = [getattr(summary, part)[percentile] for summary in summaries]
                 row += f"{1e3 * float(np.median(values)):10.1f} ms"
         print(row)
-    one, triton, many, triton_many, in_turn = speeds.values()
+    one, triton, many, triton_many, in_turn, single, openvino = speeds.values()
     print(f"Triton's share of the time of 1 stream: {1 - triton / one:.1%}")
     print(f"Triton's share of the time of {STREAMS}: {1 - triton_many / many:.1%}")
     print(
         f"{STREAMS} streams: {triton_many / triton:.2f}x one, {triton_many / in_turn:.2f}x in turn"
     )
+    print(f"Triton with {SINGLE}, 1 stream: {single / triton:.2f}x")
+    print(f"Triton with {OPENVINO}, {STREAMS} streams: {openvino / triton_many:.2f}x")
 
 
 if __name__ == "__main__":
