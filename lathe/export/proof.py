@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lathe.config.settings import GenerationSettings
 from lathe.errors import StageError
-from lathe.export.int4 import GROUPED, ROUNDED_INPUT
+from lathe.export.int4 import GROUPED
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.progress import Bar, bar
 from lathe.runtime.exported_model import MODEL, pad
-from lathe.runtime.open_session import open_session
+from lathe.runtime.open_session import ROUNDED_INPUT, open_session
 from lathe.runtime.session import OnnxModel
 
 log = logging.getLogger("lathe")
@@ -103,7 +104,7 @@ def prove(
     - int8: every quantized linear, given the graph's own input, gives torch's output up to the
       error of a sum, and up to one level where an input lies on an edge; so do the embeddings.
     - A ragged batch gives each row the logits that it gets alone, and so does a step that decodes
-      rows and reads a prompt.
+      rows and reads a prompt; where inputs are rounded, up to the limit of the mean error.
     - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's. A row
       may diverge only at tokens whose logits differ in torch by at most the largest error found
       above, or where inputs are rounded, by the limit of the mean error; such rows are listed.
@@ -118,9 +119,10 @@ def prove(
         logits = _compare_logits(model, onnx_model, prompts, progress)
         linear_error = _require_linears(model, onnx_model, folder / MODEL, prompts)
         _require_logits(logits, tolerance if is_exact else math.inf)
-        batch_limit = tolerance if is_exact else max(logits.max_error, tolerance)
-        batch_error = _require_batch(onnx_model, prompts, batch_limit)
         rounds = _rounds_inputs(model)
+        batch_limit = tolerance if is_exact else max(logits.max_error, tolerance)
+        judged = (np.mean, logits.mean_limit) if rounds else (np.max, batch_limit)
+        batch_error = _require_batch(onnx_model, prompts, *judged)
         margin = max(logits.max_error, logits.mean_limit) if rounds else logits.max_error
         ties = _require_greedy(model, onnx_model, prompts, new_tokens, margin, progress)
     return Proof(
@@ -274,27 +276,30 @@ def _rounded_otherwise(model: GPT, dtype: type[np.floating[Any]], seed: int) -> 
             hook.remove()
 
 
-def _require_batch(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]], limit: float) -> float:
-    """The largest difference between a ragged batch, or a mixed step, and each row alone, which is
-    at most `limit`."""
+def _require_batch(
+    onnx_model: OnnxModel,
+    prompts: Sequence[Sequence[int]],
+    judge: Callable[[NDArray[np.float32]], Any],
+    limit: float,
+) -> float:
+    """The largest difference of logits between a ragged batch, or a mixed step, and each row alone.
+    `judge` makes of the differences of either what is at most `limit`."""
     tokens, lengths = pad(prompts)
     cache = onnx_model.start(len(prompts), int(lengths.max()))
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
     alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
-    error = float(np.abs(together - np.stack(alone)).max())
-    if not error <= limit:
-        raise ProofError(f"a row's logits change by {error:.3g} in a batch (limit {limit:.3g})")
-    mixed = _mixed_error(onnx_model, prompts)
-    if not mixed <= limit:
-        raise ProofError(
-            f"logits change by {mixed:.3g} in a step that reads and decodes (limit {limit:.3g})"
-        )
-    return max(error, mixed)
+    batch, mixed = np.abs(together - np.stack(alone)), _mixed_differences(onnx_model, prompts)
+    for found, where in ((batch, "a batch"), (mixed, "a step that reads and decodes")):
+        if not (error := float(judge(found))) <= limit:
+            raise ProofError(f"a row's logits change by {error:.3g} in {where} (limit {limit:.3g})")
+    return float(max(batch.max(), mixed.max()))
 
 
-def _mixed_error(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]) -> float:
-    """The largest difference that it makes whether all prompts, each with its last token once more,
-    are decoded beside the second half of the last prompt, or everything is read alone."""
+def _mixed_differences(
+    onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]
+) -> NDArray[np.float32]:
+    """What differs (rows + 1, V) between decoding all prompts, each with its last token once more,
+    beside the second half of the last prompt, and reading everything alone."""
     tokens, lengths = pad(prompts)
     n_rows, chunk, half = len(prompts), np.array(prompts[-1]), len(prompts[-1]) // 2
     cache = onnx_model.start(n_rows + 1, int(lengths.max()) + 1)
@@ -307,7 +312,8 @@ def _mixed_error(onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]) -> flo
     mixed, read = onnx_model.mix(onnx_model.pair(rows, prompt), again, chunk[half:], True)
     longer = [[*row, row[-1]] for row in prompts]
     alone = [onnx_model.logits(np.array([row]))[0, -1] for row in (*longer, prompts[-1])]
-    return float(np.abs(np.concatenate([mixed, read]) - np.stack(alone)).max())
+    differences: NDArray[np.float32] = np.abs(np.concatenate([mixed, read]) - np.stack(alone))
+    return differences
 
 
 def _require_greedy(
