@@ -143,7 +143,7 @@ test: dev-env serve-env paddle-env ## Run the quick tests, 6 to 18 minutes (TEST
 
 .PHONY: test-slow
 test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
-	$(call tests,3,"slow and not long")
+	$(call tests,2,"slow and not long")
 
 .PHONY: test-all
 test-all: dev-env serve-env paddle-env ## Run all tests but the soak and the containers': an hour
