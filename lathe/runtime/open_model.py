@@ -71,7 +71,7 @@ def _open_single_stream(reference: OnnxModel, threads: int) -> ExportedModel:
     """The same export with a second copy of its INT8 weights, for steps of one token."""
     from lathe.runtime.single_stream_model import SingleStreamModel
 
-    model = SingleStreamModel(reference.folder, threads)
+    model = SingleStreamModel(reference.folder, threads, reference.session)
     _require_agreement(reference, model.single_stream, "the graph of a single stream")
     return model
 

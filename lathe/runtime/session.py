@@ -23,14 +23,15 @@ class OnnxModel(ExportedModel):
     Args:
         folder: output of the export stage.
         threads: onnxruntime's intra-op threads; 0 means one per core.
-        graph: in place of the folder's, with the same inputs and outputs.
+        session: of the folder's graph, or of one with the same inputs and outputs, if it is open
+            already.
     """
 
     runtime = "onnxruntime"
 
-    def __init__(self, folder: Path, threads: int = 0, graph: Path | None = None) -> None:
+    def __init__(self, folder: Path, threads: int = 0, session: Any = None) -> None:
         super().__init__(folder)
-        self.session = open_session(graph or self.folder / MODEL, threads)
+        self.session = session or open_session(self.folder / MODEL, threads)
         types = {node.name: node.type for node in self.session.get_inputs()}
         self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
         self.can_mix = "chunk_length" in types

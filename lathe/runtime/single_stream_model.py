@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 from lathe.runtime.exported_model import MODEL
 from lathe.runtime.kv_cache import ContiguousCache, KVCache
+from lathe.runtime.open_session import open_session
 from lathe.runtime.session import OnnxModel
 from lathe.runtime.single_stream_graph import write_single_stream_graph
 
@@ -25,8 +26,8 @@ class SingleStreamModel(OnnxModel):
 
     runtime = "onnxruntime_single_stream"
 
-    def __init__(self, folder: Path, threads: int = 0) -> None:
-        super().__init__(folder, threads)
+    def __init__(self, folder: Path, threads: int = 0, session: Any = None) -> None:
+        super().__init__(folder, threads, session)
         # From a file, since onnxruntime keeps a serialized graph that it is given in memory.
         with TemporaryDirectory() as work:
             graph = Path(work) / MODEL
@@ -35,7 +36,7 @@ class SingleStreamModel(OnnxModel):
                     f"{folder}: has no INT8 linears to lay out for a single stream",
                     "set Serving.runtime=onnxruntime",
                 )
-            self.single_stream = OnnxModel(folder, threads, graph)
+            self.single_stream = OnnxModel(folder, threads, open_session(graph, threads))
 
     def _bound(
         self, buffers: list[NDArray[Any]], lengths: NDArray[np.int64], capacity: int

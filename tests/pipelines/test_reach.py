@@ -112,11 +112,12 @@ def test_a_step_depends_on_the_groups_that_its_code_reads():
 
 
 @pytest.mark.slow
-def test_no_random_edit_is_missed(tree, components, edits=200):
+def test_no_random_edit_is_missed(tree, components):
     """Against two other ways of finding what a component needs, neither of them ours: what its
     imports load in a real interpreter has to count, and what no chain of import statements leads
     to, in all of the files' text, must not."""
     must, may = loaded(tree, components), {name: named(tree, name) for name in components}
+    edits = 200
     sources, draw = Sources(tree), random.Random(edits)
     before = {name: sources.reached(name) for name in components}
     modules = sorted(sources._paths)
