@@ -24,20 +24,19 @@ from lathe.serve.server import ANY_PORTS
 from tests.export.test_families import CASES, quantized
 from tests.support import families
 from tests.support.small_export import (
+    LINEARS,
+    PROMPTS,
     PRUNED,
     UNIFORM,
     altered,
     make_model,
     quantization_change,
-    random_tokens,
     save,
     write_held_out,
     write_unproven,
 )
 
 RUNTIME = "onnxruntime_single_stream"
-PROMPTS = [random_tokens(n, seed=n).tolist() for n in (40, 7, 21, 33)]
-LINEARS = ("h.0.attn.c_attn", "h.1.mlp.c_fc", "lm_head")
 SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int8": (UNIFORM, {}),
     "pruned": (PRUNED, {}),

@@ -30,6 +30,10 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, UNIFORM.vocab_size, shape, generator=generator)
 
 
+PROMPTS = [random_tokens(n, seed=n).tolist() for n in (40, 7, 21, 33)]
+LINEARS = ("h.0.attn.c_attn", "h.1.mlp.c_fc", "lm_head")  # some of them
+
+
 def make_model(
     config: GPTConfig,
     int8: bool = False,
