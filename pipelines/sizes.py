@@ -44,7 +44,7 @@ def estimate_sizes(config: GPTConfig, recipe: Recipe) -> Sizes:
     On CPUs, training memory is the planner's estimate; on GPUs the host holds the weights while
     they are loaded, and the state while it is saved.
     """
-    parameters, launch = config.n_params(), recipe.Launch
+    parameters, launch = config.n_params, recipe.Launch
     weights = 4 * parameters / GIB
     saving = COPIES_WHILE_SAVING * weights
     if gpus := launch.gpus_per_node:

@@ -62,13 +62,13 @@ def test_shape_and_parameters_are_the_published_ones(name: str) -> None:
     m, d = recipe.Model, recipe.Distributed
     assert (m.hidden_size, m.num_layers, m.num_attention_heads, m.max_position_embeddings) == shape
     assert (d.mp_degree, d.pp_degree, d.sharding.sharding_degree) == degrees
-    assert model_config(recipe, data_vocab_size=50257).n_params() == parameters
+    assert model_config(recipe, data_vocab_size=50257).n_params == parameters
 
 
 @pytest.mark.parametrize(("recipe", "vocabulary"), [("tiny", 4096), ("small", 8192)])
 def test_a_twin_of_llama_is_as_large_and_trained_alike(recipe: str, vocabulary: int) -> None:
     twin, own = load_recipe(f"{recipe}-llama"), load_recipe(recipe)
-    sizes = [model_config(r, vocabulary).n_params() for r in (twin, own)]
+    sizes = [model_config(r, vocabulary).n_params for r in (twin, own)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
     others = {"Model"}
     assert twin.model_dump(exclude=others) == own.model_dump(exclude=others)

@@ -79,7 +79,7 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
         "version": meta.get("lathe"),
         "stage": meta.get("stage"),
         "engine": meta.get("engine"),
-        "parameters": config.n_params(),
+        "parameters": config.n_params,
         "context-tokens": config.n_positions,
         "layers": config.n_layer,
         "hidden-size": config.n_embd,

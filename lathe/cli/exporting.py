@@ -66,7 +66,7 @@ def import_paddle(
     from lathe.backends.paddle_checkpoint import import_checkpoint
 
     config = import_checkpoint(settings, source, tokenizer, output)
-    show(model=output, layers=config.n_layer, parameters=config.n_params())
+    show(model=output, layers=config.n_layer, parameters=config.n_params)
 
 
 @app.command("export-paddle", epilog="Example: lathe export-paddle run/dense --dtype float16")

@@ -88,7 +88,7 @@ def _one_round(
         batches = first_batches(recipe, tokens, settings.calibration_batches)
         calibration = [torch.from_numpy(batch) for batch in batches]
         pruned = cut(trainable, settings, dense, index, calibration)
-        before, after = dense.n_params(), pruned.config.n_params()
+        before, after = dense.n_params, pruned.config.n_params
         log.info(
             "pruned: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
             list(pruned.config.n_head),

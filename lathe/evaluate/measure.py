@@ -65,7 +65,7 @@ class EvaluatedModel:
         return {
             "stage": self.stage,
             "engine": self.engine,
-            "n_params": self.config.n_params(),
+            "n_params": self.config.n_params,
             "bytes": self.n_bytes,
             "quantized": self.config.quantization is not None,
         }

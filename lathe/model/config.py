@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class GPTConfig:
         """Key-value heads of each layer."""
         return self.kv_heads or self.n_head
 
-    @property
+    @cached_property
     def per_group(self) -> tuple[int, ...]:
         """Query heads that share a key-value head, of each layer."""
         return tuple(h // g for h, g in zip(self.n_head, self.n_kv_head, strict=True))
@@ -82,9 +83,19 @@ class GPTConfig:
         embedding = self.architecture.embeddings[0]
         return (embedding,) if self.tie_word_embeddings else (embedding, HEAD)
 
+    @cached_property
     def n_params(self) -> int:
         """Number of parameters, with biases and embeddings; a tied head counts once."""
         return sum(math.prod(shape) for _, shape in self.tensor_shapes())
+
+    @cached_property
+    def n_linear_weights(self) -> int:
+        """Number of weights of the blocks' linears, without biases."""
+        return sum(
+            math.prod(self.linear_shape(linear, layer))
+            for layer in range(self.n_layer)
+            for linear in self.architecture.linears
+        )
 
     def unit_size(self, units: Units) -> int:
         """Width of one head or FFN channel."""
@@ -164,13 +175,8 @@ class GPTConfig:
         scores. A causal kernel may skip half of it, but published figures count all of it, and a
         count that depended on the kernel could not be compared with them.
         """
-        linears = sum(
-            math.prod(self.linear_shape(linear, layer))
-            for layer in range(self.n_layer)
-            for linear in self.architecture.linears
-        )
         head = self.vocab_size * self.n_embd
-        return 6.0 * (linears + head) + 12.0 * sum(self.widths("heads")) * seq_len
+        return 6.0 * (self.n_linear_weights + head) + 12.0 * sum(self.widths("heads")) * seq_len
 
     def to_json(self) -> dict[str, Any]:
         """HF's keys, and a group `lathe` for what these keys cannot express."""

@@ -200,14 +200,14 @@ def read_tensors(
 def require_size(files: Sequence[Path], config: GPTConfig) -> None:
     """Raise UserError if weights files are too small for their `config.json`, so that a model of
     absurd size is never allocated."""
-    needed = config.n_params() * SMALLEST
+    needed = config.n_params * SMALLEST
     if not all(path.is_file() for path in files):
         return
     held = sum(path.stat().st_size for path in files)
     if held < needed:
         raise UserError(
             f"{files[0]}: does not fit config.json: {held:,} bytes, but its "
-            f"{config.n_params():,} parameters take {needed:,} or more",
+            f"{config.n_params:,} parameters take {needed:,} or more",
             "use the config.json that belongs to these weights",
         )
 
@@ -268,7 +268,7 @@ def write_folder(
             "stage": stage,
             "engine": engine,
             **(origin or Origin()).to_json(),
-            "n_params": config.n_params(),
+            "n_params": config.n_params,
             "metrics": metrics or {},
             "files": {},
             "recipe": _without_secrets(recipe),

@@ -50,7 +50,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
         pruned, kept = cut(dense.model, settings, model)
         small = _filled(new_model(pruned.config, recipe.Model), weights_of(pruned), model)
         divide(small, workers)
-        before, after = dense.model.config.n_params(), pruned.config.n_params()
+        before, after = dense.model.config.n_params, pruned.config.n_params
         log.info(
             "pruned by PaddleSlim: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
             [len(layer.heads) for layer in kept],

@@ -100,7 +100,7 @@ def run_training(
                     "first_eval_loss": at.first_eval_loss,
                     "eval_loss": at.eval_loss,
                     "tokens_per_second": at.speed,
-                    "n_params": config.n_params(),
+                    "n_params": config.n_params,
                 }
                 parts = work.model, work.tokenizer, work.stage, recipe, origin, figures
                 save_checkpoint(output, *parts, weights)

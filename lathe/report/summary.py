@@ -231,7 +231,7 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     config = read_config(candidate.model)
     return Row(
         name=candidate.name,
-        n_params=config.n_params(),
+        n_params=config.n_params,
         flops=config.flops_per_token(config.n_positions) / 3,
         n_bytes=file.stat().st_size,
         prefill_ms=latency.get("prefill_ms"),

@@ -102,7 +102,7 @@ def measure_prices(
             write_sample(checkpoint, built, folder, export)
             for target, share in shares_of(dense, folder).items():
                 shares[target].append(share)
-            shares["parameters"].append(built.config.n_params() / model.config.n_params())
+            shares["parameters"].append(built.config.n_params / model.config.n_params)
             shutil.rmtree(folder)
     parts = [parts_of(model.config, sample, settings.group_size) for sample in samples]
     return {target: _fitted(parts, found) for target, found in shares.items()}

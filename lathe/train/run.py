@@ -153,7 +153,7 @@ def _write_checkpoint(
         "first_eval_loss": at.first_eval_loss,
         "eval_loss": at.eval_loss,
         "tokens_per_second": at.speed,
-        "n_params": model.config.n_params(),
+        "n_params": model.config.n_params,
     }
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, figures)
     remove_states(output)

@@ -120,7 +120,7 @@ def _pipeline(config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: 
 
 def _data_parallel(config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int) -> float:
     """Seconds a step: weights gathered and gradients reduced over `sharding`, then over `dp`."""
-    parameters = config.n_params() / (layout.mp * layout.pp)
+    parameters = config.n_params / (layout.mp * layout.pp)
     stage = layout.sharding_stage if layout.pp == 1 else 1
     gathers = 2 * layout.accumulate_steps if stage == 3 else 1
     reductions = layout.accumulate_steps if stage > 1 else 1

@@ -80,7 +80,7 @@ def test_shrunk_logits_equal_zeroed_ones(model: GPT, unit: str, kept: KeptUnits)
         for layer in range(3):
             without(model, layer, gone, torch.arange(1, 80, 2))
         torch.testing.assert_close(model(TOKENS), after, atol=1e-5, rtol=1e-5)
-    assert pruned.config.n_params() == sum(p.numel() for p in pruned.parameters())
+    assert pruned.config.n_params == sum(p.numel() for p in pruned.parameters())
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
@@ -143,7 +143,7 @@ def test_every_criterion_prunes(model: GPT, criterion: str, unit: str, scope: st
         assert set(config.n_inner) == {40}
     if unit == "query":
         assert config.n_kv_head == before.n_kv_head
-    assert config.n_params() < 0.95 * before.n_params()
+    assert config.n_params < 0.95 * before.n_params
     with torch.inference_mode():
         assert pruned.eval()(TOKENS).isfinite().all()
 
@@ -180,7 +180,7 @@ def test_prune_with_a_teacher_then_quantize(dense: Path, small_data: Path, tmp_p
     result = prune(recipe, dense, small_data, tmp_path / "p")
     assert result.eval_loss < result.first_eval_loss
     pruned = load_checkpoint(tmp_path / "p").model
-    assert pruned.config.n_params() < load_checkpoint(dense).model.config.n_params()
+    assert pruned.config.n_params < load_checkpoint(dense).model.config.n_params
     assert len(records(tmp_path / "p", "loss")) == 20
 
 

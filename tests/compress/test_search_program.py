@@ -141,7 +141,7 @@ def test_prices_are_those_of_files_that_were_not_measured(
         built = build_sample(checkpoint.model, design, INT4)
         share = size(replace(checkpoint, model=built), tmp_path / str(i)) / dense
         assert problem.price(design) == pytest.approx(share, rel=0.01)
-        share = built.config.n_params() / config.n_params()
+        share = built.config.n_params / config.n_params
         assert parameters.price(design) == pytest.approx(share, rel=1e-3)
 
 

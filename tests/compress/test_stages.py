@@ -28,7 +28,7 @@ def test_prune_then_finetune_with_recompute(
     result = prune(load_recipe("tiny", (*SMALL, *changes)), small_dense, small_data, tmp_path / "p")
     pruned = load_checkpoint(tmp_path / "p")
     assert pruned.model.config.n_head == (3, 3) and pruned.model.config.n_inner == (96, 96)
-    assert result.n_params < load_checkpoint(small_dense).model.config.n_params()
+    assert result.n_params < load_checkpoint(small_dense).model.config.n_params
     assert result.eval_loss < result.first_eval_loss
     assert pruned.meta["parent"] == load_checkpoint(small_dense).digest
     with pytest.raises(UserError, match="quantized"):

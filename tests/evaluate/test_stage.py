@@ -49,7 +49,7 @@ def test_data_folder_is_measured_and_recorded(
     nats = -sum(e["log_likelihood"] for e in examples) / 22
     assert result.word_perplexity == pytest.approx(math.exp(nats))
     assert result.perplexity == metrics["text"]["perplexity"]
-    assert metrics["model"]["n_params"] == load_checkpoint(model_folder).model.config.n_params()
+    assert metrics["model"]["n_params"] == load_checkpoint(model_folder).model.config.n_params
     assert metrics["model"]["bytes"] == (model_folder / "model.safetensors").stat().st_size
     expected = {"max_seq_len": 32, "overlapping_eval": 8, "dtype": "float32"}
     assert metrics["protocol"] == expected

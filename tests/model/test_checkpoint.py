@@ -43,7 +43,7 @@ def cut(path: Path) -> None:
 def test_what_was_saved_is_told(folder: Path) -> None:
     meta = load_checkpoint(folder).meta
     assert (meta["stage"], meta["parent"]) == ("pretrain", ORIGIN.parent)
-    assert meta["n_params"] == small_config().n_params()
+    assert meta["n_params"] == small_config().n_params
     names = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
     assert set(meta["files"]) == names
     assert {p.name for p in folder.iterdir()} == {*meta["files"], "lathe.json"}

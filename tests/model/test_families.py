@@ -50,7 +50,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: To
         parts = [ours.hidden(TOKENS[:, :40], cache=cache)]
         parts += [ours.hidden(TOKENS[:, i : i + 1], cache=cache) for i in range(40, 60)]
         torch.testing.assert_close(ours.head(torch.cat(parts, 1)), expected, atol=1e-5, rtol=1e-5)
-    assert ours.config.n_params() == sum(p.numel() for p in theirs.parameters())
+    assert ours.config.n_params == sum(p.numel() for p in theirs.parameters())
 
 
 @every_family
@@ -334,7 +334,7 @@ def test_logits_of_true_shapes_equal_transformers(
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config).eval()
     ours = load_checkpoint(save(theirs, tmp_path / "hf", byte_tokenizer)).model
-    assert ours.config.n_params() == parameters
+    assert ours.config.n_params == parameters
     with torch.inference_mode():
         torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
     os.remove(tmp_path / "hf" / "model.safetensors")

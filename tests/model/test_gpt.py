@@ -60,7 +60,7 @@ def test_round_trip_is_bitwise_with_pruned_widths(
 def test_n_params_counts_what_torch_holds() -> None:
     for heads, widths in itertools.product([(4, 4), (3, 1)], [(96, 96), (40, 72)]):
         config = small_config(n_head=heads, n_inner=widths)
-        assert config.n_params() == sum(p.numel() for p in GPT(config).parameters())
+        assert config.n_params == sum(p.numel() for p in GPT(config).parameters())
 
 
 def test_cache_gives_the_logits_of_the_whole_sequence(small_gpt: GPT) -> None:

@@ -15,7 +15,7 @@ Make = Callable[..., Candidate]
 def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
     dense, int8 = make_candidate("dense", mb=4), make_candidate("INT8", 42.0, 0.29, mb=1)
     rows = summarize([dense, int8], {"INT8": {"prefill_ms": 2.0, "decode_ms": 0.5}})
-    assert rows[0].n_params == load_checkpoint(dense.model).model.config.n_params()
+    assert rows[0].n_params == load_checkpoint(dense.model).model.config.n_params
     config = load_checkpoint(dense.model).model.config
     linears = 2 * sum(
         p.numel() for p in load_checkpoint(dense.model).model.parameters() if p.ndim == 2

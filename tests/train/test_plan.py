@@ -64,7 +64,6 @@ def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
     assert "cannot run" in make_plan(load_recipe("gpt-6.7b"), 8, 200e9).verdict()
 
 
-@pytest.mark.slow
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match=r"no layout fits on 16 GPUs with 72\.0 GB") as error:
         make_plan(load_recipe("gpt-175b-mp8-pp16"), 16, 80e9)
