@@ -37,6 +37,7 @@ def test_all_can_be_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu"]

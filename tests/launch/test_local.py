@@ -112,7 +112,7 @@ def test_killed_rank_fails_the_launch(tmp_path, shape):
     assert (caught.value.rank, caught.value.exit_code) == (0, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
     worker = script(

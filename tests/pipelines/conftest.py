@@ -70,13 +70,15 @@ def corpus(tmp_path):
 
 
 @pytest.fixture
-def kfp(monkeypatch, tmp_path):
-    """A Kubeflow Pipelines server, which the environment names, for sources at one commit."""
+def kfp(monkeypatch, tmp_path, tmp_path_factory):
+    """A Kubeflow Pipelines server, which the environment names, for sources at one commit, whose
+    syntax is read once for all tests."""
     with fake_kfp.serve() as server:
         for name in list(os.environ):
             if name.startswith(("LATHE_", "AWS_", "KFP_", "KUBE")):
                 monkeypatch.delenv(name)
         monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
         yield server
