@@ -1,0 +1,35 @@
+"""What Lathe asks of OpenMP, as torch's own library says when it is loaded."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+OURS = "3000"
+
+
+def spin_count(**given: str) -> str:
+    ours = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        [sys.executable, "-c", "import lathe, torch"],
+        env=environment | given | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if "OPENMP DISPLAY ENVIRONMENT" not in done.stderr:
+        pytest.skip("torch was built with another OpenMP than GNU's")
+    (found,) = re.findall(r"GOMP_SPINCOUNT = '(.*)'", done.stderr)
+    return str(found)
+
+
+def test_a_waiting_thread_soon_gives_its_core_away() -> None:
+    assert spin_count() == OURS
+
+
+def test_what_the_user_asks_for_stands() -> None:
+    assert spin_count(GOMP_SPINCOUNT="77") == "77"
+    assert int(spin_count(OMP_WAIT_POLICY="active")) > int(OURS)
