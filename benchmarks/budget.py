@@ -7,7 +7,8 @@
 Every model is made by the same search (`lathe.search.compress`) for the same target, trains for as
 many tokens from the same weights, and is measured on the same text. A model that is finished is not
 made again: the same command goes on after a kill, or prints the table. Formats alone start from the
-dense model after the finetuning that the others have after pruning.
+dense model after the finetuning that the others have after pruning; a design that prunes nothing
+has none.
 """
 
 import argparse

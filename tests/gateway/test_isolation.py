@@ -103,7 +103,11 @@ def run(server: TritonServer, address: str, seconds: float, seed: int) -> Counte
 
 @pytest.mark.parametrize(
     ("seconds", "seed"),
-    [(6.0, 1), pytest.param(30.0, 2, marks=pytest.mark.slow)],
+    [
+        (6.0, 1),
+        pytest.param(30.0, 2, marks=pytest.mark.slow),
+        pytest.param(240.0, 2, marks=pytest.mark.long),
+    ],
 )
 def test_each_answer_is_as_it_is_alone(server: TritonServer, seconds: float, seed: int) -> None:
     with opened(server, max_wait=60) as address:

@@ -188,6 +188,7 @@ def test_only_what_depends_on_an_edit_is_done_again(tmp_path, recipe, corpus):
         return [line.split(maxsplit=1)[1] for line in table[:3]]
 
     run()
+    assert run() == ["reused"] * 3
     assert run("-o", "Gate.max_accuracy_drop=0.5") == ["reused"] * 3
     assert run("-o", "Optimizer.lr.max_lr=1e-3") == [
         "reused",
