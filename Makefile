@@ -39,8 +39,8 @@ TESTS     ?=
 IMAGES    ?=
 BASE      ?=
 REGISTRY  ?=
-FLAVOUR   ?= cpu
-LOCK      := $(if $(filter cuda,$(FLAVOUR)),cuda.lock,requirements.lock)
+FLAVOUR   ?=
+INSTALLER ?=
 PYTHON    ?= $(firstword $(shell command -v python3.11) python3)
 
 BIN := .venv/bin
@@ -80,7 +80,8 @@ help: ## List the targets
 	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run
-run: env serve-env $(if $(filter paddle,$(ENGINE)),paddle-env) ## Run a pipeline on this machine, from text to Triton
+run: ## Run a pipeline on this machine, from text to Triton
+	$(call environments,train serve $(if $(filter paddle,$(ENGINE)),paddle))
 	@$(BIN)/python -m pipelines.run $(arguments) $(call option,--name,RUN)
 
 .PHONY: submit
@@ -121,7 +122,8 @@ unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 wait
 	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
 
 .PHONY: serve
-serve: env serve-env ## Start Triton and OpenAI's interface on the model deployed last
+serve: ## Start Triton and OpenAI's interface on the model deployed last
+	$(call environments,train serve)
 	$(BIN)/lathe serve
 
 .PHONY: stop
@@ -203,10 +205,14 @@ lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first
 	$(call compile,images/serve/cuda,--group serve-cuda $(NO_TELEMETRY),3.12)
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)
+	$(call compile,images/installer/uv,--group uv)
 	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch $(NO_TELEMETRY))
 
 # OpenVINO works without, and would report every import.
 NO_TELEMETRY := --no-emit-package openvino-telemetry
+
+# PyPI has torch for CUDA only.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
 TRAIN := pyproject.toml --extra cluster --extra tracking
@@ -214,21 +220,24 @@ compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_C
   $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(3),3.11) \
   --python-platform x86_64-manylinux_2_35 $(2) -o $(1).lock
 
+# An image is for a machine that is not this one.
+IMAGE_FLAVOUR = $(or $(FLAVOUR),cpu)
+
 .PHONY: images
 images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)
-	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --base=$(call quote,$(BASE)) \
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(IMAGE_FLAVOUR) --base=$(call quote,$(BASE)) \
 	  --options=$(call quote,$(BUILD_OPTIONS))
 
 .PHONY: push
 push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
 	$(if $(REGISTRY),,$(error make push needs REGISTRY=, such as REGISTRY=registry.example.com/team))
-	@$(PYTHON) -m images.build $(IMAGES) --flavour $(FLAVOUR) --push=$(call quote,$(REGISTRY)) \
+	@$(PYTHON) -m images.build $(IMAGES) --flavour $(IMAGE_FLAVOUR) --push=$(call quote,$(REGISTRY)) \
 	  --options=$(call quote,$(PUSH_OPTIONS))
 
 .PHONY: sbom
 sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=cpu|cuda)
 	for image in train serve paddle; do \
-	  $(BIN)/python -m lathe sbom images/$$image/$(LOCK) --output build/sbom/$$image.cdx.json || exit 1; \
+	  $(BIN)/python -m lathe sbom images/$$image/$(if $(filter cuda,$(IMAGE_FLAVOUR)),cuda,requirements).lock --output build/sbom/$$image.cdx.json || exit 1; \
 	done
 
 .PHONY: clean
@@ -239,56 +248,25 @@ clean: ## Remove build/ and caches; environments and run/ stay
 # Environments: made once, and again when a lock file changes.
 
 .PHONY: env
-env: .venv/.train ## Make .venv, in which everything but Triton runs
+env: ## Make .venv, in which everything but Triton runs
+	$(call environments,train)
 
 .PHONY: serve-env
-serve-env: .venv-serve/.serve ## Make .venv-serve, in which Triton runs
+serve-env: ## Make .venv-serve, in which Triton runs
+	$(call environments,serve)
 
 .PHONY: paddle-env
-paddle-env: .venv-paddle/.paddle ## Make .venv-paddle, in which the PaddleSlim engine runs
+paddle-env: ## Make .venv-paddle, in which the PaddleSlim engine runs
+	$(call environments,paddle)
 
 .PHONY: dev-env
-dev-env: .venv/.dev ## Add the tools of test and lint to .venv
+dev-env: ## Add the tools of test and lint to .venv
+	$(call environments,dev)
 
-# What a newcomer waits for, said before it begins; sizes are those of the CPU locks.
-announce = @echo 'installing $(1): $(2); a few minutes'
-TORCH_SIZE = $(if $(filter cuda,$(FLAVOUR)),several GB,about 0.5 GB to download and 1.9 GB on disk)
-
-.venv/.train: images/train/$(LOCK) pyproject.toml
-	$(call announce,.venv,PyTorch$(comma) onnxruntime$(comma) KFP ($(TORCH_SIZE)))
-	$(call venv,.venv)
-	$(call install,.venv,$<) || $(call install,.venv,$<) --extra-index-url $(TORCH_INDEX)
-	$(BIN)/python -m pip install -q --no-deps -e .
-	touch $@
-
-.venv/.dev: requirements-dev.lock .venv/.train
-	$(call install,.venv,$<)
-	touch $@
-
-.venv-serve/.serve: images/serve/requirements.lock pyproject.toml
-	$(call announce,.venv-serve,Triton (about 0.15 GB to download and 0.5 GB on disk))
-	$(call venv,.venv-serve)
-	$(call install,.venv-serve,$<)
-	.venv-serve/bin/python -m pip install -q --no-deps -e .
-	touch $@
-
-# PyPI has torch for CUDA only; the hashes say what may come from its own index.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-install = $(1)/bin/python -m pip install -q --no-deps --require-hashes -r $(2)
-
-# paddlepaddle 2.6.2 and what it needs have wheels for Python 3.11 at the latest.
-.venv-paddle/.paddle: PYTHON := python3.11
-.venv-paddle/.paddle: images/paddle/requirements.lock pyproject.toml
-	$(call announce,.venv-paddle,PaddlePaddle (about 0.4 GB to download and 1.3 GB on disk))
-	$(call venv,.venv-paddle)
-	$(call install,.venv-paddle,$<)
-	.venv-paddle/bin/python -m pip install -q --no-deps -e .
-	touch $@
-
-define venv
+define environments
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "error: $(PYTHON) is older than Python 3.11"; echo "  hint: make PYTHON=python3.11 ..."; exit 1; } >&2
-$(PYTHON) -m venv $(1)
+@$(PYTHON) images/installer --flavour=$(FLAVOUR) --installer=$(INSTALLER) $(1)
 endef
 
 .PHONY: -o

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,9 @@ def test_the_wheel_holds_every_file_of_the_package(source: Path, tmp_path: Path)
         for path in (source / part).rglob("*")
         if path.is_file() and (part == "lathe" or path.suffix == ".py")
     }
-    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
-    built = run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=tmp_path)
+    options = ("--wheel", "--no-build-isolation", "--python", sys.executable)
+    uv = Path(sys.executable).with_name("uv")
+    built = run(uv, "build", *options, "--out-dir", tmp_path, source, cwd=tmp_path)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -73,8 +75,8 @@ def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
 def test_pip_install_gives_a_command_line_that_trains(source: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", venv, cwd=tmp_path).returncode == 0
-    # The versions of the lock file; its torch is the one without CUDA.
-    locked = pins(ROOT / "images/train/requirements.lock")
+    # The versions of the lock file, with the build of torch that is installed here.
+    locked = pins(ROOT / "images/train/requirements.lock") | {"torch": metadata.version("torch")}
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))
     pip = (venv / "bin" / "python", "-m", "pip")

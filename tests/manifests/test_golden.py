@@ -69,7 +69,7 @@ def test_kind_runs_the_images_that_are_built_here(tmp_path_factory: pytest.TempP
     "target, folder", [("golden", "tests/manifests/golden"), ("manifests", "build/manifests")]
 )
 def test_make_renders_every_overlay(target: str, folder: str) -> None:
-    command = ["make", "--dry-run", "--old-file=.venv/.train", target]
+    command = ["make", "--dry-run", target]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for overlay in OVERLAYS:
         line = f"kubectl kustomize manifests/overlays/{overlay} -o {folder}/{overlay}.yaml"

@@ -85,9 +85,7 @@ def pip_options(folder: Path) -> list[str]:
             words.append(word)
         lines.append(f"{key} = {' '.join(words)}")
     (folder / "pip.conf").write_text("\n".join(lines) + "\n")
-    has_wheels = "find-links" in dict(found)
-    index = ["--build-arg=TORCH_INDEX=https://pypi.org/simple"] if has_wheels else []
-    return ["--network=host", "--build-arg=PIP_CONFIG_FILE=/mnt/pip.conf", *volumes, *index]
+    return ["--network=host", "--build-arg=PIP_CONFIG_FILE=/mnt/pip.conf", *volumes]
 
 
 def mount(folder: Path, at: str) -> str:

@@ -8,16 +8,18 @@ import pytest
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Files with the server's key and certificate, and with the certificate alone, for clients;
-    skips where there is no openssl."""
+    """Files with the server's key and certificate, and with its authority's, for clients; skips
+    where there is no openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl on this machine")
-    server, authority = folder / "server.pem", folder / "authority.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1",
-         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", server, "-out", authority],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    server.write_text(server.read_text() + authority.read_text())
+    key, server, authority = (folder / f"{name}.pem" for name in ("key", "server", "authority"))
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    constraint = "basicConstraints=critical,CA:FALSE"
+    for options in (
+        ["-subj", "/CN=authority of a test", "-keyout", key, "-out", authority],
+        ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-addext", constraint,
+         "-CA", authority, "-CAkey", key, "-keyout", folder / "own.pem", "-out", server],
+    ):  # fmt: skip
+        subprocess.run([*make, *options], check=True, capture_output=True)
+    server.write_text((folder / "own.pem").read_text() + server.read_text())
     return server, authority
