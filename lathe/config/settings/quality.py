@@ -62,7 +62,7 @@ class GateSettings(Settings):
     def _needs_proof(self) -> "GateSettings":
         if self.sequential and self.on_inconclusive == "pass":
             raise ValueError(
-                "sequential excludes on_inconclusive: pass, with which what is not proven would pass"
+                "sequential excludes on_inconclusive: pass, since what is not proven would pass"
             )
         return self
 
