@@ -72,6 +72,7 @@ CLAIMS = {
     "lets a model through only if a paired test of non-inferiority proves that it is as good as "
     "its baseline, within a margin of yours": [
         "tests/evaluate/test_gate.py::test_verdicts",
+        "tests/test_recipe.py::test_no_shipped_recipe_lets_through_what_is_not_proven",
         "tests/evaluate/test_paired.py::test_the_interval_of_losses_covers_as_often_as_it_says",
         "tests/pipelines/test_summary.py::test_a_run_prints_its_verdict_and_deploys_what_passed",
         "tests/pipelines/test_golden.py"
@@ -98,7 +99,7 @@ CLAIMS = {
     ],
     "rolls releases out and back": [
         "tests/serve/test_production.py::test_deploy_again_another_and_back",
-        "tests/cluster/test_rollout.py::test_a_rollout_that_hangs_goes_back",
+        "tests/launch/test_rollout.py::test_a_rollout_that_hangs_goes_back",
     ],
     "**Runs on a cluster** as a Kubeflow pipeline, with multi-node training as TrainJobs": [
         "tests/pipelines/test_submit.py::test_followed_to_its_success",
