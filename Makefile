@@ -140,7 +140,7 @@ PYTEST := $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test
-test: dev-env serve-env paddle-env ## Run the quick tests, 6 to 18 minutes (TESTS=path for some of them)
+test: dev-env serve-env paddle-env ## Run the quick tests, a few minutes (TESTS=path for some of them)
 	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lathe.evaluate.wording import outcome
 from lathe.report.results import rows
 from lathe.report.summary import summary_table
 
@@ -37,8 +38,11 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
         print(f"report     {folder / 'report.html'}")
     if pipeline not in ("qat", "compress", "full"):
         return
-    repository, verdict = newest(folder, "rehearse/deployed"), newest(folder, "gate/verdict")
-    passed = verdict is None or json.loads(verdict.read_text(encoding="utf-8"))["passed"]
+    repository, passed = newest(folder, "rehearse/deployed"), True
+    if verdict := newest(folder, "gate/verdict"):
+        found = json.loads(verdict.read_text(encoding="utf-8"))
+        passed = found["passed"]
+        print("\n    ".join([f"gate       {outcome(found['verdict'], passed)}", *found["reasons"]]))
     if repository is None or not passed:
         print("not deployed: the quantized model did not pass the gate")
         return

@@ -33,6 +33,7 @@ LIBRARIES = {
     "paddle": {"paddle"},
     "paddleslim": {"paddle"},
     "paddle2onnx": {"paddle"},
+    "kfp": set[str](),
     "kubernetes": {"cluster"},
     "kubeflow_trainer_api": {"cluster"},
     "onnxruntime": {"runtime", "export", "paddle"},

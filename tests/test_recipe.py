@@ -55,6 +55,11 @@ def test_every_shipped_recipe_loads_and_survives_json(name: str) -> None:
     assert recipe.Data.Eval.dataset.max_seq_len == recipe.Model.max_position_embeddings
 
 
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_no_shipped_recipe_lets_through_what_is_not_proven(name: str) -> None:
+    assert load_recipe(name).Gate.on_inconclusive == "fail"
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape_and_parameters_are_the_published_ones(name: str) -> None:
     shape, parameters, degrees = SHAPES[name]

@@ -36,7 +36,7 @@ def gate(
 
     with stage(recipe, overrides) as settings:
         result = gate(settings, *local(baseline, candidate), Path(verdict.path))
-        for reason in result.reasons:
-            logging.getLogger("lathe").info(reason)
+        for line in (f"gate: {result.outcome}", *result.reasons):
+            logging.getLogger("lathe").info(line)
         record(result, metrics, verdict)
         return result.passed

@@ -13,6 +13,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate import measures
 from lathe.evaluate.results import read_metrics
+from lathe.evaluate.wording import outcome
 from lathe.model.card import model_name
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
@@ -36,6 +37,11 @@ class Verdict:
     reasons: list[str]
     checks: list[measures.Check]
     candidate: dict[str, Any]
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in words."""
+        return outcome(self.verdict, self.passed)
 
     @property
     def undecided(self) -> list[str]:

@@ -115,8 +115,8 @@ def gate(
     """Say whether a model has lost too much beside another, example by example.
 
     A paired test of non-inferiority with the margins of the recipe's Gate: pass, fail, or
-    inconclusive where the data are too few to tell. Exit status 0 is a pass, 1 any other verdict;
-    Gate.on_inconclusive is for pipelines.
+    inconclusive ("not proven") where the data are too few to tell. Exit status 0 is a pass, 1 any
+    other verdict, whatever Gate.on_inconclusive, which is for pipelines, says.
 
     Models that lm-evaluation-harness has evaluated are compared too: give the folder, or a
     samples_*.jsonl, that `lm_eval --log_samples` wrote for each, with any tasks. What is shown
@@ -134,6 +134,8 @@ def gate(
         console.print(shown_table(result))
     for note in result.notes:
         console.print(note, markup=False, highlight=False)
+    if result.verdict == "inconclusive":
+        console.print(result.reasons[0], style="bold", markup=False, highlight=False)
     show(verdict=result.verdict, look=result.look, written=output)
     if result.verdict != "pass":
         raise typer.Exit(1)

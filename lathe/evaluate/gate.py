@@ -25,7 +25,7 @@ from lathe.evaluate.measures import Check, Verdict
 from lathe.evaluate.pairs import Pair, Pairing, pair_evaluations
 from lathe.evaluate.results import METRICS
 from lathe.evaluate.shown import Shown, shown_figures
-from lathe.evaluate.wording import decisive, formats, sentence, units
+from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file
 
@@ -38,7 +38,8 @@ class GateResult:
 
     Attributes:
         passed: whether a pipeline deploys the candidate.
-        reasons: one sentence per check, the worst first, and how an inconclusive one was decided.
+        reasons: one sentence per check, the worst first; above them, if nothing is proven, what
+            follows from that.
         checks: in the same order.
         shown: figures beside the verdict that are not judged.
         notes: what could not be compared, and why.
@@ -60,6 +61,11 @@ class GateResult:
         """The worst verdict of the checks."""
         known = (check.verdict for check in self.checks)
         return max(known, key=SEVERITY.index, default="pass" if self.passed else "fail")
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in words; see `lathe.evaluate.wording.outcome`."""
+        return outcome(self.verdict, self.passed)
 
 
 def _verdict(path: Path) -> dict[str, dict[str, Any]]:
@@ -133,9 +139,11 @@ def _conclude(
     passed = verdict == "pass"
     if verdict == "inconclusive":
         passed = settings.on_inconclusive == "pass"
-        reasons.append(
-            f"{'let through' if passed else 'stopped'} without proof: Gate.on_inconclusive is "
-            f"{settings.on_inconclusive}; more examples or more text would decide it"
+        reasons.insert(
+            0,
+            f"NOT PROVEN: {'let through without proof' if passed else 'stopped'}, because "
+            f"Gate.on_inconclusive is {settings.on_inconclusive}; more examples or more text would "
+            "decide it",
         )
     return GateResult(
         passed=passed,
@@ -205,7 +213,7 @@ def verdict_table(result: GateResult) -> Table:
         rows.setdefault("measured on", []).append(units(check))
         if any(other.needed for other in result.checks):
             rows.setdefault("would decide", []).append(decisive(check))
-        rows.setdefault("verdict", []).append(check.verdict)
+        rows.setdefault("verdict", []).append(PAST[check.verdict])
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table

@@ -1,8 +1,16 @@
-"""A check of the gate in words."""
+"""A check of the gate, and its verdict, in words."""
 
 from lathe.evaluate.measures import Check
 
-PAST = {"pass": "passed", "inconclusive": "inconclusive", "fail": "failed"}
+PAST = {"pass": "passed", "inconclusive": "not proven", "fail": "failed"}
+
+
+def outcome(verdict: str, passed: bool) -> str:
+    """A verdict as people read it. What was not proven is in capitals, so that nobody takes it for
+    a pass."""
+    if verdict != "inconclusive":
+        return PAST.get(verdict, verdict)
+    return "NOT PROVEN, let through by the recipe" if passed else "NOT PROVEN"
 
 
 def sentence(check: Check, confidence: float) -> str:

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from lathe import storage
 from lathe.errors import UserError
+from lathe.evaluate.wording import outcome
 from lathe.report.summary import Row, summary_table
 
 RECORDED = re.compile(r"(?:^|/)(?:report|choose|gate)(?:-\d+)?/(?:[^/]+/)?(metrics|page|verdict)$")
 """Artifacts of the steps that sum a run up, in whatever sub-pipeline they are."""
-VERDICTS = {"pass": "passed", "fail": "failed"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Results:
     Attributes:
         rows: the models' figures, the dense one's first; empty without a report.
         best: figures of the model that the pipeline `compress` has chosen.
-        verdict: `passed`, `failed` or `inconclusive`, as the gate found; empty without a gate.
+        verdict: the gate's, in the words of `lathe.evaluate.wording.outcome`; empty without a gate.
         reasons: the gate's, a sentence each.
         page: address or path of the HTML report; empty without one.
     """
@@ -68,7 +68,7 @@ def read_results(place: str) -> Results:
     return Results(
         tuple(rows(figures)),
         _json(found, "choose/metrics") or None,
-        VERDICTS.get(verdict.get("verdict", ""), verdict.get("verdict", "")),
+        outcome(verdict.get("verdict", ""), verdict.get("passed", False)),
         tuple(verdict.get("reasons", ())),
         found.get("report/page") or found.get("choose/page") or "",
     )

@@ -26,7 +26,7 @@ class Notice:
     Attributes:
         run: its id, or the name of its folder on this machine.
         state: `succeeded`, `failed` or `cancelled`; `ended` where it is not known.
-        verdict: the gate's, `passed`, `failed` or `inconclusive`; empty without one.
+        verdict: the gate's, in the words of `lathe.evaluate.wording.outcome`; empty without one.
         reasons: the gate's, or why the run failed or has no figures.
         figures: of each model, by its name.
         table: the figures as `make run` prints them.

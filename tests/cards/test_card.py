@@ -15,6 +15,7 @@ from lathe.cards.evidence import read_evidence
 from lathe.cli import app
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
+from lathe.evaluate.wording import outcome
 from lathe.model.card import CARD
 from lathe.model.config import read_config
 from lathe.train.pretrain import pretrain
@@ -105,7 +106,7 @@ def test_the_figures_are_those_of_the_evaluation(stages: Stages) -> None:
 
 def test_the_verdict_and_the_export_are_on_the_card(stages: Stages) -> None:
     text, verdict = model_card(full(stages)), json.loads(stages.verdict.read_text())
-    assert f"the gate's verdict is **{verdict['verdict']}**" in text
+    assert f"the gate's verdict is **{outcome(verdict['verdict'], verdict['passed'])}**" in text
     for reason in verdict["reasons"]:
         assert f"- {reason}\n" in text
     undecided = [c["measure"] for c in verdict["checks"] if c["verdict"] == "inconclusive"]
@@ -117,10 +118,12 @@ def test_the_verdict_and_the_export_are_on_the_card(stages: Stages) -> None:
 
 def test_an_undecided_check_is_a_limit(stages: Stages, tmp_path: Path) -> None:
     verdict = json.loads(stages.verdict.read_text())
+    verdict |= {"verdict": "inconclusive", "passed": False}
     verdict["checks"][0] |= {"verdict": "inconclusive", "measure": "the count of bottles"}
     (tmp_path / "gate.json").write_text(json.dumps(verdict))
     text = model_card(full(stages, verdict=tmp_path / "gate.json"))
     assert "could not decide the count of bottles" in text.partition("## Limits")[2]
+    assert "the gate's verdict is **NOT PROVEN**" in text
 
 
 def test_an_export_alone_has_a_card(stages: Stages) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile.table import CASES
+
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", (ROOT / "docs/safety.md").read_text())
+SAFETY = (ROOT / "docs/safety.md").read_text()
+NAMED = re.findall(r"`(tests/\S+\.py)(?:::(\w+))?`", SAFETY)
 
 
 @pytest.mark.parametrize(("file", "test"), NAMED)
@@ -16,6 +19,11 @@ def test_a_promise_has_its_test(file: str, test: str) -> None:
 
 
 def test_every_promise_names_one() -> None:
-    rows = [line for line in (ROOT / "docs/safety.md").read_text().splitlines() if "|" in line]
+    rows = [line for line in SAFETY.splitlines() if "|" in line]
     promises = [row for row in rows if not re.match(r"\| ?(Promise|-)|\|-", row)]
     assert promises and all("`tests/" in row for row in promises)
+
+
+def test_there_are_about_as_many_hostile_situations_as_it_says() -> None:
+    said = int(re.findall(r"about ([\d,]+) hostile", SAFETY)[0].replace(",", ""))
+    assert len(CASES) == pytest.approx(said, rel=0.1)

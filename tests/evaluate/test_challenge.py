@@ -83,7 +83,7 @@ def test_the_first_the_same_and_a_worse_one(
 def test_looks_at_the_live_model_are_counted_beside_its_pointer(
     recipe: Recipe, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    margins = recipe.Gate.model_copy(update={"sequential": True, "on_inconclusive": "fail"})
+    margins = recipe.Gate.model_copy(update={"sequential": True})
     recipe = recipe.model_copy(update={"Gate": margins})
     onnx = tmp_path / "onnx"
     write_unproven(make_model(UNIFORM), byte_tokenizer, onnx)

@@ -60,16 +60,16 @@ def test_later_looks_need_more_confidence(tmp_path: Path) -> None:
     lows = [result.checks[0].low for result in results]
     assert lows == sorted(lows, reverse=True) and lows[0] > lows[2]
     assert results[2].confidence == pytest.approx(1 - 0.05 / 12)
-    assert "99.5833% interval" in results[2].reasons[0]
+    assert "99.5833% interval" in results[2].reasons[-1]
     assert json.loads((tmp_path / "gate.json").read_text())["look"] == 3
     again = gate(Recipe(), live, tmp_path / "0", history=history)
     assert again.look == 1 and again.checks == results[0].checks
 
 
 def test_a_sequence_that_would_let_through_what_is_not_proven_is_refused() -> None:
-    with pytest.raises(ValidationError, match="sequential needs on_inconclusive: fail"):
-        GateSettings(sequential=True)
-    assert GateSettings(sequential=True, on_inconclusive="fail").sequential
+    with pytest.raises(ValidationError, match="sequential excludes on_inconclusive: pass"):
+        GateSettings(sequential=True, on_inconclusive="pass")
+    assert GateSettings(sequential=True).sequential
 
 
 def false_passes(looks: int, sequential: bool, trials: int) -> float:

@@ -32,7 +32,7 @@ def figures(perplexity: float) -> dict[str, float]:
 
 
 def verdict(word: str) -> dict[str, object]:
-    return {"verdict": word, "passed": word != "fail", "reasons": ["passed: perplexity 180 -> 171"]}
+    return {"verdict": word, "passed": word == "pass", "reasons": ["passed: perplexity 180 -> 171"]}
 
 
 class Cluster:
@@ -260,7 +260,7 @@ def test_runs_are_compared_by_what_differs_and_by_their_figures(cluster):
 
     assert shown("A.b") == ["-", "2"] and shown("corpus") == ["-", "s3://new"]
     assert "recipe" not in result.output
-    assert shown("gate") == ["passed", "inconclusive"]
+    assert shown("gate") == ["passed", "NOT PROVEN"]
     assert shown("INT8: File") == ["2.25 MB", "2.25 MB 1.00x"]
     assert shown("INT8: Perplexity") == ["171.00 ± 4.40", "188.10 ± 4.40 1.10x"]
     alone = command("compare", "one")

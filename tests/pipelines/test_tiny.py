@@ -29,3 +29,4 @@ def test_the_default_run_learns_and_compresses(tmp_path: Path) -> None:
         assert table[f"{name}.perplexity"] <= 1.1 * table["dense.perplexity"]
     assert table["INT8.n_bytes"] <= 0.35 * table["dense.n_bytes"]
     assert re.search(r"tritonserver is ready", done.stdout)
+    assert re.search(r"^gate +passed$", done.stdout, re.M), done.stdout

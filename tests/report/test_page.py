@@ -9,6 +9,7 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.evaluate.gate import GateResult
+from lathe.evaluate.measures import Check
 from lathe.evaluate.shown import Shown
 from lathe.pages.style import DARK, LIGHT
 from lathe.report.page import report
@@ -95,6 +96,16 @@ def test_a_whole_run_is_one_self_contained_page(
     ):
         assert expected in page.text
     assert HOSTILE not in output.read_text()
+
+
+def test_a_model_that_is_let_through_without_proof_is_said_to_be(
+    make_candidate: Make, tmp_path: Path
+) -> None:
+    candidates = [make_candidate("dense"), make_candidate("INT8", 41.0)]
+    check = Check("perplexity", "inconclusive", 40, 41, 0.02, -0.1, 0.2, 0.1, 9, "t", "blocks")
+    report(tmp_path / "report.html", candidates, gate=GateResult(True, ("a reason",), (check,)))
+    page = Page(tmp_path / "report.html")
+    assert "INT8:\n    gate NOT PROVEN, let through by the recipe" in page.text
 
 
 def test_a_pretrained_model_alone_has_a_page(make_candidate: Make, tmp_path: Path) -> None:

@@ -50,19 +50,19 @@ class GateSettings(Settings):
     are taken as independent; null takes all as such."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence level of the interval around each difference."""
-    on_inconclusive: Literal["pass", "fail"] = "pass"
-    """What to decide where the interval lies on both sides of the limit, so that nothing is
-    proven."""
+    on_inconclusive: Literal["pass", "fail"] = "fail"
+    """What a pipeline does where the interval lies on both sides of the limit, so that nothing is
+    proven: `fail` stops the candidate, `pass` lets it through, and the report says so."""
     sequential: bool = False
     """Whether the comparisons with the model in production are counted, each at a higher confidence
     than the one before, so that the chance that any model beyond the margin passes stays below
-    (1 - `confidence`) / 2 however often a schedule runs; needs `on_inconclusive: fail`."""
+    (1 - `confidence`) / 2 however often a schedule runs; excludes `on_inconclusive: pass`."""
 
     @model_validator(mode="after")
     def _needs_proof(self) -> "GateSettings":
         if self.sequential and self.on_inconclusive == "pass":
             raise ValueError(
-                "sequential needs on_inconclusive: fail, or what is not proven would pass"
+                "sequential excludes on_inconclusive: pass, since what is not proven would pass"
             )
         return self
 
