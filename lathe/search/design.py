@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lathe.artifacts.kinds import checked
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
+from lathe.inputs import parse_json
 from lathe.model.architecture import HEAD, Architecture
+from lathe.model.config import GPTConfig
 from lathe.storage import digest
 
 
@@ -29,6 +32,10 @@ class Design:
     def name(self) -> str:
         """A folder name that is the same for equal designs only."""
         return f"design-{digest(repr(sorted(asdict(self).items())))[:10]}"
+
+    def prunes(self, config: GPTConfig) -> bool:
+        """Whether it leaves out anything of a model with this dense shape."""
+        return (self.heads, self.channels) != (config.n_kv_head, config.n_inner)
 
     def pruned_formats(self) -> dict[str, Format]:
         """`formats` by the paths in the pruned model, whose layers are counted anew."""
@@ -56,6 +63,21 @@ class Design:
         # Emptied, not left out: over the same recipe's map this would leave it as it is.
         skips = {block: list[str]() for block in recipe.Compress.Quantization.skip_tensor_map}
         return _with(recipe, "Quantization", named | {"skip_tensor_map": skips})
+
+
+def parse_design(text: str) -> Design:
+    """Read a design from the JSON of its fields.
+
+    Raises:
+        UserError: it is not one.
+    """
+    hint = "give one that the component `design` has returned"
+    return checked(parse_json(text, "design", hint), Design, "design", hint)
+
+
+def override(recipe: Recipe, group: str) -> str:
+    """The group `Compress.<group>` of a recipe as an override of another recipe."""
+    return f"Compress.{group}={getattr(recipe.Compress, group).model_dump_json()}"
 
 
 def _with(recipe: Recipe, group: str, values: Mapping[str, Any]) -> Recipe:

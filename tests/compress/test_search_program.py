@@ -121,13 +121,11 @@ def test_prices_are_those_of_files_that_were_not_measured(
 ) -> None:
     checkpoint = load_checkpoint(small_dense)
     config = checkpoint.model.config
-    found = measure_prices(checkpoint, INT4, ExportSettings())
-    problem = Problem(
-        config, a_problem(0).costs, Prices(found["bytes"]), dict.fromkeys(LINEARS), 32
-    )
-    parameters = replace(problem, prices=Prices(found["parameters"]))
-    random = np.random.default_rng(0)
     dense = size(checkpoint, tmp_path / "dense")
+    found = measure_prices(checkpoint, tmp_path / "dense", INT4, ExportSettings())
+    problem = Problem(config, a_problem(0).costs, found["bytes"], dict.fromkeys(LINEARS), 32)
+    parameters = replace(problem, prices=found["parameters"])
+    random = np.random.default_rng(0)
     for i in range(6):
         form: dict[str, Format] = {
             name: random.choice(["int4", "int8", "float"])
