@@ -11,22 +11,19 @@ from lathe import backends
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.lambada import check_cloze
 from lathe.evaluate.results import METRICS
-from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
-from lathe.search.costs import read_costs, write_costs
+from lathe.search.costs import write_costs
 from lathe.search.design import Design
 from lathe.search.goal import Goal
 from lathe.search.judge import evaluate_trial, verdict_of
-from lathe.search.prices import measure_design, read_prices, write_prices
-from lathe.search.program import Problem
-from lathe.search.proposals import Proposal, propose
+from lathe.search.prices import write_prices
+from lathe.search.proposals import Proposal, write_designs
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import atomic_file, digest, sha256
@@ -118,29 +115,15 @@ class _Search:
 
     def proposals(self, trials: int) -> list[Proposal]:
         """The designs to train; what was found out before a kill is recalled."""
-        checkpoint, dense = load_checkpoint(self.model), self.dense / EXPORT
-        settings, export = self.quantization.Compress.Quantization, self.base.Export
+        recipes = self.base, self.pruning, self.quantization
         costs, prices = self.output / "costs.json", self.output / "prices.json"
+        dense, designs = self.dense / EXPORT, self.output / "designs.json"
         if not costs.is_file():
             write_costs(self.quantization, self.model, self.data, costs)
         if not prices.is_file():
-            write_prices(self.model, dense, settings, export, prices)
-        journal = Journal(self.output / "designs.jsonl", {"model": checkpoint.digest})
-
-        def measure(design: Design) -> float:
-            def find() -> dict[str, float]:
-                return measure_design(checkpoint, dense, design, settings, export)
-
-            return journal.recall(design.name, find, dict)[self.goal.target]
-
-        problem = Problem.of(
-            checkpoint.model.config,
-            read_costs(costs),
-            read_prices(prices)[self.goal.target],
-            self.pruning,
-            self.quantization,
-        )
-        return propose(problem, self.goal, trials, measure)
+            write_prices(self.base, self.quantization, self.model, dense, prices)
+        inputs = self.model, dense, costs, prices
+        return write_designs(self.goal, recipes, *inputs, trials, designs)
 
     def attempt(self, proposal: Proposal) -> Trial:
         """The trial of a design; one that an earlier search made is judged by this one's budget."""

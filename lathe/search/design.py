@@ -1,8 +1,10 @@
 """A design of a smaller model: the units that each layer keeps, and the format of every linear."""
 
+import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lathe.artifacts.kinds import checked
@@ -10,7 +12,7 @@ from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.inputs import parse_json
 from lathe.model.architecture import HEAD, Architecture
-from lathe.model.config import GPTConfig
+from lathe.model.config import GPTConfig, read_config
 from lathe.storage import digest
 
 
@@ -36,6 +38,10 @@ class Design:
     def prunes(self, config: GPTConfig) -> bool:
         """Whether it leaves out anything of a model with this dense shape."""
         return (self.heads, self.channels) != (config.n_kv_head, config.n_inner)
+
+    def to_json(self) -> str:
+        """The JSON that `parse_design` reads."""
+        return json.dumps(asdict(self))
 
     def pruned_formats(self) -> dict[str, Format]:
         """`formats` by the paths in the pruned model, whose layers are counted anew."""
@@ -73,6 +79,25 @@ def parse_design(text: str) -> Design:
     """
     hint = "give one that the component `design` has returned"
     return checked(parse_json(text, "design", hint), Design, "design", hint)
+
+
+def pruning_to(
+    design: str, recipe: Recipe, overrides: Sequence[str], model: Path
+) -> tuple[Recipe | None, list[str]]:
+    """The recipe that prunes to a design, as `parse_design` reads it, and the overrides that make
+    it so; None where the design leaves nothing out of the model."""
+    parsed = parse_design(design)
+    changed = parsed.pruning(recipe)
+    found = changed if parsed.prunes(read_config(model)) else None
+    return found, [*overrides, override(changed, "Prune")]
+
+
+def quantization_to(
+    design: str, recipe: Recipe, overrides: Sequence[str], model: Path
+) -> tuple[Recipe, list[str]]:
+    """The recipe that quantizes the pruned model to a design, and the overrides that make it so."""
+    changed = parse_design(design).quantization(recipe, read_config(model).architecture)
+    return changed, [*overrides, override(changed, "Quantization")]
 
 
 def override(recipe: Recipe, group: str) -> str:

@@ -20,7 +20,7 @@ import torch
 from lathe.artifacts.kinds import checked, read_json
 from lathe.compress.plan import formats, make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
-from lathe.config.settings import ExportSettings, QuantizationSettings
+from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
@@ -90,14 +90,16 @@ def head_parts(form: Format) -> Parts:
 
 
 def write_prices(
-    model: Path, dense: Path, settings: QuantizationSettings, export: ExportSettings, output: Path
+    base: Recipe, quantization: Recipe, model: Path, dense: Path, output: Path
 ) -> dict[str, Prices]:
     """Measure the prices for each target of a `Goal` and write them to a JSON file.
 
     Args:
-        dense: export of the dense model.
+        base: the recipe that exports.
+        model, dense: the dense checkpoint and its export.
     """
-    found = measure_prices(load_checkpoint(model), dense, settings, export)
+    settings = quantization.Compress.Quantization
+    found = measure_prices(load_checkpoint(model), dense, settings, base.Export)
     with atomic_file(output) as work:
         prices = {target: asdict(prices) for target, prices in found.items()}
         work.write_text(json.dumps(prices) + "\n", encoding="utf-8")

@@ -1,14 +1,19 @@
 """The designs that are worth training: found by the integer program, and measured."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lathe.artifacts.kinds import checked, read_json
+from lathe.compress.sensitivity.journal import Journal
+from lathe.config.settings import Recipe
 from lathe.errors import StageError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.search.costs import read_costs
 from lathe.search.design import Design
 from lathe.search.goal import EXACT, Goal
+from lathe.search.prices import measure_design, read_prices
 from lathe.search.program import Problem
 from lathe.storage import atomic_file
 
@@ -59,15 +64,45 @@ def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list
     return found
 
 
-def write_proposals(proposals: Sequence[Proposal], output: Path) -> None:
-    """Write proposals to a JSON file."""
+def write_designs(
+    goal: Goal,
+    recipes: tuple[Recipe, Recipe, Recipe],
+    model: Path,
+    dense: Path,
+    costs: Path,
+    prices: Path,
+    trials: int,
+    output: Path,
+) -> list[Proposal]:
+    """`propose` from what `write_costs` and `write_prices` wrote, and write it to a JSON file.
+
+    Args:
+        recipes: for evaluation and export, for pruning, and for quantization.
+        model, dense: the dense checkpoint and its export.
+        output: the file; a journal of all measurements, which another call reuses, is beside it.
+    """
+    base, pruning, quantization = recipes
+    checkpoint, settings = load_checkpoint(model), quantization.Compress.Quantization
+    findings = output.with_name(f"{output.name}.findings.jsonl")
+    journal = Journal(findings, {"model": checkpoint.digest})
+
+    def measure(design: Design) -> float:
+        def find() -> dict[str, float]:
+            return measure_design(checkpoint, dense, design, settings, base.Export)
+
+        return journal.recall(design.name, find, dict)[goal.target]
+
+    known = read_costs(costs), read_prices(prices)[goal.target]
+    problem = Problem.of(checkpoint.model.config, *known, pruning, quantization)
+    found = propose(problem, goal, trials, measure)
     with atomic_file(output) as work:
-        text = json.dumps([asdict(proposal) for proposal in proposals], indent=2)
+        text = json.dumps([asdict(proposal) for proposal in found], indent=2)
         work.write_text(text + "\n", encoding="utf-8")
+    return found
 
 
 def read_proposals(path: Path) -> list[Proposal]:
-    """Read the file of `write_proposals`."""
+    """Read the file of `write_designs`."""
     hint = "run the pipeline again"
     return checked(read_json(path, hint, list), list[Proposal], str(path), hint)
 
