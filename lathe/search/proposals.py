@@ -8,7 +8,7 @@ from pathlib import Path
 from lathe.artifacts.kinds import checked, read_json
 from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
-from lathe.errors import StageError
+from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.search.costs import read_costs
 from lathe.search.design import Design
@@ -48,8 +48,11 @@ def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list
     last; one design is enough for a target in `EXACT`.
 
     Raises:
+        UserError: `trials` is not positive.
         StageError: no design reaches the target.
     """
+    if trials < 1:
+        raise UserError(f"trials: {trials}, so nothing is trained", "give at least 1")
     found: list[Proposal] = []
     scale = 1.0
     for trial in range(1 if goal.target in EXACT else trials):
