@@ -45,9 +45,8 @@ def quantize(
     with stage(recipe, overrides, contents) as settings:
         if design:
             settings, overrides = quantization_to(design, settings, overrides, *local(model))
-        command = ["quantize", model, "--data", data, "--output", quantized]
-        command += ["--sensitivity", sensitivity] if sensitivity else []
-        command += options(recipe, overrides)
+        command = ["quantize", model, "--data", data, *options(recipe, overrides)]
+        command += ["--output", quantized, *(["--sensitivity", sensitivity] if sensitivity else [])]
 
         def work():
             inputs, output = local(model, data), Path(quantized.path)
