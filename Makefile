@@ -12,6 +12,7 @@ RECIPE    ?=
 RUN       ?=
 TARGET    ?=
 BUDGET    ?=
+TRIALS    ?=
 KILLS     ?=
 ENGINE    ?=
 QUANT     ?=
@@ -62,7 +63,8 @@ arguments = $(call quote,$(PIPELINE)) \
   $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
   $(call option,--recipe,RECIPE) $(call option,--engine,ENGINE) \
   $(call option,--quant,QUANT) $(call option,--shards,SHARDS) \
-  $(call option,--target,TARGET) $(call option,--budget,BUDGET) $(call option,--kills,KILLS) \
+  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
+  $(call option,--trials,TRIALS) $(call option,--kills,KILLS) \
   $(call option,--production,PRODUCTION) \
   $(foreach v,$(call dotted),$(call override,$(v)))
 machines = $(if $(NOTIFY),--notify) $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
@@ -76,7 +78,7 @@ logs     = $(if $(filter 0,$(LOGS)),--no-logs)
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= RUN='
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= RUN='
 	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run

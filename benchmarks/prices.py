@@ -22,14 +22,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.search.design import Design
-from lathe.search.prices import (
-    Prices,
-    build_sample,
-    measure_prices,
-    parts_of,
-    shares_of,
-    write_sample,
-)
+from lathe.search.prices import measure_design, measure_prices, parts_of, write_sample
 
 INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.quantize_embedding=True")
 TARGETS = ("bytes", "prefill", "latency")
@@ -44,24 +37,21 @@ def main() -> None:
     recipe = load_recipe("tiny-qat", (*INT4, *given.override))
     settings, checkpoint = recipe.Compress.Quantization, load_checkpoint(given.model)
     config = checkpoint.model.config
-    prices = measure_prices(checkpoint, settings, recipe.Export)
     random = np.random.default_rng(0)
     designs = [drawn(random, config, formats(settings)) for _ in range(given.designs)]
-    measured = []
     with TemporaryDirectory() as scratch:
         dense = Path(scratch) / "dense"
         write_sample(checkpoint, checkpoint.model, dense, recipe.Export)
-        for design in designs:
-            folder = Path(scratch) / design.name
-            built = build_sample(checkpoint.model, design, settings)
-            write_sample(checkpoint, built, folder, recipe.Export)
-            measured.append(shares_of(dense, folder))
+        prices = measure_prices(checkpoint, dense, settings, recipe.Export)
+        measured = [
+            measure_design(checkpoint, dense, design, settings, recipe.Export) for design in designs
+        ]
     table = Table("heads", "channels", *(f"{t} {w}" for t in TARGETS for w in ("said", "is")))
     errors: dict[str, list[float]] = {target: [] for target in TARGETS}
     for design, found in zip(designs, measured, strict=True):
         line = [f"{np.mean(design.heads):.1f}", f"{np.mean(design.channels):.0f}"]
         for target in TARGETS:
-            said = Prices(prices[target]).total(parts_of(config, design, settings.group_size))
+            said = prices[target].total(parts_of(config, design, settings.group_size))
             errors[target].append(abs(said / found[target] - 1))
             line += [f"{said:.3f}", f"{found[target]:.3f}"]
         table.add_row(*line)

@@ -40,6 +40,12 @@ def _local(artifact: dsl.Artifact) -> Path:
     return folder / path.name
 
 
+def copy(source: dsl.Artifact, output: dsl.Artifact) -> None:
+    """Make an output artifact a copy of another folder, with its metadata."""
+    shutil.copytree(*local(source), output.path)
+    output.metadata.update(source.metadata)
+
+
 def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, print them
     for whoever follows the run, and upload the artifacts of a local run that was given a store; on

@@ -10,13 +10,14 @@ from typing import Any
 
 from kfp import dsl
 
+from components.artifacts import copy
 from lathe import backends
 from lathe.artifacts.mirror import Mirror
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
 from lathe.model.folder import MARKER
-from lathe.report.training import training_page
+from lathe.report.training import checkpoint_metadata, training_page
 from lathe.storage import fetch, is_remote
 from lathe.train.trace import TRACE
 
@@ -65,6 +66,14 @@ def train(
     if mirror:
         mirror.finish()
         shutil.rmtree(output.path)  # KFP records the address, and has nothing left to upload
+    return figures
+
+
+def copy_checkpoint(source: dsl.Model, output: dsl.Model, page: dsl.HTML) -> dict[str, Any]:
+    """Copy a checkpoint that needs no training; returns its figures."""
+    copy(source, output)
+    training_page(Path(output.path), Path(page.path))
+    figures: dict[str, Any] = checkpoint_metadata(Path(output.path)).get("metrics", {})
     return figures
 
 

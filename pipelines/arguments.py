@@ -20,12 +20,13 @@ OPTIONS = {
     "recipe": "Name or path of the pipeline's recipe.",
     "prune_recipe": "The recipe of pruning, in `full` and `compress`.",
     "qat_recipe": "The recipe of quantization, likewise.",
-    "target": "What `compress` aims at: latency=0.5.",
-    "budget": "What it may cost: perplexity=0.05.",
+    "target": "Target of `compress`: latency=0.5.",
+    "budget": "Budget of `compress`: perplexity=0.05.",
+    "trials": "Maximum number of designs that `compress` trains.",
     "kills": "Kills of a training that is certified to resume, in `pretrain`: 20.",
     "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
 }
-KINDS: dict[str, type] = {"kills": int}
+KINDS: dict[str, type] = {"kills": int, "trials": int}
 """Of the options that are not strings."""
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]

@@ -111,8 +111,10 @@ def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
     """
     parts = {"code": reached.digest, "packages": packages_digest(reached.modules)}
     rest = dict(arguments)
-    settings = settings_digests(rest.pop("recipe", ""), tuple(rest.pop("overrides", ())))
-    parts |= {f"recipe {g}": v for g, v in settings.items() if g in reached.groups}
+    overrides = tuple(rest.pop("overrides", ()))
+    for name in ["recipe", *(name for name in arguments if name.endswith("_recipe"))]:
+        settings = settings_digests(rest.pop(name, ""), overrides)
+        parts |= {f"{name} {g}": v for g, v in settings.items() if g in reached.groups}
     parts |= {f"contents of {place}": v for place, v in rest.pop("contents", {}).items()}
     return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
 

@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-PRUNE_RECIPES = {"prune": "recipe", "compress": "prune_recipe", "full": "prune_recipe"}
+PRUNE_RECIPES = {"prune": "recipe", "full": "prune_recipe"}
 """The argument of each pipeline that says how to prune."""
 
 

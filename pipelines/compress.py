@@ -1,7 +1,8 @@
-"""Model -> the best INT8 model that meets a target, on Triton."""
+"""Model -> the best smaller model that meets a target, on Triton."""
 
 from kfp import dsl
 
+from pipelines.groups import groups
 from pipelines.steps import Steps, imported, look_up
 
 
@@ -14,10 +15,10 @@ def compress(
     cloze: str = "",
     target: str = "latency=0.6",
     budget: str = "perplexity=0.1",
-    ratios: list[float] = [0.125, 0.25, 0.375, 0.5],  # noqa: B006
+    trials: int = 2,
     overrides: list[str] = [],  # noqa: B006
 ):
-    """Prune by several ratios at once, quantize each to INT8, and deploy the best.
+    """Search for the best model that meets a target, as `lathe compress` does, and deploy it.
 
     Args:
         model: Path or address of a dense checkpoint folder.
@@ -28,7 +29,7 @@ def compress(
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         target: latency, prefill, bytes or parameters, and a share of the dense model's.
         budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
-        ratios: Shares of heads and channels to prune, one a trial.
+        trials: Maximum number of designs to train, at once; bytes and parameters need only one.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     recipes = [recipe, prune_recipe, qat_recipe]
@@ -36,28 +37,49 @@ def compress(
     steps = Steps(overrides, found)
     dense = imported(model)
     data = steps.prepare(recipe, model=dense).outputs["data"]
-    scored = steps.evaluate("dense", recipe, model=dense, data=data, cloze=cloze)
-    exported = steps.export("dense", recipe, model=dense, data=data)
-    with dsl.ParallelFor(ratios, name="trials") as ratio:
-        pruned = steps.prune(prune_recipe, model=dense, data=data, ratio=ratio).outputs["pruned"]
-        ranked = steps.analyze(qat_recipe, model=pruned, data=data).outputs["sensitivity"]
-        int8 = steps.quantize(qat_recipe, model=pruned, data=data, sensitivity=ranked)
-        quantized = int8.outputs["quantized"]
-        trial_scored = steps.evaluate(
-            "int8", recipe, model=quantized, data=data, reference=dense, cloze=cloze
+    inputs = {"model": dense, "data": data, "cloze": cloze}
+    inputs |= {key: found[key] for key in ("weights", "scored")}
+    known = (
+        groups()
+        .measure(recipe=recipe, qat_recipe=qat_recipe, overrides=overrides, **inputs)
+        .outputs
+    )
+    goal = {"target": target, "budget": budget}
+    designed = steps.design(
+        recipe,
+        prune_recipe=prune_recipe,
+        qat_recipe=qat_recipe,
+        trials=trials,
+        model=dense,
+        **{name: known[name] for name in ("exported", "costs", "prices")},
+        **goal,
+    )
+    with dsl.ParallelFor(designed.outputs["Output"], name="trials") as design:
+        pruned = steps.prune(prune_recipe, model=dense, data=data, design=design).outputs["pruned"]
+        quantized = steps.quantize(qat_recipe, model=pruned, data=data, design=design)
+        small = quantized.outputs["quantized"]
+        scored = steps.evaluate(
+            "int8", recipe, model=small, data=data, reference=dense, cloze=cloze
         )
-        trial_exported = steps.export("int8", recipe, model=quantized, data=data)
+        exported = steps.export("int8", recipe, model=small, data=data)
     best = steps.choose(
         recipe,
-        target=target,
-        budget=budget,
-        ratios=ratios,
-        dense_evaluation=scored.outputs["evaluation"],
-        dense_export=exported.outputs["exported"],
-        models=dsl.Collected(quantized),
-        evaluations=dsl.Collected(trial_scored.outputs["evaluation"]),
-        exports=dsl.Collected(trial_exported.outputs["exported"]),
-    )
-    steps.rehearse(
-        recipe, exported=best.outputs["exported"], model=best.outputs["chosen"], data=data
+        designs=designed.outputs["designs"],
+        dense_evaluation=known["evaluation"],
+        dense_export=known["exported"],
+        models=dsl.Collected(small),
+        evaluations=dsl.Collected(scored.outputs["evaluation"]),
+        exports=dsl.Collected(exported.outputs["exported"]),
+        **goal,
+    ).outputs
+    models = {"dense": dense, "int8": best["chosen"]}
+    rehearsed = steps.rehearse(recipe, exported=best["exported"], model=best["chosen"], data=data)
+    steps.report(
+        recipe,
+        models,
+        dense_evaluation=known["evaluation"],
+        dense_export=known["exported"],
+        int8_evaluation=best["evaluation"],
+        int8_export=best["exported"],
+        deployed=rehearsed.outputs["deployed"],
     )

@@ -19,6 +19,15 @@ class Trained(NamedTuple):
     model: dsl.Model
 
 
+class Measured(NamedTuple):
+    """What `measure` gives."""
+
+    evaluation: dsl.Dataset
+    exported: dsl.Model
+    costs: dsl.Artifact
+    prices: dsl.Artifact
+
+
 class Quantized(NamedTuple):
     """What `quantization` gives."""
 
@@ -54,6 +63,30 @@ def quantization(
     ranked = steps.analyze(recipe, model=model, data=data).outputs["sensitivity"]
     int8 = steps.quantize(recipe, model=model, data=data, sensitivity=ranked)
     return Quantized(model=int8.outputs["quantized"], sensitivity=ranked)
+
+
+def measure(
+    recipe: str,
+    qat_recipe: str,
+    overrides: list[str],
+    cloze: str,
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    weights: dict,  # type: ignore[type-arg]
+    scored: dict,  # type: ignore[type-arg]
+) -> Measured:
+    """Evaluate and export the dense model, and find out what its parts are worth and take."""
+    steps = Steps(overrides, {"weights": weights, "scored": scored})
+    evaluated = steps.evaluate("dense", recipe, model=model, data=data, cloze=cloze)
+    exported = steps.export("dense", recipe, model=model, data=data).outputs["exported"]
+    costs = steps.estimate(qat_recipe, model=model, data=data).outputs["costs"]
+    priced = steps.price(recipe, qat_recipe=qat_recipe, model=model, exported=exported)
+    return Measured(
+        evaluation=evaluated.outputs["evaluation"],
+        exported=exported,
+        costs=costs,
+        prices=priced.outputs["prices"],
+    )
 
 
 def judge(variants: tuple[str, ...]) -> Callable[..., Any]:
@@ -106,6 +139,7 @@ class Groups:
     def __init__(self) -> None:
         self.train = _traced(train)
         self.quantization = _traced(quantization)
+        self.measure = _traced(measure)
         self._judges = {variants: _traced(judge(variants)) for variants in JUDGED}
 
     def judge(self, models: dict[str, Any], **inputs: Any) -> dsl.PipelineTask:

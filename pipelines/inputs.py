@@ -108,6 +108,8 @@ class Inputs(Problems):
         """Triton's, where the pipeline serves, and those of the recipes' backends."""
         if name in SERVES:
             self.check("Triton", find_environment)
+        if name == "compress" and (pruning := recipes.get("prune_recipe")):
+            self.check("pruning", backends.of(pruning).check_support, "compress", pruning, False)
         for backend in {backends.of(recipe) for recipe in recipes.values()}:
             self.check("Paddle", backend.check_environment)
 

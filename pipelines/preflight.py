@@ -29,7 +29,7 @@ STAGES = {
     "qat": {"recipe": ("quantize", "evaluate")},
     "compress": {
         "recipe": ("evaluate",),
-        "prune_recipe": ("prune",),
+        "prune_recipe": ("compress",),
         "qat_recipe": ("quantize",),
     },
     "full": {

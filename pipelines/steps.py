@@ -10,6 +10,8 @@ from components.analyze.component import analyze
 from components.certify.component import certify
 from components.choose.component import choose
 from components.deploy.component import deploy
+from components.design.component import design
+from components.estimate.component import estimate
 from components.evaluate.component import evaluate
 from components.export.component import export
 from components.gate.component import gate
@@ -17,6 +19,7 @@ from components.inputs.component import inputs as run_inputs
 from components.join.component import join
 from components.prepare.component import prepare
 from components.pretrain.component import pretrain
+from components.price.component import price
 from components.prune.component import prune
 from components.quantize.component import quantize
 from components.release.component import release
@@ -93,6 +96,15 @@ class Steps:
 
     def gate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return _of_this_run(waiting(self._task(gate, recipe, **inputs), hours=0.5))
+
+    def estimate(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_gpu(self._of_weights(estimate, recipe, **inputs), hours=6, copies=6)
+
+    def price(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._of_weights(price, recipe, **inputs), hours=2, copies=10)
+
+    def design(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
+        return on_cpu(self._of_weights(design, recipe, **inputs), hours=2, copies=10)
 
     def choose(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
         return on_cpu(self._task(choose, recipe, **inputs), hours=2, copies=10)

@@ -1,4 +1,4 @@
-"""Several INT8 models -> the best one that meets a target within a budget."""
+"""Trials of a search -> the best model that meets the target within the budget."""
 
 from kfp import dsl
 
@@ -11,13 +11,14 @@ def choose(
     overrides: list[str],
     target: str,
     budget: str,
-    ratios: list[float],
+    designs: dsl.Input[dsl.Artifact],
     dense_evaluation: dsl.Input[dsl.Dataset],
     dense_export: dsl.Input[dsl.Model],
     models: dsl.Input[list[dsl.Model]],
     evaluations: dsl.Input[list[dsl.Dataset]],
     exports: dsl.Input[list[dsl.Model]],
     chosen: dsl.Output[dsl.Model],
+    evaluation: dsl.Output[dsl.Dataset],
     exported: dsl.Output[dsl.Model],
     trials: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
@@ -30,13 +31,14 @@ def choose(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         target: latency, prefill, bytes or parameters, and a share of the dense model's.
         budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
-        ratios: What was pruned of each model.
+        designs: JSON file of the component `design`.
         dense_evaluation: Evaluation of the model before compression.
         dense_export: Its ONNX folder.
-        models: INT8 checkpoint folders, in the order of `ratios`.
+        models: Quantized checkpoint folders, in the order of the designs.
         evaluations: Their evaluations.
         exports: Their ONNX folders.
         chosen: The best checkpoint folder.
+        evaluation: Its evaluation.
         exported: Its ONNX folder.
         trials: Folder with the figures of all models as JSON.
         page: What each costs and is worth, in a picture and a table.
@@ -45,17 +47,17 @@ def choose(
     import shutil
     from pathlib import Path
 
-    from components.artifacts import local, record
+    from components.artifacts import copy, local, record
     from components.stage import stage
-    from lathe.search import goal, judge, result
+    from lathe.search import goal, judge, proposals, result
 
     with stage(recipe, overrides) as settings:
-        aim, out = goal.parse_goal(target, budget), Path(trials.path)
-        candidates = judge.gather(ratios, local(*models), local(*evaluations), local(*exports))
-        found = judge.choose(settings, aim, local(dense_evaluation, dense_export), candidates, out)
+        dense, out = local(dense_evaluation, dense_export), Path(trials.path)
+        parts, plan = (models, evaluations, exports), proposals.read_proposals(*local(designs))
+        aim, made = goal.parse_goal(target, budget), [local(*part) for part in parts]
+        found = judge.choose(settings, aim, plan, dense, *made, out)
         shutil.copyfile(out / result.PAGE, page.path)
         index = found.trials.index(result.require_met(found))
-        for source, copy in ((models[index], chosen), (exports[index], exported)):
-            shutil.copytree(*local(source), copy.path)
-            copy.metadata.update(source.metadata)
-        record(found.best, metrics, chosen, exported, trials, page)
+        for part, output in zip(parts, (chosen, evaluation, exported), strict=True):
+            copy(part[index], output)
+        record(found.best, metrics, chosen, evaluation, exported, trials, page)

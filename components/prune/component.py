@@ -1,7 +1,5 @@
 """Model -> pruned and finetuned model."""
 
-from typing import Optional
-
 from kfp import dsl
 
 from components.images import TRAIN
@@ -16,7 +14,7 @@ def prune(
     pruned: dsl.Output[dsl.Model],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
-    ratio: Optional[float] = None,  # noqa: UP045 (KFP knows no `float | None`)
+    design: str = "",
     contents: dict = {},  # noqa: B006
 ):
     """Remove whole attention heads and feed-forward channels, then finetune.
@@ -29,7 +27,8 @@ def prune(
         pruned: Checkpoint folder of the smaller model.
         page: The loss curve.
         metrics: Parameters before and after, loss and perplexity.
-        ratio: Replaces the recipe's Compress.Prune.ratio, where given.
+        design: A design of the component `design`, whose widths replace the recipe's. Where it
+            leaves nothing out, the output is a copy of the model.
         contents: What identifies the weights that the run starts from, by address, on which the
             result depends; the step fails if it finds something else there.
     """
@@ -37,14 +36,16 @@ def prune(
 
     from components.artifacts import local, record
     from components.stage import options, stage
-    from components.training import train
+    from components.training import copy_checkpoint, train
     from lathe import backends
+    from lathe.search.design import pruning_to
 
-    if ratio is not None:
-        overrides = [*overrides, f"Compress.Prune.ratio={ratio}"]
     with stage(recipe, overrides, contents) as settings:
-        command = ["prune", model, "--data", data, "--output", pruned]
-        command += options(recipe, overrides)
+        if design:
+            settings, overrides = pruning_to(design, settings, overrides, *local(model))
+        if settings is None:
+            return record(copy_checkpoint(model, pruned, page), metrics, pruned, page)
+        command = ["prune", model, "--data", data, "--output", pruned, *options(recipe, overrides)]
 
         def work():
             return backends.of(settings).prune(settings, *local(model, data), Path(pruned.path))

@@ -11,10 +11,11 @@ def quantize(
     overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
-    sensitivity: dsl.Input[dsl.Dataset],
     quantized: dsl.Output[dsl.Model],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
+    sensitivity: dsl.Input[dsl.Dataset] = None,
+    design: str = "",
     contents: dict = {},  # noqa: B006
 ):
     """Train with fake quantization: INT8 weights and activations.
@@ -24,10 +25,12 @@ def quantize(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to quantize.
         data: Token data set to train on.
-        sensitivity: The analysis that names the layers to leave in float.
         quantized: Checkpoint folder with the quantization plan.
         page: The loss curve.
         metrics: Loss and perplexity.
+        sensitivity: The analysis that names the layers to leave in float.
+        design: A design of the component `design`, whose formats replace the recipe's and the
+            analysis.
         contents: What identifies the weights that the run starts from, by address, on which the
             result depends; the step fails if it finds something else there.
     """
@@ -37,10 +40,13 @@ def quantize(
     from components.stage import options, stage
     from components.training import train
     from lathe import backends
+    from lathe.search.design import quantization_to
 
     with stage(recipe, overrides, contents) as settings:
-        command = ["quantize", model, "--data", data, "--sensitivity", sensitivity]
-        command += ["--output", quantized, *options(recipe, overrides)]
+        if design:
+            settings, overrides = quantization_to(design, settings, overrides, *local(model))
+        command = ["quantize", model, "--data", data, *options(recipe, overrides)]
+        command += ["--output", quantized, *(["--sensitivity", sensitivity] if sensitivity else [])]
 
         def work():
             inputs, output = local(model, data), Path(quantized.path)

@@ -30,7 +30,6 @@ TYPES = {
     "Integer": "whole number",
     "Float": "number",
     "List[String]": "list of strings",
-    "List[Float]": "list of numbers",
     "Dict": "table",
 }
 VALUES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}

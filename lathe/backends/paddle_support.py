@@ -22,9 +22,9 @@ def require_supported(verb: str, recipe: Recipe) -> None:
         require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
     if verb == "compress":
         raise UserError(
-            "lathe compress chooses the width of every layer by itself, and PaddleSlim's pruners "
+            "compress chooses the width of every layer by itself, and PaddleSlim's pruners "
             "remove the same share of all layers",
-            "use the pipeline `compress`, which tries several shares, or Compress.engine=torch",
+            "use Compress.engine=torch",
         )
     if verb == "prune":
         _require_pruner(recipe.Compress.Prune)

@@ -122,7 +122,11 @@ def compress(
     ),
     override: Overrides = None,
     trials: Annotated[
-        int, typer.Option(min=1, help="Most models to train: the first, and corrections of it.")
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum number of designs to train; bytes and parameters need only one.",
+        ),
     ] = 2,
     output: Output = RUN / "compressed",
 ) -> None:
@@ -130,15 +134,16 @@ def compress(
 
     Chooses the heads and FFN channels of every layer, the layers, and the format of every linear
     together: by what each costs in quality, estimated from gradients, and what it takes of the
-    target, measured on this machine. The model is then pruned, trained, quantized, trained,
-    exported and measured, and the choice corrected once if it missed. INT4 is among the formats
-    with -o Compress.Quantization.weight_bits=4. A killed search resumes, and another target reuses
-    what was found out. Status 1 if no model meets target and budget.
+    target, measured on this machine. A design is measured, and corrected if it misses the target,
+    before it is pruned, trained, quantized, trained, exported and measured again. INT4 is among the
+    formats with -o Compress.Quantization.weight_bits=4. A killed search resumes, and another target
+    reuses what was found out. Status 1 if no model meets target and budget.
     """
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(load(name, override) for name in names)
     from lathe.backends import start_workers
     from lathe.search.compress import QUANTIZED, compress
+    from lathe.search.design import override as group_override
     from lathe.search.goal import parse_goal
     from lathe.search.result import PAGE, require_met
 
@@ -146,8 +151,8 @@ def compress(
         verb: str, own: "Recipe", stage: Callable[[], object], arguments: Sequence[object]
     ) -> None:
         name, group = (prune_recipe, "Prune") if verb == "prune" else (qat_recipe, "Quantization")
-        chosen = getattr(own.Compress, group).model_dump_json()
-        options = ["--recipe", name, *as_options([*(override or []), f"Compress.{group}={chosen}"])]
+        chosen = [*(override or []), group_override(own, group)]
+        options = ["--recipe", name, *as_options(chosen)]
         start_workers([verb, *options, *map(str, arguments)], own)
         stage()
 

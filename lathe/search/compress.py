@@ -1,5 +1,5 @@
 """Search for the best model that meets a target, with one budget for heads, channels, layers and
-formats: predict, solve, train, measure, and correct the prediction."""
+formats: predict, solve, measure, correct the prediction, and train."""
 
 import json
 import logging
@@ -11,22 +11,19 @@ from lathe import backends
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled
-from lathe.compress.plan import formats, named_formats, quantizable
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import StageError, UserError
+from lathe.errors import UserError
 from lathe.evaluate.lambada import check_cloze
 from lathe.evaluate.results import METRICS
-from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
-from lathe.search.costs import Costs, estimate
+from lathe.search.costs import write_costs
 from lathe.search.design import Design
 from lathe.search.goal import Goal
 from lathe.search.judge import evaluate_trial, verdict_of
-from lathe.search.prices import Prices, measure_prices
-from lathe.search.program import Problem
+from lathe.search.prices import write_prices
+from lathe.search.proposals import Proposal, write_designs
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import atomic_file, digest, sha256
@@ -38,7 +35,6 @@ Perform = Callable[[str, Recipe, Callable[[], object], Sequence[object]], object
 """Called with a training verb, the recipe of it, the stage and its command line's arguments."""
 
 METADATA, QUANTIZED = "trial.json", "quantized"
-CLOSE = 0.97  # of the target: a trial this near to it is not corrected
 PARTS = EVALUATION, EXPORT = "evaluation", "onnx"
 JUDGED = ("Sensitivity", "Offline_Eval", "Export")
 """Groups of settings that a training run may change, and a search may not."""
@@ -57,14 +53,13 @@ def compress(
     """Make the model of the best design for the target; write `compress.json` and `compress.html`.
 
     What every part of the model costs in quality is estimated from gradients, and what it takes of
-    the target is measured on this machine. The design is pruned, finetuned, quantized, trained,
-    exported and evaluated. Where it misses the target, or leaves much of it, the prices are scaled
-    by what was measured, and the next design is tried. A killed search resumes in the same trial
-    and stage.
+    the target is measured on this machine. The designs that `propose` finds by that are pruned,
+    finetuned, quantized, trained, exported and evaluated. A killed search resumes in the same trial
+    and stage. The pipeline `compress` takes the same steps.
 
     Args:
         recipes: for evaluation and export, for pruning, and for quantization.
-        trials: maximum number of trials.
+        trials: maximum number of designs to train.
         run: runs a training stage; it may do so on several processes. In this one unless given.
 
     Raises:
@@ -112,76 +107,38 @@ class _Search:
 
     def run(self, trials: int) -> SearchResult:
         self.measure(self.model, self.dense)
-        problem, done, scale = self.problem(), list[Trial](), 1.0
-        while len(done) < trials:
-            design = problem.solve(self.goal.at_most / scale)
-            if design is None and not done:
-                raise StageError(self.impossible(problem))
-            if design is None or design in [trial.design for trial in done]:
-                break
-            price = problem.price(design)
-            trial = self.attempt(design, price * scale, problem.cost(design))
-            log.info("%s", trial)
-            done.append(trial)
-            if CLOSE * self.goal.at_most <= trial.reached(self.goal) <= self.goal.at_most:
-                break
-            scale = trial.reached(self.goal) / price
+        done = []
+        for proposal in self.proposals(trials):
+            done.append(self.attempt(proposal))
+            log.info("%s", done[-1])
         return conclude(self.goal, self.dense / EVALUATION, done, self.output)
 
-    def problem(self) -> Problem:
-        """The designs to choose from; what was found out before a kill is recalled."""
-        checkpoint, tokens = load_checkpoint(self.model), TokenDataset.open(self.data)
-        config, settings = checkpoint.model.config, self.quantization.Compress.Quantization
-        journal = Journal(self.output / "findings.jsonl", {"model": checkpoint.digest})
-        costs = journal.recall(
-            "costs",
-            lambda: asdict(estimate(self.quantization, checkpoint, tokens, journal)),
-            dict,
-        )
-        prices = journal.recall(
-            "prices",
-            lambda: measure_prices(checkpoint, settings, self.base.Export),
-            dict,
-        )
-        given = named_formats(config, settings, None)
-        return Problem(
-            config,
-            Costs(**costs),
-            Prices(prices[self.goal.target]),
-            {
-                name: [given[name]] if name in given else formats(settings)
-                for name in quantizable(config, settings)
-            },
-            settings.group_size,
-            self.pruning.Compress.Prune.channel_multiple,
-            prunes=self.pruning.Compress.Prune.enable is not False,
-        )
+    def proposals(self, trials: int) -> list[Proposal]:
+        """The designs to train; what was found out before a kill is recalled."""
+        recipes = self.base, self.pruning, self.quantization
+        costs, prices = self.output / "costs.json", self.output / "prices.json"
+        dense, designs = self.dense / EXPORT, self.output / "designs.json"
+        if not costs.is_file():
+            write_costs(self.quantization, self.model, self.data, costs)
+        if not prices.is_file():
+            write_prices(self.base, self.quantization, self.model, dense, prices)
+        inputs = self.model, dense, costs, prices
+        return write_designs(self.goal, recipes, *inputs, trials, designs)
 
-    def impossible(self, problem: Problem) -> str:
-        """Why there is no design."""
-        least = problem.cheapest()
-        return (
-            f"no design reaches {self.goal.target} {self.goal.at_most:g}: the smallest is "
-            f"predicted to have {problem.price(least):.3f}. Allow more, or more formats "
-            "(Compress.Quantization.weight_bits=4, quantize_embedding=True)"
-        )
-
-    def attempt(self, design: Design, predicted: float, cost: float) -> Trial:
+    def attempt(self, proposal: Proposal) -> Trial:
         """The trial of a design; one that an earlier search made is judged by this one's budget."""
+        design, dense = proposal.design, [self.dense / part for part in PARTS]
         folder = self.output / design.name
         if (folder / METADATA).is_file():
             known = read_as(folder / METADATA, Trial, "delete the file: the trial is judged again")
-            evaluations = self.dense / EVALUATION, folder / EVALUATION
-            verdict = verdict_of(self.base, self.goal, *evaluations)
-            return replace(known, verdict=verdict, design=design, predicted=predicted, cost=cost)
+            verdict = verdict_of(self.base, self.goal, dense[0], folder / EVALUATION)
+            return replace(known, verdict=verdict, **vars(proposal))
         log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)
-        config = read_config(self.model)
-        is_pruned = (design.heads, design.channels) != (config.n_kv_head, config.n_inner)
+        is_pruned = design.prunes(read_config(self.model))
         pruned = self.prune(design, folder / "pruned") if is_pruned else self.model
         self.measure(self.quantize(design, pruned, folder / QUANTIZED), folder)
-        folders = (f / part for f in (self.dense, folder) for part in PARTS)
-        trial = evaluate_trial(self.base, self.goal, design.name, *folders)
-        trial = replace(trial, design=design, predicted=predicted, cost=cost)
+        own = [folder / part for part in PARTS]
+        trial = evaluate_trial(self.base, self.goal, proposal, *own, *dense)
         with atomic_file(folder / METADATA) as work:
             work.write_text(json.dumps(asdict(trial), indent=2) + "\n", encoding="utf-8")
         return trial

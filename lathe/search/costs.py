@@ -8,19 +8,25 @@ too small for FFN channels. What quantization costs is estimated by
 `lathe.compress.sensitivity.fisher`, in the same unit. Shares of a design are taken to add up.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from lathe.artifacts.kinds import read_as
 from lathe.compress.criteria import gate_slopes
 from lathe.compress.sensitivity.analyze import TorchModel
 from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
-from lathe.model.checkpoint import Checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.storage import atomic_file
+
+HINT = "delete the file: the costs are estimated again"
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,34 @@ class Costs:
         """Of leaving out a layer."""
         return self.heads[i][0] + self.channels[i][0]
 
+    def totals(self) -> dict[str, float]:
+        """The costs of having every linear in a format, by format."""
+        return {form: sum(costs.values()) for form, costs in self.formats.items()}
 
-def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:
-    """Estimate all costs, with a pass over the calibration batches for each format and one more.
+
+def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
+    """Estimate all costs and write them to a JSON file; a killed estimate resumes.
 
     Args:
         recipe: of quantization; `Compress.Quantization.weight_bits` says which formats there are.
     """
+    checkpoint, tokens = load_checkpoint(model), TokenDataset.open(data)
+    findings = output.with_name(f"{output.name}.findings.jsonl")
+    journal = Journal(findings, {"model": checkpoint.digest, "data": tokens.digest})
+    costs = estimate(recipe, checkpoint, tokens, journal)
+    with atomic_file(output) as work:
+        work.write_text(json.dumps(asdict(costs)) + "\n", encoding="utf-8")
+    journal.close()
+    return costs
+
+
+def read_costs(path: Path) -> Costs:
+    """Read the file of `write_costs`."""
+    return read_as(path, Costs, HINT)
+
+
+def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:
+    """Estimate all costs, with a pass over the calibration batches for each format and one more."""
     model = TorchModel(recipe, checkpoint, data, journal)
     slopes = gate_slopes(model.model, model.calibration)
     tokens = model.calibration[0].shape[1] - 1

@@ -1,13 +1,18 @@
 """A design of a smaller model: the units that each layer keeps, and the format of every linear."""
 
+import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from lathe.artifacts.kinds import checked
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
+from lathe.inputs import parse_json
 from lathe.model.architecture import HEAD, Architecture
+from lathe.model.config import GPTConfig, read_config
 from lathe.storage import digest
 
 
@@ -29,6 +34,14 @@ class Design:
     def name(self) -> str:
         """A folder name that is the same for equal designs only."""
         return f"design-{digest(repr(sorted(asdict(self).items())))[:10]}"
+
+    def prunes(self, config: GPTConfig) -> bool:
+        """Whether it leaves out anything of a model with this dense shape."""
+        return (self.heads, self.channels) != (config.n_kv_head, config.n_inner)
+
+    def to_json(self) -> str:
+        """The JSON that `parse_design` reads."""
+        return json.dumps(asdict(self))
 
     def pruned_formats(self) -> dict[str, Format]:
         """`formats` by the paths in the pruned model, whose layers are counted anew."""
@@ -56,6 +69,40 @@ class Design:
         # Emptied, not left out: over the same recipe's map this would leave it as it is.
         skips = {block: list[str]() for block in recipe.Compress.Quantization.skip_tensor_map}
         return _with(recipe, "Quantization", named | {"skip_tensor_map": skips})
+
+
+def parse_design(text: str) -> Design:
+    """Read a design from the JSON of its fields.
+
+    Raises:
+        UserError: it is not one.
+    """
+    hint = "give one that the component `design` has returned"
+    return checked(parse_json(text, "design", hint), Design, "design", hint)
+
+
+def pruning_to(
+    design: str, recipe: Recipe, overrides: Sequence[str], model: Path
+) -> tuple[Recipe | None, list[str]]:
+    """The recipe that prunes to a design, as `parse_design` reads it, and the overrides that make
+    it so; None where the design leaves nothing out of the model."""
+    parsed = parse_design(design)
+    changed = parsed.pruning(recipe)
+    found = changed if parsed.prunes(read_config(model)) else None
+    return found, [*overrides, override(changed, "Prune")]
+
+
+def quantization_to(
+    design: str, recipe: Recipe, overrides: Sequence[str], model: Path
+) -> tuple[Recipe, list[str]]:
+    """The recipe that quantizes the pruned model to a design, and the overrides that make it so."""
+    changed = parse_design(design).quantization(recipe, read_config(model).architecture)
+    return changed, [*overrides, override(changed, "Quantization")]
+
+
+def override(recipe: Recipe, group: str) -> str:
+    """The group `Compress.<group>` of a recipe as an override of another recipe."""
+    return f"Compress.{group}={getattr(recipe.Compress, group).model_dump_json()}"
 
 
 def _with(recipe: Recipe, group: str, values: Mapping[str, Any]) -> Recipe:

@@ -9,6 +9,9 @@ from lathe.errors import UserError
 Target = Literal["latency", "prefill", "bytes", "parameters"]
 Budget = Literal["accuracy", "perplexity"]
 
+EXACT: tuple[Target, ...] = ("bytes", "parameters")
+"""Targets whose measurement is the same every time."""
+
 MOST_INCREASE = 1e6  # of a perplexity, relative
 
 

@@ -5,10 +5,10 @@ the prices of their parts are fitted to that. So a part costs what it costs with
 this machine, where weights come from memory and not from a cache.
 """
 
-import shutil
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,19 +17,21 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 import torch
 
+from lathe.artifacts.kinds import checked, read_json
 from lathe.compress.plan import formats, make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
-from lathe.config.settings import ExportSettings, QuantizationSettings
+from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
-from lathe.model.checkpoint import Checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.progress import track
 from lathe.search.design import Design
+from lathe.storage import atomic_file
 
 ROUNDS = 9
 PROMPT = 128  # tokens
@@ -87,25 +89,61 @@ def head_parts(form: Format) -> Parts:
     return Counter({f"head {form}": 1})
 
 
+def write_prices(
+    base: Recipe, quantization: Recipe, model: Path, dense: Path, output: Path
+) -> dict[str, Prices]:
+    """Measure the prices for each target of a `Goal` and write them to a JSON file.
+
+    Args:
+        base: the recipe that exports.
+        model, dense: the dense checkpoint and its export.
+    """
+    settings = quantization.Compress.Quantization
+    found = measure_prices(load_checkpoint(model), dense, settings, base.Export)
+    with atomic_file(output) as work:
+        prices = {target: asdict(prices) for target, prices in found.items()}
+        work.write_text(json.dumps(prices) + "\n", encoding="utf-8")
+    return found
+
+
+def read_prices(path: Path) -> dict[str, Prices]:
+    """Read the file of `write_prices`."""
+    hint = "delete the file: the prices are measured again"
+    return checked(read_json(path, hint), dict[str, Prices], str(path), hint)
+
+
 def measure_prices(
-    checkpoint: Checkpoint, settings: QuantizationSettings, export: ExportSettings
-) -> dict[str, dict[str, float]]:
-    """`Prices.of` for each target of a `Goal`."""
-    model = checkpoint.model
-    samples = list(_samples(model.config, settings))
-    shares: dict[str, list[float]] = {target: [] for target in FIGURES}
-    with TemporaryDirectory(prefix="lathe-prices-") as scratch:
-        dense, folder = Path(scratch) / "dense", Path(scratch) / "sample"
-        write_sample(checkpoint, model, dense, export)
-        for sample in track(samples, "prices"):
-            built = build_sample(model, sample, settings)
-            write_sample(checkpoint, built, folder, export)
-            for target, share in shares_of(dense, folder).items():
-                shares[target].append(share)
-            shares["parameters"].append(built.config.n_params / model.config.n_params)
-            shutil.rmtree(folder)
-    parts = [parts_of(model.config, sample, settings.group_size) for sample in samples]
-    return {target: _fitted(parts, found) for target, found in shares.items()}
+    checkpoint: Checkpoint, dense: Path, settings: QuantizationSettings, export: ExportSettings
+) -> dict[str, Prices]:
+    """The prices for each target of a `Goal`; see `write_prices`."""
+    config = checkpoint.model.config
+    samples = list(_samples(config, settings))
+    shares = [
+        measure_design(checkpoint, dense, sample, settings, export)
+        for sample in track(samples, "prices")
+    ]
+    parts = [parts_of(config, sample, settings.group_size) for sample in samples]
+    return {t: Prices(_fitted(parts, [share[t] for share in shares])) for t in FIGURES}
+
+
+def measure_design(
+    checkpoint: Checkpoint,
+    dense: Path,
+    design: Design,
+    settings: QuantizationSettings,
+    export: ExportSettings,
+) -> dict[str, float]:
+    """What a design takes of each target, as a share of the dense model's.
+
+    It is exported with arbitrary units and without training, which its size and speed do not
+    depend on.
+    """
+    model = build_sample(checkpoint.model, design, settings)
+    with TemporaryDirectory(prefix="lathe-design-") as scratch:
+        folder = Path(scratch) / "onnx"
+        write_sample(checkpoint, model, folder, export)
+        shares = shares_of(dense, folder)
+    return shares | {"parameters": model.config.n_params / checkpoint.model.config.n_params}
 
 
 def shares_of(dense: Path, other: Path) -> dict[str, float]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # type: ignore[import-untyped]
 
+from lathe.compress.plan import formats, named_formats, quantizable
+from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD, Units
 from lathe.model.config import GPTConfig
@@ -41,6 +43,26 @@ class Problem:
     group_size: int
     multiple: int = 1
     prunes: bool = True
+
+    @classmethod
+    def of(
+        cls, config: GPTConfig, costs: Costs, prices: Prices, pruning: Recipe, quantization: Recipe
+    ) -> "Problem":
+        """The designs that the recipes allow for a model with this dense shape."""
+        settings = quantization.Compress.Quantization
+        given = named_formats(config, settings, None)
+        return cls(
+            config,
+            costs,
+            prices,
+            {
+                name: [given[name]] if name in given else formats(settings)
+                for name in quantizable(config, settings)
+            },
+            settings.group_size,
+            pruning.Compress.Prune.channel_multiple,
+            prunes=pruning.Compress.Prune.enable is not False,
+        )
 
     def price(self, design: Design) -> float:
         """The predicted price of a design."""

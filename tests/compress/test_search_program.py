@@ -18,14 +18,17 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import ExportSettings, QuantizationSettings
 from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
+from lathe.errors import StageError, UserError
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.search.costs import Costs, estimate
 from lathe.search.design import Design
+from lathe.search.goal import Goal
 from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
 from lathe.search.program import Problem
+from lathe.search.proposals import CLOSE, propose
 from lathe.train.batches import calibration_batches
 from tests.support.small_run import SMALL
 
@@ -121,13 +124,11 @@ def test_prices_are_those_of_files_that_were_not_measured(
 ) -> None:
     checkpoint = load_checkpoint(small_dense)
     config = checkpoint.model.config
-    found = measure_prices(checkpoint, INT4, ExportSettings())
-    problem = Problem(
-        config, a_problem(0).costs, Prices(found["bytes"]), dict.fromkeys(LINEARS), 32
-    )
-    parameters = replace(problem, prices=Prices(found["parameters"]))
-    random = np.random.default_rng(0)
     dense = size(checkpoint, tmp_path / "dense")
+    found = measure_prices(checkpoint, tmp_path / "dense", INT4, ExportSettings())
+    problem = Problem(config, a_problem(0).costs, found["bytes"], dict.fromkeys(LINEARS), 32)
+    parameters = replace(problem, prices=found["parameters"])
+    random = np.random.default_rng(0)
     for i in range(6):
         form: dict[str, Format] = {
             name: random.choice(["int4", "int8", "float"])
@@ -185,3 +186,32 @@ def divergence(model: GPT, other: GPT, batches: list[torch.Tensor]) -> float:
         ours, theirs = (m(tokens[:, :-1]).double().log_softmax(-1) for m in (model, other.eval()))
         found.append(float((ours.exp() * (ours - theirs)).sum(-1).mean()))
     return float(np.mean(found))
+
+
+def test_a_design_that_misses_is_corrected_before_it_is_trained() -> None:
+    problem, measured = a_problem(0, one_layer=False), list[Design]()
+
+    def measure(design: Design) -> float:
+        measured.append(design)
+        return 1.06 * problem.price(design)
+
+    (found,) = propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 2, measure)
+    assert len(measured) == 2 and found.design == measured[1]
+    assert CLOSE * 0.3 <= 1.06 * problem.price(found.design) <= 0.3
+    assert found.predicted == pytest.approx(1.06 * problem.price(found.design))
+
+
+def test_trials_for_a_time_aim_below_each_other() -> None:
+    problem = a_problem(0, one_layer=False)
+    goal = Goal("latency", 0.3, "perplexity", 0.1)
+    prices = [p.predicted for p in propose(problem, goal, 3, problem.price)]
+    assert len(prices) == 3 and prices == sorted(prices, reverse=True)
+    assert all(price <= 0.3 * CLOSE**i for i, price in enumerate(prices))
+
+
+def test_a_target_that_no_measured_design_reaches_is_refused() -> None:
+    problem = a_problem(0, one_layer=False)
+    with pytest.raises(StageError, match=r"no design reaches bytes 0\.3: the smallest is"):
+        propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 1, lambda design: 20.0)
+    with pytest.raises(UserError, match="trials: 0"):
+        propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 0, problem.price)

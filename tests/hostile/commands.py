@@ -291,6 +291,9 @@ GOOD = {
     "pdparams": "paddle",
     "export": "dense-onnx",
     "deployed": "deployed",
+    "costs": "costs.json",
+    "prices": "prices.json",
+    "designs": "designs.json",
 }
 """An artifact of each kind."""
 

@@ -36,9 +36,21 @@ GIVEN: dict[str, dict[str, Any]] = {
         **{"recipe": SMALL, "dense_model": "dense", "dense_evaluation": "dense-eval"},
         **{"dense_export": "dense-onnx", "sensitivity": "sensitivity", "deployed": "deployed"},
     },
+    "estimate": {"recipe": QAT, "model": "dense", "data": "data"},
+    "price": {"recipe": SMALL, "qat_recipe": QAT, "model": "dense", "exported": "dense-onnx"},
+    "design": {
+        **{"recipe": SMALL, "prune_recipe": PRUNE, "qat_recipe": QAT, "trials": 1},
+        **{"target": "bytes=0.9", "budget": "perplexity=9", "model": "dense"},
+        **{"exported": "dense-onnx", "costs": "costs.json", "prices": "prices.json"},
+    },
     "choose": {
-        **{"recipe": SMALL, "target": "bytes=0.9", "budget": "perplexity=9", "ratios": [0.0]},
-        **{"dense_evaluation": "dense-eval", "dense_export": "dense-onnx", "models": ["int8"]},
+        **{"recipe": SMALL, "target": "bytes=0.9", "budget": "perplexity=9"},
+        **{
+            "designs": "designs.json",
+            "dense_evaluation": "dense-eval",
+            "dense_export": "dense-onnx",
+            "models": ["int8"],
+        },
         **{"evaluations": ["int8-eval"], "exports": ["int8-onnx"]},
     },
 }
@@ -62,6 +74,9 @@ KINDS = {
     "evaluations": "evaluation",
     "dense_evaluation": "evaluation",
     "deployed": "deployed",
+    "costs": "costs",
+    "prices": "prices",
+    "designs": "designs",
 }
 OUTPUTS = {
     "prepare": ("data", "data.json"),
@@ -94,10 +109,13 @@ METADATA_FILES = {
     "sensitivity": "sensitivity/sensitivity.json",
     "deployed": "deployed/deploy.json",
     "shard": "shard-1/shard.json",
+    "costs": "costs.json",
+    "prices": "prices.json",
+    "designs": "designs.json",
 }
 CONTENTS = {"{}": b"{}", "[]": b"[]", "deep lists": b"[" * 100_000}
 OPTIONAL = ("corpus", "cloze", "init")
-EXPENSIVE = ("deploy", "release", "report", "choose")
+EXPENSIVE = ("deploy", "release", "report", "estimate", "price", "design", "choose")
 METRICS = "metrics"
 
 
@@ -115,9 +133,12 @@ def cases() -> Iterator[Case]:
     for name in OUTPUTS:
         yield from _outputs(name)
     for target in ("bytes=nan", "beauty=1", ""):
-        yield _case("choose", "a target", target, GIVEN["choose"], {"target": target})
-    for ratios in ([], [0.0, 0.5], ["x"], [float("nan")]):
-        yield _case("choose", "ratios", str(ratios), GIVEN["choose"], {"ratios": ratios})
+        for name in ("design", "choose"):
+            yield _case(name, "a target", target, GIVEN[name], {"target": target})
+    for models in ([], ["int8", "int8"]):
+        yield _case("choose", "models", str(models), GIVEN["choose"], {"models": models})
+    for design in ("x", "[]", "{}", '{"heads": [1], "channels": [1], "formats": {}}'):
+        yield _case("prune", "a design", design, GIVEN["prune"], {"design": design})
 
 
 def _odd(name: str, given: Mapping[str, Any], parameter: str, kind: str) -> Iterator[Case]:
@@ -206,7 +227,7 @@ def _case(
 def _needs(given: Mapping[str, Any], more: tuple[str, ...]) -> tuple[str, ...]:
     names: list[str] = []
     for parameter, value in given.items():
-        if parameter == "recipe" or parameter in KINDS:
+        if parameter.endswith("recipe") or parameter in KINDS:
             names += value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys([*names, *more]))
 

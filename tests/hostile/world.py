@@ -90,6 +90,8 @@ def build(world: Path, run: Run) -> None:
     for line in RUNS:
         _must(run, line.split())
     shutil.copy(world / "data" / "tokenizer.json", world / "tokenizer.json")
+    for name in ("costs.json", "prices.json", "designs.json"):
+        shutil.copy(world / "compressed" / name, world / name)
     _strip(world / "dense", world / "plain")
     if run(DEPLOY.split()).status != 0:  # there is no Triton here: its cases are left out
         shutil.rmtree(world / "deployed", ignore_errors=True)

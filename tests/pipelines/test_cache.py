@@ -125,6 +125,13 @@ def test_a_setting_written_otherwise_is_the_same(cache):
     assert cache.get(key_of(cache, recipe=settings)) is not None
 
 
+def test_every_recipe_of_a_task_counts_by_its_settings(cache):
+    settings = load_recipe("tiny", []).model_dump_json(indent=1)
+    key = key_of(cache, qat_recipe="tiny")
+    assert key_of(cache, qat_recipe=settings) == key
+    assert key_of(cache, qat_recipe="tiny-qat") != key
+
+
 def test_an_artifact_is_known_by_its_bytes(tmp_path, sources):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -1,6 +1,9 @@
-"""The search as a pipeline: one branch a ratio, the best one deployed."""
+"""The search as a pipeline: the designs, the trials and the page of `lathe compress`."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -13,8 +16,12 @@ from tests.pipelines.test_run import start
 
 pytestmark = pytest.mark.long
 
+TIMES = ("latency", "prefill")
+ROW = re.compile(r"<tr><td>.*?</tr>", re.S)
+CELL = re.compile(r"<td.*?>(.*?)</td>", re.S)
 
-def test_the_best_model_that_is_small_enough_is_deployed(tmp_path, recipe, corpus):
+
+def test_the_pipeline_and_the_verb_are_one_search(tmp_path, recipe, corpus):
     try:
         find_environment()
     except UserError as error:
@@ -23,19 +30,39 @@ def test_the_best_model_that_is_small_enough_is_deployed(tmp_path, recipe, corpu
     prepare(settings, tmp_path / "data", str(corpus))
     pretrain(settings, tmp_path / "data", tmp_path / "dense")
     recipes = ("--recipe", recipe, "--prune-recipe", recipe, "--qat-recipe", recipe)
-    goal = ("--target", "parameters=0.8", "--budget", "perplexity=0.9")
-    arguments = ("--model", tmp_path / "dense", "--corpus", corpus, *recipes, *goal)
-    run = start(tmp_path, "compress", *arguments, "--name", "search")
-    out, err = run.communicate(timeout=900)
+    goal = ("--target", "bytes=0.3", "--budget", "perplexity=0.9")
+    chosen = (*recipes, *goal, "-o", "Compress.Quantization.quantize_embedding=True")
+    inputs = ("--model", tmp_path / "dense", "--corpus", corpus)
+    run = start(tmp_path, "compress", *inputs, *chosen, "--quant", "int4", "--name", "search")
+    out, err = run.communicate(timeout=1200)
     assert run.returncode == 0, out + err
-
     folder = tmp_path / "run" / "search"
     (found,) = folder.glob("**/choose/trials/compress.json")
-    result = json.loads(found.read_text())
-    names = [trial["name"] for trial in result["trials"]]
-    assert names == [f"pruned-{ratio}-int8" for ratio in (0.125, 0.25, 0.375, 0.5)]
-    met = [trial for trial in result["trials"] if trial["parameters"] <= 0.8]
-    assert result["best"] == min(met, key=lambda trial: trial["perplexity"])
-    assert result["best"]["name"] != names[0]
-    assert result["best"]["name"] in (folder / "compress.html").read_text()
+    (data,) = folder.glob("*/prepare/data")
+    assert (folder / "report.html").is_file()
     assert (tmp_path / "run" / "deployed" / "deploy.json").is_file()
+
+    verb = [sys.executable, "-m", "lathe", "compress", "dense", "--data", data, *chosen]
+    verb += ["-o", "Compress.Quantization.weight_bits=4", "--output", "out"]
+    subprocess.run(list(map(str, verb)), cwd=tmp_path, check=True, timeout=600)
+    assert untimed(tmp_path / "out" / "compress.json") == untimed(found)
+    assert rows(tmp_path / "out" / "compress.html") == rows(folder / "compress.html")
+    best = json.loads(found.read_text())["best"]
+    assert best["bytes"] <= 0.3
+    assert min(best["design"]["channels"]) < 128
+    assert len(set(best["design"]["formats"].values())) > 1
+
+
+def untimed(path):
+    """A search's result without the times, which vary."""
+    result = json.loads(path.read_text())
+    for trial in (*result["trials"], result["best"]):
+        for time in TIMES:
+            del trial[time]
+    return result
+
+
+def rows(page):
+    """The rows of the page's tables, without the times."""
+    found = [CELL.findall(row) for row in ROW.findall(page.read_text())]
+    return [cells[:2] + cells[4:] if len(cells) == 9 else cells for cells in found]

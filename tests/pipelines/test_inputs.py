@@ -72,6 +72,11 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"recipe": "nowhere"}, "nowhere"),
         ("compress", {"model": "nowhere", "target": "speed=2"}, "--target speed=2: not understood"),
         ("compress", {"model": "nowhere", "budget": "5"}, "--budget 5: not understood"),
+        (
+            "compress",
+            {"model": "nowhere", "overrides": ["Compress.engine=paddle"]},
+            "compress chooses the width of every layer .* hint: use Compress.engine=torch",
+        ),
     ],
 )
 def test_a_wrong_argument_is_found(name, arguments, message):

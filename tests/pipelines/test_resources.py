@@ -13,7 +13,7 @@ from components.images import PADDLE, TRAIN
 from pipelines.compile import FUNCTIONS, build
 from pipelines.resources import Pool, Variant
 
-TRAINING, ONE_GPU = {"pretrain", "prune", "quantize"}, {"analyze", "evaluate"}
+TRAINING, ONE_GPU = {"pretrain", "prune", "quantize"}, {"analyze", "estimate", "evaluate"}
 WAITING = {"gate", "inputs", "report"}
 ONE = Pool()
 MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")
@@ -24,8 +24,8 @@ POOLS = {"default": ONE, "two-nodes": MANY, "one-node": NODE, "no-gpu": NONE, "p
 BY_ENGINE = {"prune", "analyze", "quantize", "evaluate", "export"}
 TIMEOUT_HOURS = {
     "prepare": 4, "pretrain": 240, "prune": 72, "analyze": 6, "quantize": 72, "evaluate": 6,
-    "export": 2, "gate": 0.5, "inputs": 0.5, "choose": 2, "rehearse": 1, "report": 1,
-    "release": 6, "certify": 240,
+    "estimate": 6, "export": 2, "gate": 0.5, "inputs": 0.5, "price": 2, "design": 2, "choose": 2,
+    "rehearse": 1, "report": 1, "release": 6, "certify": 240,
 }  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_a_run_without_overrides_trains_on_the_pools_machines(compiled, pool, la
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("prune", "recipe"), ("compress", "prune_recipe"), ("full", "prune_recipe"), ("qat", None)],
+    [("prune", "recipe"), ("compress", None), ("full", "prune_recipe"), ("qat", None)],
 )
 def test_a_run_without_arguments_of_a_paddle_version_is_paddles(compiled, name, recipe):
     spec, _ = compiled(name, "paddle")

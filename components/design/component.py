@@ -1,0 +1,60 @@
+"""Costs and prices -> the designs that are worth training."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def design(
+    recipe: str,
+    prune_recipe: str,
+    qat_recipe: str,
+    overrides: list[str],
+    target: str,
+    budget: str,
+    trials: int,
+    model: dsl.Input[dsl.Model],
+    exported: dsl.Input[dsl.Model],
+    costs: dsl.Input[dsl.Artifact],
+    prices: dsl.Input[dsl.Artifact],
+    designs: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+    contents: dict = {},  # noqa: B006
+) -> list[str]:
+    """Choose the widths of all layers and the formats of all linears by an integer program.
+
+    Args:
+        recipe: Name or path of the recipe that exports (group Export).
+        prune_recipe: Name or path of the pruning recipe (group Compress.Prune).
+        qat_recipe: Name or path of the quantization recipe (group Compress.Quantization).
+        overrides: Settings that replace every recipe's, as `Group.key=value`.
+        target: latency, prefill, bytes or parameters, and a share of the dense model's.
+        budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
+        trials: Maximum number of designs; bytes and parameters need only one.
+        model: Dense checkpoint folder.
+        exported: Its ONNX folder.
+        costs: What every choice costs in quality.
+        prices: What every part takes of the target.
+        designs: JSON file with the designs, and what is predicted of them.
+        metrics: What is predicted of the first design.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
+
+    Returns:
+        The designs as JSON, the largest first.
+    """
+    from pathlib import Path
+
+    from components.artifacts import local, record
+    from components.stage import stage
+    from lathe.config.recipe import load_recipe
+    from lathe.search.goal import parse_goal
+    from lathe.search.proposals import write_designs
+
+    with stage(recipe, overrides, contents) as base:
+        recipes = base, *(load_recipe(name, overrides) for name in (prune_recipe, qat_recipe))
+        goal, inputs = parse_goal(target, budget), local(model, exported, costs, prices)
+        found = write_designs(goal, recipes, *inputs, trials, Path(designs.path))
+        record(vars(found[0]) | {"designs": len(found)}, metrics, designs)
+        return [proposal.design.to_json() for proposal in found]

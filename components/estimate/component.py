@@ -1,0 +1,38 @@
+"""Model -> what every choice of a smaller design costs in quality."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def estimate(
+    recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    costs: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+    contents: dict = {},  # noqa: B006
+):
+    """Estimate from gradients what removing units and quantizing linears costs, before training.
+
+    Args:
+        recipe: Name or path of the recipe (groups Sensitivity and Compress.Quantization).
+        overrides: Settings that replace the recipe's, as `Group.key=value`.
+        model: Dense checkpoint folder.
+        data: Token data set to calibrate on.
+        costs: JSON file with the costs of all choices, nats a token.
+        metrics: The cost of quantizing every linear, by format.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
+    """
+    from pathlib import Path
+
+    from components.artifacts import local, record
+    from components.stage import stage
+    from lathe.search.costs import write_costs
+
+    with stage(recipe, overrides, contents) as settings:
+        found = write_costs(settings, *local(model, data), Path(costs.path))
+        record(found.totals(), metrics, costs)

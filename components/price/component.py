@@ -1,0 +1,42 @@
+"""Model -> what the parts of a design take of every target."""
+
+from kfp import dsl
+
+from components.images import TRAIN
+
+
+@dsl.component(base_image=TRAIN, install_kfp_package=False)
+def price(
+    recipe: str,
+    qat_recipe: str,
+    overrides: list[str],
+    model: dsl.Input[dsl.Model],
+    exported: dsl.Input[dsl.Model],
+    prices: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+    contents: dict = {},  # noqa: B006
+):
+    """Measure a dozen untrained exports of the model, pruned and quantized in different ways.
+
+    Args:
+        recipe: Name or path of the recipe that exports (group Export).
+        qat_recipe: Name or path of the quantization recipe (group Compress.Quantization).
+        overrides: Settings that replace both recipes', as `Group.key=value`.
+        model: Dense checkpoint folder.
+        exported: Its ONNX folder.
+        prices: JSON file with the prices of all parts, shares of the dense model's, by target.
+        metrics: The share of each target that no design can save.
+        contents: What identifies the weights that the run starts from, by address, on which the
+            result depends; the step fails if it finds something else there.
+    """
+    from pathlib import Path
+
+    from components.artifacts import local, record
+    from components.stage import stage
+    from lathe.config.recipe import load_recipe
+    from lathe.search.prices import write_prices
+
+    with stage(recipe, overrides, contents) as settings:
+        recipes = settings, load_recipe(qat_recipe, overrides)
+        found = write_prices(*recipes, *local(model, exported), Path(prices.path))
+        record({target: own.of.get("fixed", 0.0) for target, own in found.items()}, metrics, prices)

@@ -1,0 +1,144 @@
+"""The designs that are worth training: found by the integer program, and measured."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lathe.artifacts.kinds import checked, read_json
+from lathe.compress.sensitivity.journal import Journal
+from lathe.config.settings import Recipe
+from lathe.errors import StageError, UserError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.search.costs import read_costs
+from lathe.search.design import Design
+from lathe.search.goal import EXACT, Goal
+from lathe.search.prices import measure_design, read_prices
+from lathe.search.program import Problem
+from lathe.storage import atomic_file
+
+CLOSE = 0.97  # of a limit: a design this near to it is not corrected
+MEASUREMENTS = 6  # of designs, for one limit
+
+Measure = Callable[[Design], float]
+"""Returns the share of the target that a design has, of the dense model's."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A design to train.
+
+    Attributes:
+        predicted: the share of the target that the prices predicted for it.
+        cost: the KL divergence from the dense model that is predicted before training, nats a
+            token.
+    """
+
+    design: Design
+    predicted: float
+    cost: float
+
+
+def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list[Proposal]:
+    """At most `trials` designs that were measured to reach the target, the largest first.
+
+    Prices are off by a few per cent, so every design is measured before it is trained; where it
+    misses the limit, or leaves much of it, the prices are scaled by that, and the next is tried.
+    A time varies from one measurement to the next, so each further trial aims `CLOSE` below the
+    last; one design is enough for a target in `EXACT`.
+
+    Raises:
+        UserError: `trials` is not positive.
+        StageError: no design reaches the target.
+    """
+    if trials < 1:
+        raise UserError(f"trials: {trials}, so nothing is trained", "give at least 1")
+    found: list[Proposal] = []
+    scale = 1.0
+    for trial in range(1 if goal.target in EXACT else trials):
+        limit = goal.at_most * CLOSE**trial
+        proposal, scale = _within(problem, limit, scale, measure)
+        if proposal is None and not found:
+            raise StageError(_impossible(problem, goal, scale))
+        if proposal is None:
+            break
+        if proposal.design not in [other.design for other in found]:
+            found.append(proposal)
+    return found
+
+
+def write_designs(
+    goal: Goal,
+    recipes: tuple[Recipe, Recipe, Recipe],
+    model: Path,
+    dense: Path,
+    costs: Path,
+    prices: Path,
+    trials: int,
+    output: Path,
+) -> list[Proposal]:
+    """`propose` from what `write_costs` and `write_prices` wrote, and write it to a JSON file.
+
+    Args:
+        recipes: for evaluation and export, for pruning, and for quantization.
+        model, dense: the dense checkpoint and its export.
+        output: the file; a journal of all measurements, which another call reuses, is beside it.
+    """
+    base, pruning, quantization = recipes
+    checkpoint, settings = load_checkpoint(model), quantization.Compress.Quantization
+    findings = output.with_name(f"{output.name}.findings.jsonl")
+    journal = Journal(findings, {"model": checkpoint.digest})
+
+    def measure(design: Design) -> float:
+        def find() -> dict[str, float]:
+            return measure_design(checkpoint, dense, design, settings, base.Export)
+
+        return journal.recall(design.name, find, dict)[goal.target]
+
+    known = read_costs(costs), read_prices(prices)[goal.target]
+    problem = Problem.of(checkpoint.model.config, *known, pruning, quantization)
+    found = propose(problem, goal, trials, measure)
+    with atomic_file(output) as work:
+        text = json.dumps([asdict(proposal) for proposal in found], indent=2)
+        work.write_text(text + "\n", encoding="utf-8")
+    return found
+
+
+def read_proposals(path: Path) -> list[Proposal]:
+    """Read the file of `write_designs`."""
+    hint = "run the pipeline again"
+    return checked(read_json(path, hint, list), list[Proposal], str(path), hint)
+
+
+def _within(
+    problem: Problem, limit: float, scale: float, measure: Measure
+) -> tuple[Proposal | None, float]:
+    """The design with the least cost that is measured to be within a limit; None if there is none.
+
+    Args:
+        scale: of the prices, by earlier measurements; the corrected one is returned too.
+    """
+    tried: list[Design] = []
+    fitting: list[Proposal] = []
+    while len(tried) < MEASUREMENTS:
+        design = problem.solve(limit / scale)
+        if design is None or design in tried:
+            break
+        tried.append(design)
+        price, share = problem.price(design), measure(design)
+        if share <= limit:
+            fitting.append(Proposal(design, price * scale, problem.cost(design)))
+        if CLOSE * limit <= share <= limit:
+            break
+        scale = share / price
+    return min(fitting, key=lambda proposal: proposal.cost, default=None), scale
+
+
+def _impossible(problem: Problem, goal: Goal, scale: float) -> str:
+    """Why there is no design."""
+    least = problem.price(problem.cheapest()) * scale
+    return (
+        f"no design reaches {goal.target} {goal.at_most:g}: the smallest is predicted to have "
+        f"{least:.3f}. Allow more, or more formats (Compress.Quantization.weight_bits=4, "
+        "quantize_embedding=True)"
+    )
