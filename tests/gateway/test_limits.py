@@ -19,8 +19,8 @@ from lathe.gateway.keys import ApiKeys
 from lathe.gateway.limits import Limits
 from lathe.gateway.models import read_models
 from lathe.serve.server import TritonServer
-from tests.gateway.conftest import opened, running
 from tests.support.connection import HEAD, connected, request
+from tests.support.gateways import opened, running
 
 BODY = {"model": "gpt", "prompt": "hello", "max_tokens": 2, "temperature": 0}
 LONG = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}

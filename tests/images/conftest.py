@@ -9,7 +9,6 @@ import pytest
 
 import lathe
 from tests.pipelines.conftest import corpus  # noqa: F401
-from tests.serve.conftest import checkpoint, exported, repository, serving  # noqa: F401
 from tests.support import podman
 
 ROOT = Path(__file__).resolve().parents[2]

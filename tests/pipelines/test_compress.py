@@ -6,19 +6,13 @@ import pytest
 
 from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe.errors import UserError
-from lathe.serve.environment import find_environment
 from lathe.train.pretrain import pretrain
 from tests.pipelines.test_run import start
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("triton")]
 
 
 def test_the_best_model_that_is_small_enough_is_deployed(tmp_path, recipe, corpus):
-    try:
-        find_environment()
-    except UserError as error:
-        pytest.skip(str(error))
     settings = load_recipe(str(recipe), [])
     prepare(settings, tmp_path / "data", str(corpus))
     pretrain(settings, tmp_path / "data", tmp_path / "dense")

@@ -14,7 +14,7 @@ from lathe.errors import UserError
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.documents.pages import TEXTS, blocks
-from tests.gateway.conftest import opened
+from tests.support.gateways import opened
 
 GREEDY = {"decode_strategy": "greedy_search", "max_tokens": 20}
 PROMPTS = ("hello", "naïve \U0001f642 café", "line\u2028separator\x85", "0123456789" * 9)
