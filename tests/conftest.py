@@ -120,6 +120,11 @@ def other_deployed(
 
 
 @pytest.fixture(scope="session")
+def paddle_python() -> Path:
+    return environments.require("paddle")
+
+
+@pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> "Made":
     """A small chain of real steps, signed; tests leave it as they find it."""
     from tests.support import attested
