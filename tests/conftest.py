@@ -1,20 +1,24 @@
-"""Small real things that many tests share."""
+"""Small real things that many tests share. What takes seconds to import is imported by what needs
+it: most files of tests need no torch."""
 
 import os
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lathe.config.recipe import load_recipe
-from lathe.data.prepare import prepare
-from lathe.model.config import GPTConfig
-from lathe.model.gpt import GPT
-from tests.support import small_run
-from tests.support.s3 import s3, s3_server, store  # noqa: F401
-from tests.support.small_release import deployed, no_cluster, other_deployed  # noqa: F401
+from tests.support import environments
+from tests.support.once import once
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from lathe.model.gpt import GPT
+    from tests.support.attested import Made
+
+pytest_plugins = ["tests.support.s3", "tests.support.served"]
 
 # A process that a test starts need not compile Lathe's modules again: that is a sixth of its start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -29,8 +33,7 @@ hypothesis.settings.load_profile("lathe")
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
 
 # The models are too small for a second thread: it would only spin on another test's core.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # With `-n 2 --dist loadfile --no-loadscope-reorder` the long files come first, so that no worker is
 # left alone with one, and those last that watch a server or a cluster answer in time.
@@ -50,6 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    environments.show(item.path)
+
+
 @pytest.fixture
 def shared() -> Path:
     if not SHARED.is_dir():
@@ -58,54 +66,82 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> "Tokenizer":
     """One id a byte, then <|endoftext|>: 257 ids, no training."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<|endoftext|>": 256}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer
+    from tests.support import tokenizers
+
+    return tokenizers.byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def small_data(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+def small_data(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer") -> Path:
     """A token data set of some 100,000 bytes, each a token."""
-    folder = tmp_path_factory.mktemp("data")
-    byte_tokenizer.save(str(folder / "tokenizer.json"))
-    drinks = ("beer", "wine", "milk")
-    lines = [f"{i} bottles of {drinks[i % 3]} on wall {i * 7}.\n\n" for i in range(4000)]
-    (folder / "corpus.txt").write_text("".join(lines))
-    recipe = load_recipe("tiny", small_run.SMALL)
-    output = folder / "tokens"
-    prepare(recipe, output, str(folder / "corpus.txt"), str(folder / "tokenizer.json"))
-    return output
+    from tests.support.small_run import prepare_data
+
+    return (
+        once(tmp_path_factory, "data", lambda path: prepare_data(byte_tokenizer, path)) / "tokens"
+    )
 
 
 @pytest.fixture(scope="session")
 def small_dense(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint pretrained on `small_data` for 20 steps."""
-    output = tmp_path_factory.mktemp("run") / "dense"
-    small_run.run("pretrain", small_data, output)
-    return output
+    from tests.support import small_run
 
-
-def small_config(**changes: object) -> GPTConfig:
-    values: dict[str, object] = {
-        "vocab_size": 384,
-        "n_positions": 64,
-        "n_embd": 48,
-        "head_dim": 12,
-        "n_head": (4, 4),
-        "n_inner": (96, 96),
-    }
-    return GPTConfig(**(values | changes))  # type: ignore[arg-type]
+    return once(tmp_path_factory, "dense", lambda path: small_run.run("pretrain", small_data, path))
 
 
 @pytest.fixture
-def small_gpt() -> GPT:
+def small_gpt() -> "GPT":
     """Random weights, large enough that logits differ."""
-    model = GPT(small_config())
-    model.initialize(0.2, seed=1)
-    return model.eval()
+    from tests.support import small_models
+
+    return small_models.small_gpt()
+
+
+@pytest.fixture(scope="session")
+def deployed(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer", triton: None
+) -> Path:
+    """A small model, deployed on a local Triton and ready to be released."""
+    from tests.support.small_release import make
+
+    return once(tmp_path_factory, "first", lambda at: make(at, byte_tokenizer, 1)) / "deployed"
+
+
+@pytest.fixture(scope="session")
+def other_deployed(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer", triton: None
+) -> Path:
+    """Another one."""
+    from tests.support.small_release import make
+
+    return once(tmp_path_factory, "second", lambda at: make(at, byte_tokenizer, 2)) / "deployed"
+
+
+@pytest.fixture(scope="session")
+def paddle_python() -> Path:
+    return environments.require("paddle")
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> "Made":
+    """A small chain of real steps, signed; tests leave it as they find it."""
+    from tests.support import attested
+
+    return attested.Made(once(tmp_path_factory, "attested", attested.make))
+
+
+@pytest.fixture
+def made(made_once: "Made", tmp_path: Path) -> "Made":
+    """A copy that a test may change."""
+    shutil.copytree(made_once.folder, tmp_path / "made")
+    return type(made_once)(tmp_path / "made")
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No way to a Kubernetes."""
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))

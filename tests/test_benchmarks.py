@@ -51,7 +51,10 @@ def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["exact resume"]["same_weights"] and "exact resume" in done.stdout
 
 
-@pytest.mark.parametrize("shape", [UNIFORM, GROUPED], ids=["GPT-2", "Qwen2"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(UNIFORM, id="GPT-2"), pytest.param(GROUPED, id="Qwen2", marks=pytest.mark.slow)],
+)
 def test_what_an_engine_says_of_a_model_is_what_torch_says(
     tmp_path: Path, byte_tokenizer: Tokenizer, league: None, shape: GPTConfig
 ) -> None:

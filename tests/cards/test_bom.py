@@ -3,12 +3,14 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
+from rfc3986_validator import validate_rfc3986
 
 from lathe.artifacts.origin import Ancestor
 from lathe.cards.bom import model_bom
@@ -21,7 +23,19 @@ from tests.cards.test_card import full
 def values_of(text: str) -> dict[str, Any]:
     """The document, which is valid."""
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
-    return json.loads(text)  # type: ignore[no-any-return]
+    values: dict[str, Any] = json.loads(text)
+    assert all(validate_rfc3986(address, rule="URI_reference") for address in addresses(values))
+    return values
+
+
+def addresses(value: Any) -> Iterator[str]:
+    """Every `url` below a JSON value, which the schema's validator does not look into."""
+    if isinstance(value, list):
+        for item in value:
+            yield from addresses(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from [item] if name == "url" else addresses(item)
 
 
 def sha256_of(component: dict[str, Any]) -> str:

@@ -33,11 +33,11 @@ from lathe.provenance.keys import SIGNING_KEY
 from lathe.provenance.step import attest, materials, now
 from lathe.storage import sha256
 from lathe.storage.attested import NAMES
-from tests.support.attested import OVERRIDES, Made, made, made_once  # noqa: F401
+from tests.support.attested import OVERRIDES, Made
 
 
 @pytest.mark.slow
-def test_an_export_comes_out_with_the_same_bytes(made: Made, tmp_path: Path) -> None:  # noqa: F811
+def test_an_export_comes_out_with_the_same_bytes(made: Made, tmp_path: Path) -> None:
     done = rebuild(made.dense_onnx, tmp_path / "again", [made.public])
     assert [found.step for found in done] == ["prepare", "pretrain", "export"]
     assert not any(found.different for found in done)
@@ -46,7 +46,7 @@ def test_an_export_comes_out_with_the_same_bytes(made: Made, tmp_path: Path) -> 
     assert sha256(again) == sha256(made.dense_onnx / "model.onnx")
 
 
-def test_the_first_tensor_that_differs_is_told(made: Made, tmp_path: Path) -> None:  # noqa: F811
+def test_the_first_tensor_that_differs_is_told(made: Made, tmp_path: Path) -> None:
     own, *others = bundle.read(made.dense)
     statement = own.statement
     statement.recipe["Global"]["seed"] += 1  # claims what it was not trained with
@@ -63,7 +63,7 @@ def test_the_first_tensor_that_differs_is_told(made: Made, tmp_path: Path) -> No
         rebuild(made.dense, tmp_path / "again")
 
 
-def test_what_cannot_be_repeated(made: Made, tmp_path: Path) -> None:  # noqa: F811
+def test_what_cannot_be_repeated(made: Made, tmp_path: Path) -> None:
     output = tmp_path / "again"
     with pytest.raises(UserError, match="`evaluate` is not a step that can be repeated"):
         rebuild(made.folder / "verdict.json", output)
@@ -88,7 +88,7 @@ def test_what_cannot_be_repeated(made: Made, tmp_path: Path) -> None:  # noqa: F
 
 
 def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
-    made: Made,  # noqa: F811
+    made: Made,
     tmp_path: Path,
 ) -> None:
     step = recorded_chain(made.dense_onnx)
@@ -114,7 +114,7 @@ def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
     assert "not at hand" in compare(step, again, None).detail
 
 
-def release_of(made: Made, folder: Path) -> Path:  # noqa: F811
+def release_of(made: Made, folder: Path) -> Path:
     """What a store has of an export, attested."""
     shutil.copytree(made.dense_onnx, folder / "gpt" / "1")
     for name in NAMES:
@@ -125,7 +125,7 @@ def release_of(made: Made, folder: Path) -> Path:  # noqa: F811
 
 
 def test_a_release_that_serves_another_graph_than_it_was_made_from_is_not_rebuilt(
-    made: Made,  # noqa: F811
+    made: Made,
     tmp_path: Path,
 ) -> None:
     shutil.copyfile(made.onnx / "model.onnx", made.dense_onnx / "model.onnx")
@@ -136,7 +136,7 @@ def test_a_release_that_serves_another_graph_than_it_was_made_from_is_not_rebuil
 
 @pytest.mark.slow
 def test_a_release_alone_is_rebuilt_by_somebody_who_has_the_corpus(
-    made: Made,  # noqa: F811
+    made: Made,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -154,7 +154,7 @@ def test_a_release_alone_is_rebuilt_by_somebody_who_has_the_corpus(
 
 @pytest.mark.slow
 def test_all_steps_to_an_int8_graph_come_out_with_the_same_bytes(
-    made: Made,  # noqa: F811
+    made: Made,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -181,7 +181,7 @@ def test_all_steps_to_an_int8_graph_come_out_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_a_rebuild_that_is_killed_at_any_moment_resumes(made: Made, tmp_path: Path) -> None:  # noqa: F811
+def test_a_rebuild_that_is_killed_at_any_moment_resumes(made: Made, tmp_path: Path) -> None:
     output, draw = tmp_path / "again", random.Random(0)
     command = [sys.executable, "-m", "lathe", "rebuild", str(made.dense_onnx)]
     command += ["--output", str(output), "--key", str(made.public)]

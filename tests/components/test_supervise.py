@@ -37,7 +37,9 @@ WAITS = "time.sleep(60)"
 
 def start(folder: Path, body: str, in_pod: bool = True) -> subprocess.Popen[str]:
     variables = {k: v for k, v in os.environ.items() if k != "POD_NAME"}
-    variables |= {"PYTHONPATH": str(Path.cwd())} | ({"POD_NAME": "step"} if in_pod else {})
+    # As the command of a step sets it, so that `import kfp` brings no client.
+    variables |= {"PYTHONPATH": str(Path.cwd()), "_KFP_RUNTIME": "true"}
+    variables |= {"POD_NAME": "step"} if in_pod else {}
     command = [sys.executable, "-c", STEP.format(body=body)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)

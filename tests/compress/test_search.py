@@ -13,7 +13,7 @@ from lathe.search.goal import Goal, parse_goal
 from lathe.search.result import conclude, require_met
 from lathe.search.trial import Trial
 from lathe.train.pretrain import pretrain
-from tests.evaluate.test_gate import folder as evaluation_folder
+from tests.support.evaluation_folder import folder as evaluation_folder
 from tests.support.small_run import SMALL
 
 SHORT = (

@@ -31,7 +31,7 @@ from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
 from lathe.train.batches import EvalBatches, calibration_batches, open_data
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 from tests.support.small_run import SMALL
 
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")

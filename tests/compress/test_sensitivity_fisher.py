@@ -9,7 +9,7 @@ from torch import Tensor
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 SCALES = {"h.0.mlp.c_proj": 0.03, "lm_head": 0.05}
 PLAN = QuantizationPlan.w8a8(SCALES)

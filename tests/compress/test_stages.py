@@ -14,7 +14,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches, open_data
 from lathe.train.loss import next_token_loss
-from tests.report.conftest import sensitivity_analysis, write_json
+from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 
 WEIGHTS_ALONE = "Compress.Quantization.activation_quantize_type=none"

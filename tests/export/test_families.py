@@ -15,41 +15,14 @@ from lathe.config.settings import ExportSettings, Recipe
 from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import ProofError
-from lathe.model import fake_quant
-from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe.runtime.session import OnnxModel
-from tests.support.families import LINEAR, LLAMA3, VOCABULARY, make, save
+from tests.support.families import CASES, TOKENS, make, quantized, save
 from tests.support.small_export import write_held_out
 
-TOKENS = torch.randint(VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"head_dim": 16}),
-    "llama with biases, tied, llama3": (
-        "llama with biases, tied, llama3",
-        {"head_dim": 32, "rope_parameters": LLAMA3},
-    ),
-    "mistral, linear": ("mistral", {"rope_parameters": LINEAR}),
-    "qwen2": ("qwen2", {"hidden_size": 64}),
-    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
-}
 SETTINGS = ExportSettings(prompts=4, new_tokens=12)
-
-
-def quantized(model: GPT, group_size: int = 0) -> GPT:
-    """The same model, every linear quantized and calibrated."""
-    forms = {name: LinearFormat() for name in (*model.config.linear_names(), HEAD)}
-    if group_size:
-        int4 = LinearFormat(WeightFormat.int4(group_size), "dynamic_int8")
-        forms = dict.fromkeys(forms, int4)
-    plan = QuantizationPlan(forms)
-    fake_quant.insert(model, plan)
-    scales = fake_quant.calibrate(model, [TOKENS])
-    model.config = model.config.with_quantization(plan.with_scales(scales))
-    return model.eval()
 
 
 def pruned_config(config: GPTConfig) -> GPTConfig:

@@ -18,8 +18,8 @@ from lathe.gateway.template import ChatTemplate
 from lathe.model.chat_template import read_chat_template
 from lathe.model.config import read_config
 from lathe.serve.server import TritonServer
-from tests.conftest import small_config
-from tests.gateway.conftest import opened
+from tests.support.gateways import opened
+from tests.support.small_models import small_config
 
 TEMPLATE = """\
 {% for message in messages %}

@@ -12,9 +12,9 @@ from lathe.gateway.connections import raise_file_limit
 from lathe.gateway.limits import Limits
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
-from tests.gateway.conftest import opened
 from tests.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import connected, read_all, read_until, request
+from tests.support.gateways import opened
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import requests
 
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
-from tests.gateway.conftest import opened
+from tests.support.gateways import opened
 from tests.support.openai_requests import Asked, ask
 
 SYSTEM = "All of these begin with the same words, which are read once at most. " * 3

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import lathe
-from tests.pipelines.conftest import corpus  # noqa: F401
-from tests.serve.conftest import checkpoint, exported, repository, serving  # noqa: F401
 from tests.support import podman
+from tests.support.micro_run import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("serve", "train", "paddle")
@@ -49,6 +48,11 @@ def build(factory: pytest.TempPathFactory, flavour: str, names: Sequence[str]) -
             printed[reference].removeprefix("sha256:")
         )
     return dict(zip(names, printed, strict=True))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path)
 
 
 @pytest.fixture

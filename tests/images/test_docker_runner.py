@@ -14,7 +14,7 @@ import pytest
 from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
-from tests.pipelines.conftest import RECIPE
+from tests.support.micro_run import RECIPE
 
 pytestmark = pytest.mark.containers
 

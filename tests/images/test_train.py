@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lathe.model.checkpoint import Checkpoint
-from tests.pipelines.conftest import RECIPE
+from tests.support.micro_run import RECIPE
 from tests.support.podman import mount, run
 
 pytestmark = pytest.mark.containers

@@ -17,15 +17,12 @@ from lathe.cluster import trainjob
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.storage import exists, fetch, upload, write_text
-from tests.paddle.conftest import paddle_python
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes
 from tests.support.launchers import QUICK, eventually, play, succeed
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
 from tests.support.stages import prune
-
-__all__ = ["paddle_python"]
 
 RECIPE = "tiny-prune-paddle"
 BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=4")

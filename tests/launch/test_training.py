@@ -14,9 +14,9 @@ from lathe.storage import exists, fetch
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes
 from tests.support.launchers import QUICK, eventually, play
+from tests.support.mirrored_run import BATCH, train_whole
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
-from tests.train.test_mirror import BATCH, train_whole
 
 SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")
 

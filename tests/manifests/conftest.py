@@ -2,10 +2,7 @@
 
 import pytest
 
-from tests.serve.conftest import checkpoint, exported, repository, serving, triton
 from tests.support.rendered import VARIANTS, Object, variant
-
-__all__ = ["checkpoint", "exported", "repository", "serving", "triton"]
 
 
 @pytest.fixture(scope="session", params=VARIANTS)

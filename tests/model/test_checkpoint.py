@@ -16,7 +16,7 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.lineage import origin_of, read_origin
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 
 @pytest.fixture

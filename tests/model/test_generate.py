@@ -21,7 +21,7 @@ from lathe.model.checkpoint import save_checkpoint
 from lathe.model.generate import filtered, generate
 from lathe.model.gpt import GPT
 from lathe.progress import Bar
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 PROMPTS = [[5, 9, 200, 31], [7], [100, 101, 102, 103, 104, 105, 106, 107]]
 PAD, EOS = 1, 2

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lathe.config.settings import Recipe
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, KVCache
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lathe.model.quantization import (
     QuantizationPlan,
     WeightFormat,
 )
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 SCALES = {"h.0.attn.c_attn": 0.1, "h.1.mlp.c_proj": 0.2, "lm_head": 0.3}
 W8A8 = {

@@ -9,19 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe.backends.paddle_process import find_python
-from lathe.errors import UserError
-
 ROOT = Path(__file__).resolve().parents[2]
 Arrays = dict[str, np.ndarray]
-
-
-@pytest.fixture(scope="session")
-def paddle_python() -> Path:
-    try:
-        return find_python()
-    except UserError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

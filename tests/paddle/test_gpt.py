@@ -15,7 +15,7 @@ from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan, WeightFormat
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 48))
 PRUNED = {"n_head": (4, 2), "n_inner": (96, 40)}

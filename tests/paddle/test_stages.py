@@ -20,9 +20,9 @@ from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
 from tests.paddle.conftest import run_paddle
-from tests.report.conftest import sensitivity_analysis, write_json
 from tests.support import small_run
 from tests.support.fake_deployments import until
+from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.stages import analyze, evaluate, export, prune, quantize
 
 SMALL = (

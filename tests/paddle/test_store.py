@@ -15,9 +15,9 @@ from lathe.config.recipe import load_recipe
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch, upload
+from tests.support.mirrored_run import SETTINGS, ended, start, wait_for_steps
 from tests.support.s3 import free_port
 from tests.support.stages import prune
-from tests.train.test_mirror import SETTINGS, ended, start, wait_for_steps
 
 ENGINE = ("Compress.engine=paddle", "Global.device=cpu")
 

@@ -9,12 +9,10 @@ import pytest
 
 from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe.errors import UserError
-from lathe.serve.environment import find_environment
 from lathe.train.pretrain import pretrain
 from tests.pipelines.test_run import start
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("triton")]
 
 TIMES = ("latency", "prefill")
 ROW = re.compile(r"<tr><td>.*?</tr>", re.S)
@@ -22,10 +20,6 @@ CELL = re.compile(r"<td.*?>(.*?)</td>", re.S)
 
 
 def test_the_pipeline_and_the_verb_are_one_search(tmp_path, recipe, corpus):
-    try:
-        find_environment()
-    except UserError as error:
-        pytest.skip(str(error))
     settings = load_recipe(str(recipe), [])
     prepare(settings, tmp_path / "data", str(corpus))
     pretrain(settings, tmp_path / "data", tmp_path / "dense")

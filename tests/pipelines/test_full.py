@@ -5,11 +5,9 @@ import re
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.serve.environment import find_environment
 from tests.pipelines.test_run import start
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("triton")]
 
 # Training at this rate breaks the model, and the gate allows no loss.
 RUINOUS = (
@@ -17,14 +15,6 @@ RUINOUS = (
     "Optimizer.lr.warmup_rate=0",
     "Gate.max_perplexity_increase=0",
 )
-
-
-@pytest.fixture(autouse=True)
-def triton():
-    try:
-        find_environment()
-    except UserError as error:
-        pytest.skip(str(error))
 
 
 def test_full_deploys_and_qat_of_its_model_is_stopped_by_the_gate(tmp_path, recipe, corpus):

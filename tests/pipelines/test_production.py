@@ -13,7 +13,7 @@ from lathe.provenance.policy import REQUIREMENTS
 from lathe.storage import read_text, upload
 from pipelines.preflight import Preflight
 from tests.pipelines.test_run import start
-from tests.support.attested import Made, made, made_once  # noqa: F401
+from tests.support.attested import Made
 
 # INT8 costs nothing like this, an untrained model more.
 STRICT = (
@@ -71,7 +71,7 @@ def test_the_first_goes_live_and_a_worse_one_does_not(
 def test_the_release_step_asks_for_what_production_requires(
     tmp_path: Path,
     recipe: Path,
-    made: Made,  # noqa: F811
+    made: Made,
     monkeypatch: pytest.MonkeyPatch,
     no_cluster: None,
 ) -> None:

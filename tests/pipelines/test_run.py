@@ -15,7 +15,7 @@ import pytest
 from lathe.model.checkpoint import load_checkpoint
 from lathe.storage import fetch, list_uris, upload
 from pipelines.log import StageLog
-from tests.pipelines.conftest import write_corpus, write_recipe
+from tests.support.micro_run import write_corpus, write_recipe
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen:

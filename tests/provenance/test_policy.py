@@ -30,15 +30,11 @@ pytestmark = pytest.mark.usefixtures("no_cluster")
 
 @pytest.fixture(scope="module")
 def made_release(
-    made_once: Made, tmp_path_factory: pytest.TempPathFactory
+    made_once: Made, tmp_path_factory: pytest.TempPathFactory, triton: None
 ) -> Iterator[tuple[Made, Recipe, Path]]:
     """A deployment, the recipe of its production, and the folder of its published release."""
-    try:
-        find_environment()
-    except UserError as error:
-        pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("release")
-    made = Made(folder / "made", made_once.recipe)
+    made = Made(folder / "made")
     shutil.copytree(made_once.folder, made.folder)
     production = ProductionSettings(
         releases=f"file://{folder}/releases",

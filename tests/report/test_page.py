@@ -14,7 +14,7 @@ from lathe.evaluate.shown import Shown
 from lathe.pages.style import DARK, LIGHT
 from lathe.report.page import report
 from lathe.report.summary import Candidate
-from tests.report.conftest import HOSTILE, sensitivity_analysis, write_json
+from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json
 
 Make = Callable[..., Candidate]
 

@@ -10,9 +10,9 @@ from lathe.pages.style import DARK, LIGHT, Theme
 from lathe.report.page import report
 from lathe.report.summary import Candidate
 from lathe.storage import sha256
-from tests.report.conftest import HOSTILE, sensitivity_analysis, write_json
 from tests.report.test_figures import words
 from tests.report.test_page import Page
+from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json
 
 THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
 

@@ -3,6 +3,7 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 import requests
+from tokenizers import Tokenizer
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from lathe.config.settings import GenerationSettings, ServingSettings
@@ -21,6 +23,9 @@ from lathe.production.rehearsal import ask, ask_http, ask_together
 from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, start
+from tests.support.server_metrics import figures
+from tests.support.small_export import make_model, write_unproven
+from tests.support.small_models import SERVED
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9]
@@ -103,13 +108,6 @@ def test_several_sequences_beams_and_log_probabilities(
     scores, is_greedy = client.score(row, index[None], np.array([chunk.tokens]))
     np.testing.assert_allclose(chunk.log_probabilities, scores[0], atol=1e-4)
     assert is_greedy.all()
-
-
-def figures(server: TritonServer) -> dict[str, float]:
-    page = requests.get(f"http://127.0.0.1:{server.state.metrics_port}/metrics", timeout=30)
-    lines = [line for line in page.text.splitlines() if line.startswith("lathe_")]
-    assert all('model="gpt"' in line for line in lines)
-    return {line.split("{")[0]: float(line.split()[-1]) for line in lines}
 
 
 def test_metrics_are_tritons_prometheus_endpoints(
@@ -234,12 +232,16 @@ def test_an_unknown_model_is_named(server: TritonServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory, triton: None, exported: Path) -> Any:
-    """One request runs, one waits."""
+def narrow(
+    tmp_path_factory: pytest.TempPathFactory, triton: None, byte_tokenizer: Tokenizer
+) -> Any:
+    """One request runs, one waits; a context in which a request can run for long."""
     serving = ServingSettings(
         http_port=0, grpc_port=0, metrics_port=0, max_running=1, max_queue=1, threads=1
     )
     folder = tmp_path_factory.mktemp("narrow")
+    model = make_model(replace(SERVED, n_positions=8192))
+    exported = write_unproven(model, byte_tokenizer, folder / "exported").folder
     repository = write_repository(exported, folder / "repository", serving, GenerationSettings())
     with start(repository, serving, folder / "state") as server:
         yield server
@@ -250,15 +252,17 @@ LONG = {"max_tokens": 1000, "min_tokens": 1000}
 
 def test_a_full_queue_is_refused_clearly(narrow: TritonServer) -> None:
     with Client(narrow.state.grpc, "gpt") as client, ThreadPoolExecutor(1) as pool:
-        running = client.stream("a", **LONG)
-        first = next(running)
+        running = client.stream("a", max_tokens=8000, min_tokens=8000)
+        assert next(running).tokens
         waiting = pool.submit(client.generate, "b", max_tokens=3, min_tokens=3)
-        time.sleep(0.05)
+        while not figures(narrow)["lathe_waiting"]:
+            assert next(running).tokens
         with pytest.raises(UserError, match="busy: 1 requests are already waiting"):
             client.generate("c")
         reply = post(narrow, "generate", {"text_input": "d"})
         assert "busy" in reply.json()["error"]
-        assert sum(len(chunk.tokens) for chunk in [first, *running]) == 1000
+        assert next(running).tokens and not waiting.done()
+        running.close()
         assert len(waiting.result().tokens) == 3
 
 

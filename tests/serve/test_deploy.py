@@ -16,7 +16,7 @@ from lathe.production.deploy import deploy, serve
 from lathe.serve import client as client_functions
 from lathe.serve import state as serve_state
 from lathe.serve.server import ANY_PORTS
-from tests.serve.conftest import SHAPE
+from tests.support.small_models import SERVED
 
 RECIPE = Recipe(
     Serving=ServingSettings(**ANY_PORTS, threads=1), Export=ExportSettings(new_tokens=12)
@@ -56,7 +56,7 @@ def test_deploy_leaves_the_server_up(
 def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     triton: None, checkpoint: Checkpoint, exported: Path, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    other = GPT(SHAPE)
+    other = GPT(SERVED)
     other.initialize(0.2, seed=2)
     save_checkpoint(tmp_path / "other", other, byte_tokenizer, "pretrain", Recipe())
     with pytest.raises(UserError, match="was exported from another checkpoint"):

@@ -2,7 +2,6 @@
 a message: what the gateway asks of the backend."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from lathe.runtime.text import TokenBytes
 from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
 from lathe.serve.server import TritonServer, start
+from tests.support.server_metrics import cut_short
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 SCORED = {"echo": True, "logprobs": True}
@@ -110,7 +110,7 @@ def test_a_token_has_a_name(byte_tokenizer: Tokenizer) -> None:
 
 
 async def cancel_all_and_ask(server: TritonServer) -> None:
-    """Cancelling every row there is frees them at once, and breaks no stream."""
+    """Cancelling every row there is frees them, and breaks no stream."""
     triton = Triton(server.state.grpc)
     opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]
     for request in opened:
@@ -118,15 +118,14 @@ async def cancel_all_and_ask(server: TritonServer) -> None:
     streams = dict(triton._streams)
     for request in opened:
         await request.aclose()
-    started = time.perf_counter()
     found = [chunk async for chunk in triton.generate("gpt", "b", {"max_tokens": 2})]
-    assert found[-1].finish_reason
-    assert time.perf_counter() - started < 1 and triton._streams == streams
+    assert found[-1].finish_reason and triton._streams == streams
     await triton.close()
 
 
 def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
-    asyncio.run(cancel_all_and_ask(server))
+    with cut_short(server, 4 * 1000):
+        asyncio.run(cancel_all_and_ask(server))
 
 
 def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonServer) -> None:
@@ -137,12 +136,12 @@ def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonSe
             await asyncio.sleep(0.0005 * (i % 3))
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
-        started = time.perf_counter()
         found = [chunk async for chunk in triton.generate("gpt", "b", {"max_tokens": 2})]
-        assert found[-1].finish_reason and time.perf_counter() - started < 1
+        assert found[-1].finish_reason
         await triton.close()
 
-    asyncio.run(cancel_and_ask())
+    with cut_short(server, 10 * 1000):
+        asyncio.run(cancel_and_ask())
 
 
 def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client) -> None:

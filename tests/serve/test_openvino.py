@@ -26,8 +26,8 @@ from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, start
 from lathe.serve.state import LOG_FILE
-from tests.export.test_families import CASES, quantized
 from tests.support import families
+from tests.support.families import CASES, quantized
 from tests.support.small_export import (
     LINEARS,
     PROMPTS,

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from lathe.serve.comparison import serve_exports
 from lathe.serve.playground import playground
 from lathe.serve.server import TritonServer
-from tests.gateway.conftest import opened
-from tests.serve.conftest import SHAPE
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream
+from tests.support.gateways import opened
 from tests.support.small_export import make_model, write_unproven
+from tests.support.small_models import SERVED
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 900, "temperature": 1, "top_p": 0.75}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -73,7 +73,7 @@ def compared(
 ) -> Iterator[TritonServer]:
     """A server of two models."""
     other = tmp_path_factory.mktemp("int8")
-    write_unproven(make_model(SHAPE, int8=True), byte_tokenizer, other)
+    write_unproven(make_model(SERVED, int8=True), byte_tokenizer, other)
     with serve_exports({"dense": exported, "int8": other}) as server:
         yield server
 

@@ -21,8 +21,8 @@ from lathe.runtime.open_model import mean_difference, open_model
 from lathe.runtime.single_stream_graph import write_single_stream_graph
 from lathe.runtime.single_stream_model import SingleStreamModel
 from lathe.serve.server import ANY_PORTS
-from tests.export.test_families import CASES, quantized
 from tests.support import families
+from tests.support.families import CASES, quantized
 from tests.support.small_export import (
     LINEARS,
     PROMPTS,

@@ -5,12 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from lathe.storage import upload, write_text
+from tests.support import environments
 
 ROOT = Path(__file__).resolve().parents[2]
-SERVE = ROOT / ".venv-serve/bin/python"
 NEEDS = {"torch", "numpy", "rich", "pydantic", "typer", "kubernetes"}
 
 
@@ -28,13 +26,13 @@ def test_imports_little() -> None:
     assert command("-c", program).stdout == "set()\n"
 
 
-@pytest.mark.skipif(not SERVE.exists(), reason="the server's environment is absent")
 def test_in_the_servers_environment(s3: str, tmp_path: Path) -> None:
+    python = str(environments.require("serve"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.pbtxt").write_text("x")
     upload(tmp_path / "model", f"{s3}/release/")
     ended = command(
-        "-m", "lathe.storage", "fetch", f"{s3}/release/", str(tmp_path / "out"), python=str(SERVE)
+        "-m", "lathe.storage", "fetch", f"{s3}/release/", str(tmp_path / "out"), python=python
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"{tmp_path / 'out'}\n"

@@ -1,8 +1,7 @@
 """A small chain of real steps, from a corpus to an export that passed the gate, signed."""
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -32,7 +31,10 @@ class Made:
     """Where the outputs of the steps are."""
 
     folder: Path
-    recipe: Recipe
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return load_recipe("tiny", OVERRIDES)
 
     @property
     def public(self) -> Path:
@@ -46,9 +48,8 @@ class Made:
         return self.folder / name
 
 
-@pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    folder = tmp_path_factory.mktemp("attested")
+def make(folder: Path) -> None:
+    folder.mkdir()
     recipe = load_recipe("tiny", OVERRIDES)
     generate(folder / "key.pem")
     with pytest.MonkeyPatch.context() as patch:
@@ -64,11 +65,3 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         gate(recipe, folder / "dense-eval", folder / "other-eval", folder / "verdict.json")
         export(recipe, folder / "other", data, folder / "onnx")
         export(recipe, folder / "dense", data, folder / "dense_onnx")
-    yield Made(folder, recipe)
-
-
-@pytest.fixture
-def made(made_once: Made, tmp_path: Path) -> Made:
-    """A copy that a test may change."""
-    shutil.copytree(made_once.folder, tmp_path / "made")
-    return Made(tmp_path / "made", made_once.recipe)

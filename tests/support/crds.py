@@ -2,25 +2,29 @@
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jsonschema
 import yaml
+
+if TYPE_CHECKING:  # takes more than a second
+    from jsonschema import Draft202012Validator
 
 CRDS = Path(__file__).resolve().parents[3] / "shared" / "crds"
 
 
 @functools.cache
-def validator(group: str, plural: str, version: str) -> jsonschema.Draft202012Validator | None:
+def validator(group: str, plural: str, version: str) -> "Draft202012Validator | None":
     """Refuses unknown fields; None where the schema is not at hand."""
     path = CRDS / f"{group}_{plural}.yaml"
     if not path.is_file():
         return None
+    from jsonschema import Draft202012Validator
+
     definition = yaml.load(path.read_text(), yaml.CSafeLoader)
     (found,) = (v for v in definition["spec"]["versions"] if v["name"] == version)
     schema = _closed(found["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}
-    return jsonschema.Draft202012Validator(schema)
+    return Draft202012Validator(schema)
 
 
 def _closed(schema: Any) -> Any:

@@ -11,6 +11,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
+from lathe.model.gpt import GPT
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+
 VOCABULARY, POSITIONS = 300, 96
 LLAMA3 = {
     "rope_type": "llama3",
@@ -76,3 +81,29 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer, **how: Any)
     model.save_pretrained(folder, **how)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+TOKENS = torch.randint(VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 16}),
+    "llama with biases, tied, llama3": (
+        "llama with biases, tied, llama3",
+        {"head_dim": 32, "rope_parameters": LLAMA3},
+    ),
+    "mistral, linear": ("mistral", {"rope_parameters": LINEAR}),
+    "qwen2": ("qwen2", {"hidden_size": 64}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+}
+
+
+def quantized(model: GPT, group_size: int = 0) -> GPT:
+    """The same model, every linear quantized and calibrated."""
+    forms = {name: LinearFormat() for name in (*model.config.linear_names(), HEAD)}
+    if group_size:
+        int4 = LinearFormat(WeightFormat.int4(group_size), "dynamic_int8")
+        forms = dict.fromkeys(forms, int4)
+    plan = QuantizationPlan(forms)
+    fake_quant.insert(model, plan)
+    scales = fake_quant.calibrate(model, [TOKENS])
+    model.config = model.config.with_quantization(plan.with_scales(scales))
+    return model.eval()

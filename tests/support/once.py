@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +14,10 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
     base = factory.getbasetemp()
     path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once" / name
     path.parent.mkdir(exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
+    with open(f"{path}.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            make(half := path.with_name(f".{name}"))
-            half.rename(path)
+        if not os.fstat(lock.fileno()).st_size:  # nobody has come to the end
+            shutil.rmtree(path, ignore_errors=True)
+            make(path)
+            lock.write("made")
     return path

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lathe.storage.s3 import s3_client
-
 ACCESS_KEY, SECRET_KEY = "lathe-key", "lathe-secret"
 
 
@@ -54,6 +52,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The environment set for the store; the address, `s3://...`, of a new bucket in it."""
+    from lathe.storage.s3 import s3_client
+
     for name in (
         "AWS_SESSION_TOKEN",
         "AWS_REGION",

@@ -9,9 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
+from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 
@@ -55,6 +58,17 @@ except StageError as error:
     print(error.kind, error, file=sys.stderr)
     os._exit(error.status)
 """
+
+
+def prepare_data(tokenizer: Tokenizer, folder: Path) -> None:
+    """A token data set of some 100,000 bytes in `folder`/tokens, beside the corpus it is of."""
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    drinks = ("beer", "wine", "milk")
+    lines = [f"{i} bottles of {drinks[i % 3]} on wall {i * 7}.\n\n" for i in range(4000)]
+    (folder / "corpus.txt").write_text("".join(lines))
+    text, vocabulary = str(folder / "corpus.txt"), str(folder / "tokenizer.json")
+    prepare(load_recipe("tiny", SMALL), folder / "tokens", text, vocabulary)
 
 
 def start(

@@ -1,6 +1,17 @@
-"""Tokenizers of other kinds than GPT-2's."""
+"""Tokenizers that no text trained."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One id a byte, then <|endoftext|>: 257 ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<|endoftext|>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
 
 
 def metaspace_tokenizer(puts_bos: bool = False) -> Tokenizer:

@@ -13,7 +13,7 @@ from lathe.model.gpt import GPT
 from lathe.model.rope import Rope
 from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops
 from lathe.train.shape import model_config
-from tests.conftest import small_config
+from tests.support.small_models import small_config
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,45 +12,9 @@ from safetensors.torch import load_file
 
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
-from lathe.storage import exists, fetch, upload
+from lathe.storage import exists, fetch
+from tests.support.mirrored_run import SETTINGS, ended, start, train_whole, wait_for_steps
 from tests.support.s3 import free_port
-from tests.support.small_run import SMALL, run
-
-BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=2")
-SETTINGS = (*SMALL, *BATCH, "Engine.save_load.save_steps=2")
-
-
-def start(
-    s3: str,
-    disk: Path,
-    *overrides: str,
-    node: Node | None = None,
-    command: Sequence[str] = (sys.executable, "-m", "lathe", "pretrain"),
-) -> subprocess.Popen[str]:
-    """A command of Lathe from and to the store, on a machine whose only disk is `disk`."""
-    options = [part for o in (*SETTINGS, *overrides) for part in ("-o", o)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(disk), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, "--data", f"{s3}/tokens", "--output", f"{s3}/run", *options],
-        env=environment | (node.environment() if node else {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str], status: int = 0) -> str:
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == status, said
-    return said
-
-
-def wait_for_steps(s3: str, *processes: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not exists(f"{s3}/run.state/steps.json"):
-        assert time.monotonic() < deadline
-        assert all(p.poll() is None for p in processes), processes[0].communicate()[0]
-        time.sleep(0.05)
 
 
 def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
@@ -64,13 +26,6 @@ def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
     trace = [len((path / "train.jsonl").read_text().splitlines()) for path in (expected, found)]
     assert trace[0] == trace[1]
     assert not exists(f"{s3}/run.state/")
-
-
-def train_whole(s3: str, data: Path, output: Path, *overrides: str) -> Path:
-    """The run that nothing happens to, and its data in the store."""
-    upload(data, f"{s3}/tokens")
-    run("pretrain", data, output, overrides=(*SETTINGS, *overrides))
-    return output
 
 
 @pytest.mark.slow

@@ -1,1 +1,0 @@
-from tests.support.attested import made, made_once  # noqa: F401

@@ -1,0 +1,75 @@
+"""The tests that need an environment beside `.venv`.
+
+`python tests/support/environments.py PATH ...` prints the environments that the tests of these
+paths need, `serve` and `paddle`; without a path, those of all tests. A test of a file that is not
+named here finds no such environment.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED_BY = {
+    "serve": (
+        "documents/test_examples.py",
+        *("gateway/test_chat.py", "gateway/test_completions.py", "gateway/test_connections.py"),
+        *("gateway/test_hostile.py", "gateway/test_isolation.py", "gateway/test_limits.py"),
+        "hostile",
+        "manifests/test_serve.py",
+        *("pipelines/test_compress.py", "pipelines/test_full.py", "pipelines/test_production.py"),
+        *("pipelines/test_tiny.py", "pipelines/test_run.py"),
+        "provenance/test_policy.py",
+        *("serve/test_async_client.py", "serve/test_backend.py", "serve/test_conversation.py"),
+        *("serve/test_deploy.py", "serve/test_echo.py", "serve/test_families.py"),
+        *("serve/test_gateway_process.py", "serve/test_gateway_rollout.py"),
+        *("serve/test_interfaces.py", "serve/test_load.py", "serve/test_openvino.py"),
+        *("serve/test_playground.py", "serve/test_playground_server.py"),
+        *("serve/test_production.py", "serve/test_production_rollout.py", "serve/test_score.py"),
+        *("serve/test_server.py", "serve/test_single_stream.py", "serve/test_soak.py"),
+        *("serve/test_state.py", "storage/test_command.py"),
+    ),
+    "paddle": ("launch/test_paddle.py", "paddle", "pipelines/test_run.py"),
+}
+VARIABLES = {"serve": "LATHE_SERVE_PYTHON", "paddle": "LATHE_PADDLE_PYTHON"}
+GIVEN = {name: os.environ.get(variable) for name, variable in VARIABLES.items()}
+UNNAMED = "/not/named/in/tests/support/environments.py"
+
+
+def needed(paths: Iterable[str]) -> list[str]:
+    """The environments for pytest's arguments `paths`, of which a node's id names a file."""
+    tests = [Path(path.partition("::")[0]).resolve() for path in paths] or [ROOT / "tests"]
+    return [
+        name
+        for name, files in NEEDED_BY.items()
+        for here in [[ROOT / "tests" / file for file in files]]
+        if any(a.is_relative_to(b) or b.is_relative_to(a) for a in tests for b in here)
+    ]
+
+
+def show(path: Path) -> None:
+    """Let the tests of a file find the environments that it is said to need, and no other."""
+    for name, variable in VARIABLES.items():
+        given = GIVEN[name] if name in needed([str(path)]) else UNNAMED
+        if given is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = given
+
+
+def require(name: str) -> Path:
+    """The interpreter of an environment; without it a test is skipped."""
+    import pytest  # a make without an environment runs this file
+
+    given = os.environ.get(VARIABLES[name])
+    if given == UNNAMED:
+        pytest.fail(f"{__file__} does not say that this file needs {name}")
+    python = Path(given or ROOT / f".venv-{name}" / "bin" / "python")
+    if not python.is_file():
+        pytest.skip(f"no environment: {python}")
+    return python
+
+
+if __name__ == "__main__":
+    print(*needed(path for path in sys.argv[1:] if not path.startswith("-")))

@@ -1,0 +1,105 @@
+"""A tiny random model, exported, and a real tritonserver that serves it: one a worker."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import environments
+from tests.support.once import once
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from lathe.config.settings import ServingSettings
+    from lathe.model.checkpoint import Checkpoint
+    from lathe.serve.client import Client
+    from lathe.serve.server import TritonServer
+
+
+@pytest.fixture(scope="session")
+def triton() -> None:
+    environments.require("serve")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer"
+) -> "Checkpoint":
+    from lathe.config.settings import Recipe
+    from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+    from lathe.model.gpt import GPT
+    from tests.support.small_models import SERVED
+
+    def make(folder: Path) -> None:
+        model = GPT(SERVED)
+        model.initialize(0.2, seed=1)
+        save_checkpoint(folder, model, byte_tokenizer, "pretrain", Recipe())
+
+    return load_checkpoint(once(tmp_path_factory, "served", make))
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: "Checkpoint") -> Path:
+    from lathe.config.settings import ExportSettings, Recipe
+    from lathe.export.export import export
+
+    def make(folder: Path) -> None:
+        data = tmp_path_factory.mktemp("data")
+        text = "All that glitters is not gold; often have you heard. " * 20
+        (data / "heldout.txt").write_text(text)
+        recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
+        export(recipe, checkpoint.folder, data, folder)
+
+    return once(tmp_path_factory, "served-onnx", make)
+
+
+@pytest.fixture(scope="session")
+def serving() -> "ServingSettings":
+    from lathe.config.settings import ServingSettings
+    from lathe.serve.server import ANY_PORTS
+
+    return ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
+
+
+@pytest.fixture(scope="session")
+def repository(
+    tmp_path_factory: pytest.TempPathFactory, exported: Path, serving: "ServingSettings"
+) -> Path:
+    from lathe.config.settings import GenerationSettings
+    from lathe.serve.repository import write_repository
+
+    output = tmp_path_factory.mktemp("deployed") / "repository"
+    return write_repository(exported, output, serving, GenerationSettings(max_dec_len=12))
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory,
+    triton: None,
+    repository: Path,
+    serving: "ServingSettings",
+) -> Iterator["TritonServer"]:
+    """Four workers on the tiny model; tests leave it as they find it."""
+    from lathe.serve.server import start
+
+    with start(repository, serving, tmp_path_factory.mktemp("state")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def base_url(server: "TritonServer") -> Iterator[str]:
+    """The address of OpenAI's interface to that server."""
+    from tests.support.gateways import opened
+
+    with opened(server) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture
+def client(server: "TritonServer") -> Iterator["Client"]:
+    from lathe.serve.client import Client
+
+    with Client(server.state.grpc, server.state.model_name, timeout_seconds=30) as client:
+        yield client
