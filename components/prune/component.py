@@ -5,8 +5,10 @@ from typing import Optional
 from kfp import dsl
 
 from components.images import TRAIN
+from components.supervise import supervised
 
 
+@supervised
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def prune(
     recipe: str,
