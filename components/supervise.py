@@ -91,7 +91,7 @@ class _Supervisor:
             print(f"{MARK}the step {why}: starting it again; restarts left: {left - 1}", flush=True)
 
     def _attempt(self) -> tuple[int, int]:
-        """The exit status, and how many restarts the step has allowed; it may die before it does."""
+        """The exit status, and how many restarts the step has allowed before it ended."""
         read, write = os.pipe()
         environment = {**os.environ, RESTARTS: str(write)}
         self._step = subprocess.Popen(tied(self._command), env=environment, pass_fds=[write])

@@ -38,9 +38,7 @@ COMPUTES = "a = torch.randn(800, 800); (a @ a).sum().item()"
 SHOWS = "print(os.getppid(), sys.stdin.read(), sorted(os.environ), flush=True)\n    " + KILLED_TWICE
 
 
-def start(
-    folder: Path, body: str, in_pod: bool = True, imports: str = ""
-) -> subprocess.Popen[str]:
+def start(folder: Path, body: str, in_pod: bool = True, imports: str = "") -> subprocess.Popen[str]:
     variables = {k: v for k, v in os.environ.items() if k != "POD_NAME"}
     variables |= {"PYTHONPATH": str(Path.cwd())} | ({"POD_NAME": "step"} if in_pod else {})
     script = STEP.format(body=body, imports=imports)

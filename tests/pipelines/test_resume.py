@@ -66,6 +66,42 @@ def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
     }
 
 
+@pytest.mark.parametrize("name", ["pretrain", "prune", "qat", "compress", "full"])
+def test_every_step_that_is_taken_brings_its_own_outputs(name: str) -> None:
+    finished = {
+        step: {output: f"s3://root/{step}/{output}" for output in outputs}
+        for step, outputs in steps_of(built(name).pipeline_spec).items()
+        if step not in resume.ANEW
+    }
+    spec = json_format.MessageToDict(build(name, Variant(finished=finished)).pipeline_spec)
+    read = dict(artifacts_read(spec))
+    for step, inputs in artifacts_read(json_format.MessageToDict(built(name).pipeline_spec)):
+        for given, address in inputs.items() if step in read else ():
+            assert read[step][given] == f"s3://root/{address}", (step, given)
+
+
+def test_an_importer_of_the_sdks_is_confused_and_that_is_found() -> None:
+    def parts(given: str) -> None:
+        for n in range(3):
+            taken = dsl.importer(artifact_uri=f"s3://{given}/{n}", artifact_class=dsl.Model)
+            show(model=taken.output)
+
+    @dsl.component
+    def show(model: dsl.Input[dsl.Model]) -> None: ...
+
+    @dsl.pipeline(name="part")
+    def part() -> None:
+        parts("part")
+
+    @dsl.pipeline(name="whole")
+    def whole() -> None:
+        parts("whole")
+        part()
+
+    with pytest.raises(RuntimeError, match="compiled wrongly"):
+        require_own_executors(json_format.MessageToDict(whole.pipeline_spec))
+
+
 def test_a_run_that_has_finished_nothing_or_is_not_ours_is_refused(kfp, place):
     kfp.runs["other"] = kfp.runs[RUN] | {"run_id": "other"}
     result = CliRunner().invoke(resume.app, ["other"])
