@@ -68,7 +68,7 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
 
 def require_own_executors(spec: Mapping[str, Any]) -> None:
     """Check that each task of a compiled pipeline runs its own executor: KFP 2.17 confuses some of
-    the same name (docs/reference/pipelines.md).
+    the same name (docs/concepts/pipeline.md).
 
     Raises:
         RuntimeError: an executor belongs to several components or to none, or an import is of

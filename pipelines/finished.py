@@ -81,7 +81,7 @@ def _imported(name: str, address: str, type_name: str) -> Any:
     """The output of a task `name` that imports the artifact at an address.
 
     `dsl.importer` calls every task `importer`, and where a pipeline is part of another KFP 2.17
-    confuses executors whose names differ by an added number: docs/reference/pipelines.md.
+    confuses executors whose names differ by an added number: docs/concepts/pipeline.md.
     """
     kind = TYPES[type_name.partition("@")[0]]
     bundled = create_bundled_artifact_type(kind.schema_title, kind.schema_version)
