@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from components import tracking
-from components.supervise import CRASHED, supervise
+from components.supervise import CRASHED, MARK, allow_restarts
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.console import end_cleanly_on_sigterm, print_any_text
@@ -14,9 +14,6 @@ from lathe.data.contents import Contents, require_unchanged
 from lathe.errors import ENDINGS, explain
 from lathe.launch.parent import end_with_tied_shell
 from lathe.launch.shape import WorkerFailed
-
-MARK = "[lathe] "
-"""Opens every line that is Lathe's own, so that a reader can pick it out of KFP's."""
 
 ERROR = "error: "
 
@@ -56,7 +53,7 @@ def stage(
     log = log_plainly()
     try:
         settings = load_recipe(recipe, overrides)
-        supervise(settings.Launch.restarts if restarts is None else restarts, MARK)
+        allow_restarts(settings.Launch.restarts if restarts is None else restarts)
         require_unchanged(contents or {})
         with tracking.tracked(recipe, settings):
             yield settings

@@ -5,7 +5,8 @@ import functools
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,32 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     function = _with_notice(name, function) if variant.notify else function
     with compiling(variant), with_groups():
-        return dsl.pipeline(name=name)(function)
+        pipeline = dsl.pipeline(name=name)(function)
+    require_own_executors(json_format.MessageToDict(pipeline.pipeline_spec))
+    return pipeline
+
+
+def require_own_executors(spec: Mapping[str, Any]) -> None:
+    """Check that each task of a compiled pipeline runs its own executor: KFP 2.17 confuses some of
+    the same name (docs/concepts/pipeline.md).
+
+    Raises:
+        RuntimeError: an executor belongs to several components or to none, or an import is of
+            another address than its task's.
+    """
+    components = spec.get("components", {})
+    used = Counter(c["executorLabel"] for c in components.values() if "executorLabel" in c)
+    executors = spec["deploymentSpec"]["executors"]
+    if wrong := [name for name in executors if used[name] != 1]:
+        raise RuntimeError(f"compiled wrongly: not used by exactly one component: {wrong}")
+    for dag in [spec["root"], *components.values()]:
+        for name, task in dag.get("dag", {}).get("tasks", {}).items():
+            label = components[task["componentRef"]["name"]].get("executorLabel")
+            taken = executors.get(label, {}).get("importer", {}).get("artifactUri", {})
+            if "constant" in taken:
+                given = task["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
+                if given != taken["constant"]:
+                    raise RuntimeError(f"compiled wrongly: {name} of {given} takes {taken}")
 
 
 def _with_default(function: Callable[..., None], **defaults: object) -> Callable[..., None]:

@@ -5,6 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from kfp import dsl
+from kfp.dsl import structures
+from kfp.dsl.importer_component import ImporterComponent
+from kfp.dsl.placeholders import InputValuePlaceholder
+from kfp.dsl.types.type_utils import create_bundled_artifact_type
 
 from lathe.artifacts.kinds import SHARD, checked
 from lathe.artifacts.metadata import ShardMetadata
@@ -27,7 +31,7 @@ class Finished:
 
     def __init__(self, component: Any, found: Outputs) -> None:
         self.outputs = {
-            name: _imported(found[name], spec.type)
+            name: _imported(f"import-{component.name}-{name}", found[name], spec.type)
             for name, spec in component.component_spec.outputs.items()
             if name in found and name != METRICS
         }
@@ -73,6 +77,24 @@ def _number(outputs: Outputs) -> int:
     return checked(values, ShardMetadata, where, HINT).shard
 
 
-def _imported(address: str, type_name: str) -> Any:
+def _imported(name: str, address: str, type_name: str) -> Any:
+    """The output of a task `name` that imports the artifact at an address.
+
+    `dsl.importer` calls every task `importer`, and where a pipeline is part of another KFP 2.17
+    confuses executors whose names differ by an added number: docs/concepts/pipeline.md.
+    """
     kind = TYPES[type_name.partition("@")[0]]
-    return dsl.importer(artifact_uri=address, artifact_class=kind, reimport=False).output
+    bundled = create_bundled_artifact_type(kind.schema_title, kind.schema_version)
+    importer = structures.ImporterSpec(
+        artifact_uri=InputValuePlaceholder("uri")._to_string(),
+        schema_title=bundled,
+        schema_version=kind.schema_version,
+        reimport=False,
+    )
+    spec = structures.ComponentSpec(
+        name=name,
+        implementation=structures.Implementation(importer=importer),
+        inputs={"uri": structures.InputSpec(type="String")},
+        outputs={"artifact": structures.OutputSpec(type=bundled)},
+    )
+    return ImporterComponent(component_spec=spec)(uri=address).output

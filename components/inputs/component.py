@@ -5,8 +5,10 @@ from typing import NamedTuple
 from kfp import dsl
 
 from components.images import TRAIN
+from components.supervise import supervised
 
 
+@supervised
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def inputs(
     recipes: list[str],

@@ -28,6 +28,7 @@ JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations of our TrainJobs
+WORK = "lathe/work"  # label of our TrainJobs and their pods, the same for all attempts of a step
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "lathe"
 TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
@@ -61,9 +62,9 @@ class Cluster:
         getting = self._custom.get_namespaced_custom_object
         return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
 
-    def trainjobs(self) -> list[TrainJob]:
-        """The TrainJobs that Lathe created."""
-        labels = ",".join(f"{name}={value}" for name, value in LABELS.items())
+    def trainjobs(self, **more: str) -> list[TrainJob]:
+        """The TrainJobs that Lathe created, with these labels too."""
+        labels = ",".join(f"{name}={value}" for name, value in (LABELS | more).items())
         listing = self._custom.list_namespaced_custom_object
         return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -27,20 +28,18 @@ from lathe.cluster.api import (
     LABELS,
     REPLICATED_JOB,
     VERSION,
+    WORK,
     Cluster,
     TrainJob,
 )
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
-from lathe.launch.shape import Shape
+from lathe.launch.shape import POD_GRACE_SECONDS, Shape
 from lathe.provenance.keys import MOUNTED
 from lathe.provenance.surroundings import IMAGE, PIPELINE
 
 RUNTIME = "lathe-torch"
 USER = 10001
-GRACE_SECONDS = 300
-"""Seconds for workers to save their state and upload it after SIGTERM."""
-
 STORE_SECRET = "lathe-s3"
 STORE_KEYS = {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
 SIGNING_SECRET = "lathe-signing"
@@ -88,14 +87,22 @@ def find_launcher(cluster: Cluster) -> Launcher:
     return Launcher(pod.metadata.name, pod.metadata.uid, run_id, image)
 
 
-def job_name(
+def work_of(
     command: Sequence[str], shape: Shape, settings: LaunchSettings, launcher: Launcher
 ) -> str:
-    """A name that depends on the work and the run only, so that a retry finds the TrainJob. It has
-    fewer than 20 characters, as names of pods and services are made from it."""
+    """The value of the label `WORK`. It depends on the work and the run only, so that a retry of
+    the step finds the TrainJob."""
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
-    digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
-    return f"{command[0]}-{digest[:10]}"
+    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def name_of_attempt(stage: str, last: str | None) -> str:
+    """A name that nothing has had before, or the one that follows `last`, the attempt before.
+
+    It has fewer than 20 characters, as names of pods and services are made from it.
+    """
+    first, _, number = (last or f"{stage}-{secrets.token_hex(3)}-0").rpartition("-")
+    return f"{first}-{int(number) + 1}"
 
 
 def build(
@@ -103,6 +110,7 @@ def build(
     shape: Shape,
     settings: LaunchSettings,
     launcher: Launcher,
+    name: str,
     deadline: datetime,
     failures: int = 0,
 ) -> TrainJob:
@@ -111,12 +119,16 @@ def build(
     Raises:
         UserError: `priority` without a `queue`.
     """
-    labels = LABELS | {"lathe/run-id": _label(launcher.run_id), "lathe/stage": _label(command[0])}
+    labels = LABELS | {
+        "lathe/run-id": _label(launcher.run_id),
+        "lathe/stage": _label(command[0]),
+        WORK: work_of(command, shape, settings, launcher),
+    }
     job = m.TrainerV1alpha1TrainJob(
         api_version=f"{GROUP}/{VERSION}",
         kind="TrainJob",
         metadata=m.IoK8sApimachineryPkgApisMetaV1ObjectMeta(
-            name=job_name(command, shape, settings, launcher),
+            name=name,
             labels=labels | _queue(settings),
             annotations={FAILURES: str(failures), DEADLINE: deadline.isoformat(timespec="seconds")},
             owner_references=[
@@ -185,7 +197,7 @@ def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
     pod = m.TrainerV1alpha1PodSpecPatch(
         node_selector=_node_selector(settings),
         tolerations=_tolerations(settings),
-        termination_grace_period_seconds=GRACE_SECONDS,
+        termination_grace_period_seconds=POD_GRACE_SECONDS,
         security_context=m.IoK8sApiCoreV1PodSecurityContext(
             run_as_non_root=True,
             run_as_user=USER,

@@ -14,6 +14,8 @@ from lathe.launch.shape import WorkerFailed
 INDEX = "batch.kubernetes.io/job-completion-index"
 IMAGE_PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
+LOST = ("FailedJobs", "ReachedMaxRestarts")
+"""Why JobSet fails when one of its pods has: without a failure policy, and with `maxRestarts`."""
 OTHER_TAIL = 5
 
 Pod = Any  # a V1Pod
@@ -122,7 +124,9 @@ def failure(
             )
     failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
     if failed and exit_code(failed[0]) == Preempted.status:
-        return Preempted(f"node {node_of(failed[0])} was terminated and has saved its state")
+        saved = all(exit_code(pod) == Preempted.status for pod in pods)
+        state = "all nodes have saved their state" if saved else "not all nodes saved their state"
+        return Preempted(f"node {node_of(failed[0])} was terminated; {state}")
     if failed:
         first = failed[0]
         return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)
@@ -131,7 +135,7 @@ def failure(
             why = f"was ended: {pod.status.reason}: {pod.status.message}"
             return NodeFailed(node_of(pod), 1, why, tails)
     why = f"{condition.get('reason')}: {condition.get('message')}"
-    if condition.get("reason") == "FailedJobs":  # the pod is gone and its failure was not seen
+    if condition.get("reason") in LOST:  # the pod is gone and its failure was not seen
         return NodeFailed(0, 1, f"or another was lost ({why})", tails)
     return StageError(f"the TrainJob failed ({why})")
 

@@ -7,10 +7,12 @@ reads the cause and decides. After a preemption it always restarts, until the de
 failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes from the
 saved states that the workers mirror to the object store.
 
-All attempts have the same name, and each waits until the previous one is gone with its JobSet and
+All attempts have the same label, and each waits until the previous one is gone with its JobSet and
 all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
-new pod) finds the TrainJob by that name and becomes its owner; a TrainJob that is being deleted
-because its owner is gone is waited for and created anew.
+new pod) finds the TrainJob by that label and becomes its owner; a TrainJob that is being deleted
+because its owner is gone is waited for and created anew. Every attempt has a name of its own:
+Trainer keeps a snapshot of the runtime in a ConfigMap named after the TrainJob, which may outlive
+it, and refuses a new TrainJob that finds another's (Trainer 2.3).
 
 `run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
 the launcher's pod owns it, or else `lathe.cluster.janitor`.
@@ -23,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from lathe.cluster.api import DEADLINE, FAILURES, Cluster, TrainJob, connect, pods_of
+from lathe.cluster.api import DEADLINE, FAILURES, WORK, Cluster, TrainJob, connect
 from lathe.cluster.follow import Follower, Patience
-from lathe.cluster.manifest import Launcher, build, find_launcher
+from lathe.cluster.manifest import Launcher, build, find_launcher, name_of_attempt, work_of
 from lathe.config.settings import LaunchSettings
 from lathe.errors import Preempted, StageError, UserError
 from lathe.launch.shape import Shape, WorkerFailed
@@ -69,11 +72,16 @@ def run(
                 except (Preempted, WorkerFailed) as error:
                     attempts.end(error)
         finally:
-            _delete(replace(cluster, patience=DELETE_PATIENCE), attempts.name)
+            if attempts.name:
+                _delete(replace(cluster, patience=DELETE_PATIENCE), attempts.name)
 
 
 class _Attempts:
-    """Successive TrainJobs of one name, within one deadline and restart budget."""
+    """Successive TrainJobs of one step, within one deadline and restart budget.
+
+    Attributes:
+        name: of the last one; None before the first.
+    """
 
     def __init__(
         self,
@@ -87,7 +95,8 @@ class _Attempts:
         self._command, self._shape = command, shape
         self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
         self._failures = 0
-        self.name: str = self._build()["metadata"]["name"]
+        self._work = work_of(command, shape, settings, launcher)
+        self.name: str | None = None
 
     def begin(self) -> TrainJob:
         """Adopt the TrainJob that an earlier launcher of this run left, or create one.
@@ -96,19 +105,18 @@ class _Attempts:
         """
         told = False
         while True:
-            found = self._cluster.get(self.name)
-            if found and "deletionTimestamp" not in found["metadata"]:
-                if self._adopt(found):
-                    return found
-            elif found or self._cluster.jobset(self.name) or self._cluster.pods(pods_of(self.name)):
+            found = self._cluster.trainjobs(**{WORK: self._work})
+            for job in found:
+                if "deletionTimestamp" not in job["metadata"] and self._adopt(job):
+                    return job
+            if found or self._last_jobset() or self._cluster.pods(f"{WORK}={self._work}"):
                 if not told:
-                    log.info("TrainJob %s is being deleted: waiting for its pods to end", self.name)
+                    log.info("the last TrainJob is being deleted: waiting for its pods to end")
                     told = True
                 if datetime.now(UTC) > self._deadline:
                     raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
                 time.sleep(1)
-            elif self._cluster.create(job := self._build()):
-                log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
+            elif job := self._create():
                 return job
 
     def end(self, error: Preempted | WorkerFailed) -> None:
@@ -119,26 +127,38 @@ class _Attempts:
             self._failures += 1
         left = self._settings.restarts - self._failures
         log.warning("%s: %s\nrestarting; restarts left: %d", self.name, error, left)
-        self._cluster.delete(self.name)
+        if self.name:
+            self._cluster.delete(self.name)
 
     def _adopt(self, found: TrainJob) -> bool:
         if not self._cluster.set_owners(found, [self._launcher.owner]):
             return False
+        self.name = found["metadata"]["name"]
         log.info("TrainJob %s adopted from an earlier launcher", self.name)
         annotations = found["metadata"]["annotations"]
         self._failures = int(annotations[FAILURES])
         self._deadline = datetime.fromisoformat(annotations[DEADLINE])
         return True
 
-    def _build(self) -> TrainJob:
-        return build(
+    def _last_jobset(self) -> Any:
+        return self.name and self._cluster.jobset(self.name)
+
+    def _create(self) -> TrainJob | None:
+        """None if there is one of its name."""
+        self.name = name_of_attempt(self._command[0], self.name)
+        job = build(
             self._command,
             self._shape,
             self._settings,
             self._launcher,
+            self.name,
             self._deadline,
             self._failures,
         )
+        if not self._cluster.create(job):
+            return None
+        log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
+        return job
 
 
 def _delete(cluster: Cluster, name: str) -> None:

@@ -56,18 +56,19 @@ class Shard:
 
     def reads(self, span: Span) -> bool:
         """Whether documents of this file may belong to the shard."""
-        last = max(span.begin, span.end - 1)
-        return self._owner(span.begin, span) <= self.number <= self._owner(last, span)
+        first, end = span.begin * SLOTS, span.end * SLOTS
+        return self._owner(first, span) <= self.number <= self._owner(max(first, end - 1), span)
 
     def takes(self, span: Span, block: int) -> bool:
         """Whether this block of the file belongs to the shard."""
         slot = block * STRIDE % SLOTS
-        return self.number == self._owner(
-            span.begin + (span.end - span.begin) * slot // SLOTS, span
-        )
+        place = span.begin * SLOTS + (span.end - span.begin) * slot
+        return self.number == self._owner(place, span)
 
     def _owner(self, place: int, span: Span) -> int:
-        return min(place * self.of // max(span.total, 1), self.of - 1) + 1
+        """The shard of a place, in slots: those of a byte are shared where there are few bytes, as
+        of a corpus whose size is not known."""
+        return min(place * self.of // (max(span.total, 1) * SLOTS), self.of - 1) + 1
 
 
 WHOLE = Shard()

@@ -151,10 +151,8 @@ def write_tokens(
             rates = (len(writer.sizes) / seconds, tokens / seconds)
             status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
             progress.advance(len(batch), status)
-    log.info(
-        "%s: %s documents, %s tokens in %.1f s: %s",
-        *(doing, f"{documents:,}", f"{tokens:,}", seconds, status),
-    )
+    time_taken = f" in {seconds:.1f} s: {status}" if status else ""
+    log.info("%s: %s documents, %s tokens%s", doing, f"{documents:,}", f"{tokens:,}", time_taken)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

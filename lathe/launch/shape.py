@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 
+POD_GRACE_SECONDS = 300
+"""Seconds that a pod of a TrainJob has after SIGTERM to save its state and upload it."""
+
 
 @dataclass(frozen=True)
 class Shape:

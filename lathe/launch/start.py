@@ -7,7 +7,10 @@ from lathe.config.settings import Recipe
 from lathe.launch.local import launch
 from lathe.launch.node import run_node, this_node
 from lathe.launch.parent import end_with_parent
-from lathe.launch.shape import shape_of
+from lathe.launch.shape import POD_GRACE_SECONDS, shape_of
+
+EXIT_SECONDS = 10
+"""What a node needs of its pod's time to end after its workers."""
 
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
@@ -30,7 +33,7 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
         return False
     if node := this_node():
         arguments = ["-m", "lathe", *command]
-        run_node(arguments, node, recipe.Distributed.grace_seconds)
+        run_node(arguments, node, POD_GRACE_SECONDS - EXIT_SECONDS)
         return True
     shape = shape_of(recipe)
     if shape.processes == 1:

@@ -31,6 +31,7 @@ from lathe.storage.parts import Etag, is_md5, part_size, same_content
 
 SCHEMES = ("s3", "minio")
 ENDPOINT = "AWS_ENDPOINT_URL"
+DEFAULT_REGION = "us-east-1"
 # Stored with a multipart object: without the part size its ETag cannot be checked.
 PART_BYTES_HEADER = "x-amz-meta-lathe-part-bytes"
 READ_BYTES = 1 << 20
@@ -96,11 +97,20 @@ def s3_client(read_seconds: float | None = None) -> Minio:
         access_key=access_key,
         secret_key=secret_key,
         session_token=os.environ.get("AWS_SESSION_TOKEN"),
-        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
+        region=_region(),
         secure=address.scheme == "https",
         # minio's default pool retries for minutes; here only `retried` does.
         http_client=pool(CONNECTIONS, read_seconds),
     )
+
+
+def _region() -> str | None:
+    """The region to sign for; None lets the client ask Amazon for the bucket's.
+
+    Another store is not asked, as keys for a part of a bucket may not read its location.
+    """
+    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return named or (DEFAULT_REGION if os.environ.get(ENDPOINT) else None)
 
 
 def _credentials() -> tuple[str | None, str | None]:

@@ -11,6 +11,7 @@ import pytest
 
 STEP = """
 import os, signal, sys, time
+{imports}
 from pathlib import Path
 from components.stage import stage
 from lathe.errors import StageError, UserError
@@ -33,16 +34,19 @@ RANK = "if n == 1: raise WorkerFailed(1, -9, 'step 7')"
 MISTAKE = "raise UserError('corpus.txt: empty', 'give text')"
 FAILED = "raise StageError('the store does not answer')"
 WAITS = "time.sleep(60)"
+COMPUTES = "a = torch.randn(800, 800); (a @ a).sum().item()"
+SHOWS = "print(os.getppid(), sys.stdin.read(), sorted(os.environ), flush=True)\n    " + KILLED_TWICE
 
 
-def start(folder: Path, body: str, in_pod: bool = True) -> subprocess.Popen[str]:
+def start(folder: Path, body: str, in_pod: bool = True, imports: str = "") -> subprocess.Popen[str]:
     variables = {k: v for k, v in os.environ.items() if k != "POD_NAME"}
     # As the command of a step sets it, so that `import kfp` brings no client.
     variables |= {"PYTHONPATH": str(Path.cwd()), "_KFP_RUNTIME": "true"}
     variables |= {"POD_NAME": "step"} if in_pod else {}
-    command = [sys.executable, "-c", STEP.format(body=body)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)
+    script = STEP.format(body=body, imports=imports)
+    command = [sys.executable, "-m", "components.supervise", "-c", script]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, cwd=folder, env=variables, text=True, **streams)
 
 
 def attempts(folder: Path) -> int:
@@ -90,3 +94,29 @@ def test_a_signal_reaches_the_work(tmp_path: Path) -> None:
     out, _ = step.communicate(timeout=120)
     assert step.returncode == 128 + signal.SIGTERM and attempts(tmp_path) == 1
     assert "starting it again" not in out
+
+
+def test_libraries_that_start_threads_do_not_keep_a_step_from_ending(tmp_path: Path) -> None:
+    step = start(tmp_path, COMPUTES, imports="import onnxruntime, torch")
+    out, err = step.communicate(timeout=120)
+    assert step.returncode == 0 and out.endswith("outputs written\n"), err
+
+
+def test_every_attempt_has_the_same_environment_and_the_input(tmp_path: Path) -> None:
+    out, _ = start(tmp_path, SHOWS).communicate("given", timeout=120)
+    first, *others = [line for line in out.splitlines() if "POD_NAME" in line]
+    assert "given" in first and "LATHE_RESTARTS_FD" not in first
+    assert others == [first.replace("given", "")] * 2  # read by the first
+
+
+def test_the_supervisor_is_small_and_a_step_does_not_outlive_it(tmp_path: Path) -> None:
+    step = start(tmp_path, "print(os.getpid(), flush=True); " + WAITS, imports="import torch")
+    assert step.stdout
+    while not (line := step.stdout.readline().strip()).isdigit():
+        assert line
+    status = Path(f"/proc/{step.pid}/status").read_text()
+    assert int(status.partition("VmRSS:")[2].split()[0]) < 30_000  # kB
+    step.kill()
+    step.wait()
+    while Path(f"/proc/{line}").exists():
+        time.sleep(0.05)

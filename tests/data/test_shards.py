@@ -16,11 +16,12 @@ import zstandard
 from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import make_tokenizer
 from lathe.data.join import join
+from lathe.data.megatron import MegatronWriter
 from lathe.data.newest import NEWEST
 from lathe.data.prepare import prepare
 from lathe.data.shard import Shard, Span
 from lathe.data.sources import opened
-from lathe.data.tokenize import tokenize
+from lathe.data.tokenize import tokenize, write_tokens
 from lathe.errors import UserError
 from lathe.storage import sha256, upload
 from lathe.storage.attested import ATTESTATIONS
@@ -289,3 +290,18 @@ def test_what_is_no_shard(text: str) -> None:
     with pytest.raises(UserError, match=re.escape(text)):
         Shard.parse(text)
     assert Shard.parse("2/8") == Shard(2, 8)
+
+
+def test_a_corpus_whose_size_is_not_known_is_divided(tmp_path: Path) -> None:
+    with opened("python") as corpus:
+        counts = [sum(1 for _ in corpus.documents("text", Shard(n, 3))) for n in (1, 2, 3)]
+        whole = sum(1 for _ in corpus.documents("text"))
+    assert sum(counts) == whole and min(counts) > whole // 6
+
+
+def test_a_shard_without_documents_is_logged_without_a_speed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with MegatronWriter(tmp_path / "tokens", 300) as writer, caplog.at_level("INFO"):
+        write_tokens(writer, [], 0, "tokenize")
+    assert caplog.messages == ["tokenize: 0 documents, 0 tokens"]

@@ -36,8 +36,10 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert "an-access-key" not in said and "not-for-the-manifest" not in said
     assert "UNRELATED" not in said and "LATHE_S3_SECRET_DIR" not in said
     assert "LATHE_SERVE_PORT" not in said and "LATHE_NETWORK_TIMEOUT" in said
-    assert re.fullmatch("pretrain-[0-9a-f]{10}", job["metadata"]["name"])
-    assert job["metadata"]["labels"] == {
+    assert re.fullmatch("pretrain-[0-9a-f]{6}-1", job["metadata"]["name"])
+    labels = job["metadata"]["labels"]
+    assert re.fullmatch("[0-9a-f]{10}", labels.pop("lathe/work"))
+    assert labels == {
         "app.kubernetes.io/name": "lathe",
         "app.kubernetes.io/part-of": "lathe",
         "lathe/run-id": "5f0c31b2-run",
@@ -81,10 +83,10 @@ def test_a_priority_without_a_queue(in_pod: FakeKubernetes) -> None:
         launch(priority="high")
 
 
-def test_the_name_is_of_the_run_and_the_work(in_pod: FakeKubernetes) -> None:
+def test_the_label_is_of_the_run_and_the_work(in_pod: FakeKubernetes) -> None:
     trainer = play(in_pod, succeed)
     for settings in ({}, {}, {"cpus_per_node": 8}):
         launch(**settings)
         eventually(lambda: not in_pod.list(TRAINJOBS))
-    names = [job["metadata"]["name"] for job in trainer.created]
+    names = [job["metadata"]["labels"]["lathe/work"] for job in trainer.created]
     assert names[0] == names[1] != names[2]

@@ -1,11 +1,17 @@
 """A run that goes on where another ended takes what that has finished."""
 
+from typing import Any
+
 import pytest
 import yaml
+from google.protobuf import json_format
+from kfp import dsl
 from typer.testing import CliRunner
 
 from lathe.storage import write_text
 from pipelines import resume
+from pipelines.compile import FUNCTIONS, build, require_own_executors
+from pipelines.resources import Variant
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 FIRST, SECOND = "1916f9ff-2cbb-49ff-b62c-c124d328123d", "2916f9ff-2cbb-49ff-b62c-c124d328123d"
@@ -38,6 +44,11 @@ def place(kfp, s3, monkeypatch) -> str:
     return place
 
 
+def spec_of(pipeline: Any) -> dict[str, Any]:
+    """A compiled pipeline."""
+    return json_format.MessageToDict(pipeline.pipeline_spec)
+
+
 def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
     result = CliRunner().invoke(resume.app, [RUN])
     assert result.exit_code == 0, result.output
@@ -64,6 +75,54 @@ def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
         "producerTask": "train",
         "outputArtifactKey": "model",
     }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_finished_step_brings_its_own_outputs(name: str) -> None:
+    finished = {
+        component.removeprefix("comp-"): {
+            output: f"s3://root/{component.removeprefix('comp-')}/{output}"
+            for output in spec["outputDefinitions"]["artifacts"]
+        }
+        for component, spec in spec_of(build(name))["components"].items()
+        if "executorLabel" in spec and "artifacts" in spec.get("outputDefinitions", {})
+    }
+    again = [step for step in finished if step in resume.ANEW or step == "importer"]
+    finished = {step: outputs for step, outputs in finished.items() if step not in again}
+    spec = spec_of(build(name, Variant(finished=finished)))
+    addresses = {
+        task: known["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
+        for dag in [spec["root"], *spec["components"].values()]
+        for task, known in dag.get("dag", {}).get("tasks", {}).items()
+        if task.startswith("import-")
+    }
+    assert len(addresses) >= 3
+    for task, address in addresses.items():
+        _, step, output = address.removeprefix("s3:").rsplit("/", 2)
+        assert task == f"import-{step}-{output}".replace("_", "-")
+
+
+def test_an_importer_of_the_sdks_is_confused_and_that_is_found() -> None:
+    """As docs/concepts/pipeline.md shows it."""
+
+    @dsl.component(base_image="python")
+    def show(model: dsl.Input[dsl.Model]) -> None: ...
+
+    def taken(address: str) -> Any:
+        return dsl.importer(artifact_uri=address, artifact_class=dsl.Model).output
+
+    @dsl.pipeline(name="part")
+    def part() -> None:
+        show(model=taken("s3://b/2"))
+        show(model=taken("s3://b/3"))
+
+    @dsl.pipeline(name="whole")
+    def whole() -> None:
+        show(model=taken("s3://b/1"))
+        part()
+
+    with pytest.raises(RuntimeError, match="compiled wrongly"):
+        require_own_executors(spec_of(whole))
 
 
 def test_a_run_that_has_finished_nothing_or_is_not_ours_is_refused(kfp, place):

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from lathe.backends.paddle_process import find_python
+from lathe.cluster.api import WORK
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 from tests.support.fake_store import FOREGROUND
 
@@ -31,6 +32,9 @@ TRAINJOBS, JOBSETS = "trainjobs.trainer.kubeflow.org", "jobsets.jobset.x-k8s.io"
 QUEUE = "kueue.x-k8s.io/queue-name"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
+REACHED = "jobset failed due to reaching max number of restarts (first failed job: {}-node-0)"
+COLLECTED = "test/collected"  # the finalizer of what garbage collection takes its time to remove
+COLLECTION_SECONDS = 5
 KUBELET = "test/kubelet"  # the finalizer of a pod whose container may still run
 Script = Callable[["Pod"], None]
 
@@ -39,7 +43,7 @@ class Pod:
     """A pod as its script sees it. It is Pending until `start`.
 
     Attributes:
-        node: its completion index; attempt: 1 for the first TrainJob of its name.
+        node: its completion index; attempt: 1 for the first TrainJob of its step.
         told_to_end: set when the pod is deleted, as by SIGTERM.
     """
 
@@ -109,7 +113,7 @@ class Trainer(Controller):
         metadata = event.object["metadata"]
         if event.key.resource == TRAINJOBS and event.type == "ADDED":
             self.created.append(event.object)
-            self._attempts[event.key.name] += 1
+            self._attempts[metadata["labels"][WORK]] += 1
             if QUEUE in metadata["labels"] and not self.admits:
                 self.server.patch(TRAINJOBS, event.key.name, {"spec": {"suspend": True}})
                 self._set(event.key.name, "Suspended", "Suspended", "TrainJob is suspended")
@@ -117,6 +121,8 @@ class Trainer(Controller):
                 self._start(event.object)
         if event.key.resource == TRAINJOBS and FOREGROUND in metadata.get("finalizers", []):
             self._waiting[event.key.name] = event.object
+        if COLLECTED in metadata.get("finalizers", []) and "deletionTimestamp" in metadata:
+            threading.Timer(COLLECTION_SECONDS, self._collect, (event.key.name,)).start()
         if (event.key.resource, event.type) == (JOBSETS, "DELETED"):
             self._restart_deleted(event.key.name)
         if event.key.resource == "pods" and metadata["uid"] in self._pods:
@@ -137,6 +143,8 @@ class Trainer(Controller):
 
     def _start(self, job: Object) -> None:
         name = job["metadata"]["name"]
+        if not self._snapshot(job):
+            return self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
         jobset = {"metadata": {"name": name, "ownerReferences": [_owner("TrainJob", job)]}}
         jobset = self.server.create(JOBSETS, jobset)
         with socket.socket() as free:
@@ -144,13 +152,33 @@ class Trainer(Controller):
             port = free.getsockname()[1]
         for node in range(job["spec"]["trainer"]["numNodes"]):
             made = self.server.create("pods", _pod(job, jobset, node, port))
-            pod = Pod(self.server, made, node, self._attempts[name])
+            pod = Pod(self.server, made, node, self._attempts[job["metadata"]["labels"][WORK]])
             self._pods[made["metadata"]["uid"]] = pod
             self.pods_made += 1
             threading.Thread(target=self._play, args=(pod,), daemon=True).start()
         timer = threading.Timer(job["spec"]["activeDeadlineSeconds"], self._expire, (name,))
         timer.daemon = True
         timer.start()
+
+    def _snapshot(self, job: Object) -> bool:
+        """Trainer 2.3 keeps the runtime in a ConfigMap, which garbage collection removes some time
+        after the TrainJob; beside another's it makes no JobSet, and the TrainJob gets the status
+        that the last one of its name had."""
+        metadata = {
+            "name": f"{job['metadata']['name']}-runtime-snapshot",
+            "ownerReferences": [_owner("TrainJob", job)],
+            "finalizers": [COLLECTED],
+        }
+        try:
+            self.server.create("configmaps", {"metadata": metadata})
+        except Refused:
+            found = self.server.get("configmaps", metadata["name"])["metadata"]
+            return bool(found["ownerReferences"][0]["uid"] == job["metadata"]["uid"])
+        return True
+
+    def _collect(self, name: str) -> None:
+        with suppress(Refused):
+            self.server.patch("configmaps", name, {"metadata": {"finalizers": []}})
 
     def _play(self, pod: Pod) -> None:
         with suppress(Refused):
@@ -165,7 +193,7 @@ class Trainer(Controller):
         if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
             return  # of an earlier one of that name
         if phase == "Failed":
-            self._fail(name, "FailedJobs", f"jobset failed, first failed job: {name}-node-0")
+            self._fail(name, "ReachedMaxRestarts", REACHED.format(name))
         phases = [other["status"].get("phase") for other in self._pods_of(name)]
         if phase == "Succeeded" and set(phases) == {"Succeeded"}:
             self._set(name, "Complete", "AllJobsCompleted", "jobset completed successfully")

@@ -41,9 +41,11 @@ def eventually(holds: Callable[[], Any], seconds: float = 240.0) -> Any:
     return found
 
 
-def asked(server: FakeKubernetes, method: str, name: str) -> int:
-    """How often the TrainJob of that name was."""
-    return sum(m == method and path.endswith(f"/trainjobs/{name}") for m, path in server.requests)
+def asked(server: FakeKubernetes, method: str, name: str = "") -> int:
+    """How often the TrainJob of that name was, or all."""
+    place = f"/trainjobs/{name}".rstrip("/")
+    asked_for = [path.partition("?")[0] for m, path in server.requests if m == method]
+    return sum(path.endswith(place) for path in asked_for)
 
 
 def play(server: FakeKubernetes, script: Script) -> Trainer:

@@ -44,7 +44,8 @@ class DistributedSettings(Settings):
     sharding: Sharding = Sharding()
     """Division of the training state among data-parallel ranks."""
     grace_seconds: Annotated[int, Field(gt=0, le=24 * 3600)] = 30
-    """Seconds that workers get to save and end, before they are killed."""
+    """Seconds that workers get to save and end, before they are killed; in the pods of a TrainJob
+    it is 290, of the 300 that Kubernetes gives the pod."""
 
 
 class LaunchSettings(Settings):
