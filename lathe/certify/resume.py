@@ -18,6 +18,7 @@ from lathe.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe.certify.kills import Kill, Training, plan_kills
 from lathe.certify.tensors import Difference, Digests, digests_of, first_difference
 from lathe.config.settings import Recipe
+from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError
 from lathe.launch.shape import shape_of
 from lathe.progress import bar
@@ -78,10 +79,11 @@ def certify_resume(
             live to see is left out.
 
     Raises:
-        UserError: something else is at `output`.
+        UserError: something else is at `output`, or `data` is not a token data set.
         StageError: a training failed by itself.
     """
     claim_output_file(output, RESUME_CERTIFICATE, data)
+    TokenDataset.open(data)
     planned = plan_kills(seed, kills, recipe.Engine.max_steps, shape_of(recipe).processes)
     with tempfile.TemporaryDirectory(prefix="lathe-certify-") as name:
         whole, resumed, done = Path(name) / "whole", Path(name) / "resumed", list[Kill]()

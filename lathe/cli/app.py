@@ -4,9 +4,11 @@ from importlib import import_module
 
 import typer
 
+from lathe.cli.missing import Verbs
 from lathe.cli.options import upload_outputs
 
 app = typer.Typer(
+    cls=Verbs,
     help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"
     "The verbs in their order: prepare, pretrain, prune, analyze, quantize, evaluate, gate, "
     "export, deploy, client. Their defaults follow on each other under run/, so that each can be "

@@ -49,16 +49,17 @@ def output_option(help: str) -> Any:
     return typer.Option(help=help, parser=_output_path, metavar="PATH")
 
 
-def _model_path(text: str) -> Path:
-    if not text.startswith("hf://"):
-        return input_path(text)
+# Click passes what the user has typed to a parser, and a default as it is declared: a Path.
+def _model_path(given: str | Path) -> Path:
+    if not str(given).startswith("hf://"):
+        return input_path(given)
     from lathe.model.folder import resolve
 
-    return resolve(text)
+    return resolve(str(given))
 
 
-def _output_path(text: str) -> Path:
-    path, mirror = output_path(text)
+def _output_path(given: str | Path) -> Path:
+    path, mirror = output_path(given)
     if mirror:
         _mirrors.append(mirror)
     return path

@@ -181,8 +181,9 @@ def releases_of(recipe: Recipe) -> Releases:
     """
     root = recipe.Production.releases
     if not root or not is_store(root):
+        wrong = f"{root}: not an address in an object store" if root else "not set"
         raise UserError(
-            f"Production.releases is {root or 'not set'}: not an address in an object store",
+            f"Production.releases is {wrong}",
             "set -o Production.releases=s3://bucket/prefix, or file:///folder",
         )
     return Releases(f"{root.rstrip('/')}/{recipe.Serving.model_name}")
