@@ -64,6 +64,9 @@ CLAIMS = {
         "tests/compress/test_sensitivity.py::test_quantize_leaves_in_float_what_was_chosen",
         "tests/compress/test_sensitivity.py::test_int4_int8_and_float_beside_each_other",
     ],
+    "`PIPELINE=compress` chooses widths and formats": [
+        "tests/pipelines/test_compress.py::test_the_pipeline_and_the_verb_are_one_search",
+    ],
     "**Proves** every export against its checkpoint": [
         "tests/export/test_stage.py::test_export",
         "tests/export/test_stage.py::test_a_failed_proof_leaves_nothing",
@@ -117,8 +120,8 @@ CLAIMS = {
         "tests/paddle/test_pdparams.py::test_there_and_back",
         "tests/paddle/test_pdparams.py::test_paddle_saves_what_is_read_and_loads_what_is_written",
     ],
-    "Every step is also a command": [
-        "tests/documents/test_reference.py::test_every_component_and_verb_is_there",
+    "Nearly every step is also a command": [
+        "tests/documents/test_readme.py::test_nearly_every_step_is_a_command",
     ],
     "Settings come from a YAML recipe with the key names of PaddleFleetX": [
         "tests/test_recipe.py::test_a_fleetx_file_reads_as_it_is",

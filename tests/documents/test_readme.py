@@ -30,3 +30,10 @@ def test_the_table_of_the_first_run_has_rows_that_a_run_prints() -> None:
     known = {column.title for column in (*SIZES, *TIMES)}
     known |= {measure.title for task in SLOTS for measure in task.measures}
     assert len(titles) >= 6 and set(titles) <= known
+
+
+def test_nearly_every_step_is_a_command() -> None:
+    verbs = set(re.findall(r"^## lathe ([a-z]+)", TEXTS["docs/reference/cli.md"], re.M))
+    steps = {path.parent.name for path in (ROOT / "components").glob("*/component.py")}
+    parts_of_compress = {"estimate", "price", "design", "choose"}
+    assert steps - verbs == {"inputs", "notify"} | parts_of_compress
