@@ -169,8 +169,8 @@ def playground(
             server = stack.enter_context(serve_exports(dict(named_models(exports))))
             urls = [str(server.state.openai), *urls]
         address = stack.enter_context(playground(urls or [running_endpoint()], port))
-        show(playground=address)
         with suppress(KeyboardInterrupt):
+            show(playground=address)
             signal.pause()
         print()
 

@@ -20,6 +20,7 @@ from lathe.production.deploy import _check_ways, deploy
 from lathe.production.rehearsal import Answer
 from lathe.runtime import open_model as open_model_module
 from lathe.runtime.open_model import mean_difference, open_model
+from lathe.runtime.open_session import CPUINFO, saturates
 from lathe.runtime.openvino_model import OpenVINOModel
 from lathe.runtime.session import OnnxModel
 from lathe.serve.client import Client
@@ -52,6 +53,10 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4 and int8": (UNIFORM, {"int8": True, "group_size": 32, "wide": LINEARS}),
     "int4 weights alone": (UNIFORM, {"int8": True, "group_size": 32, "weight_only": True}),
 }
+STATIC_INT8 = ("int8", "int8, pruned", "int8, some in float")
+"""Those whose products of 8-bit integers overflow in OpenVINO on a CPU without VNNI."""
+
+SATURATES = saturates(CPUINFO.read_text())
 
 
 @pytest.mark.parametrize("shape", [UNIFORM, PRUNED], ids=["uniform", "pruned"])
@@ -75,7 +80,8 @@ def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     own = write_unproven(model, byte_tokenizer, tmp_path / "own")
     change = quantization_change(model, own, PROMPTS, byte_tokenizer, tmp_path / "float")
     other = OpenVINOModel(tmp_path / "own", threads=1)
-    assert mean_difference(own, other, PROMPTS) < QUANTIZATION_SHARE * change
+    is_right = mean_difference(own, other, PROMPTS) < QUANTIZATION_SHARE * change
+    assert is_right != (SATURATES and case in STATIC_INT8)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -92,6 +98,10 @@ def test_other_families_compute_the_same(
     settings = ExportSettings(prompts=4, new_tokens=12)
     data = write_held_out(tmp_path / "data")
     folder = export(Recipe(Export=settings), source, data, tmp_path / "onnx").folder
+    if SATURATES and flavour == "int8":
+        with pytest.raises(UserError, match="logits of OpenVINO differ"):
+            open_model(folder, threads=1, runtime="openvino")
+        return
     opened = open_model(folder, threads=1, runtime="openvino")  # checked by the proof's limit
     assert opened.model.runtime == "openvino"
     if flavour == "fp32":

@@ -1,0 +1,102 @@
+"""The runtimes on CPUs with fewer instructions than this one, as far as it can imitate them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.export.proof import QUANTIZATION_SHARE
+from lathe.runtime.exported_model import METADATA
+from tests.serve.test_openvino import SHAPES, STATIC_INT8
+from tests.support.kernels import CPU_FLAGS, LOGITS
+from tests.support.small_export import PROMPTS, make_model, quantization_change, write_unproven
+
+HOST = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+EMULATOR = shutil.which("qemu-x86_64")
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level of instructions.
+
+    Attributes:
+        adds_in_16_bits: pairs of 8-bit products, so that sums overflow.
+        needs: flags of the CPU that imitates it with `variables`; none: an emulator does.
+    """
+
+    adds_in_16_bits: bool
+    needs: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def command(self) -> list[str]:
+        if self.needs:
+            if not set(self.needs) <= set(HOST):
+                pytest.skip(f"this CPU lacks one of {', '.join(self.needs)}")
+            return [sys.executable]
+        if EMULATOR is None or "avx2" not in HOST:
+            pytest.skip("needs an x86 CPU, and qemu-x86_64 (apt-get install qemu-user)")
+        return [EMULATOR, "-cpu", "Haswell", sys.executable]
+
+
+def onednn(isa: str) -> dict[str, str]:
+    return {"ONEDNN_MAX_CPU_ISA": isa}
+
+
+LEVELS = {
+    "AVX2": Level(True, variables={CPU_FLAGS: "avx2 fma"}),
+    "AVX-VNNI": Level(False, ("avx_vnni",), onednn("AVX2_VNNI")),
+    "AVX-512": Level(True, ("avx512bw",), onednn("AVX512_CORE")),
+    "AVX-512 VNNI": Level(False, ("avx512_vnni",), onednn("AVX512_CORE_VNNI")),
+}
+"""oneDNN has OpenVINO's kernels; onnxruntime takes what the CPU has, and only the emulator can
+change that. AVX2 with the variable alone fails: OpenVINO itself would still see AVX-512."""
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """An export of every shape, with the limit of a proof, and onnxruntime's logits."""
+    at = tmp_path_factory.mktemp("exports")
+    for case, (shape, options) in SHAPES.items():
+        model, folder = make_model(shape, **options), at / case
+        own = write_unproven(model, byte_tokenizer, folder)
+        change = quantization_change(model, own, PROMPTS, byte_tokenizer, folder / "float")
+        metadata = json.loads((folder / METADATA).read_text()) | {"samples": PROMPTS}
+        metadata["proof"] = {"mean_limit": QUANTIZATION_SHARE * change}
+        (folder / METADATA).write_text(json.dumps(metadata))
+        np.save(folder / LOGITS, own.logits(np.array(PROMPTS[:1])))
+    return at
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "AVX2" else ()) for n in LEVELS]
+)
+def test_what_overflows_is_refused_and_all_else_is_served(name: str, exports: Path) -> None:
+    level = LEVELS[name]
+    found = run(level, exports)
+    assert found.keys() == SHAPES.keys()
+    for case, told in found.items():
+        limit = json.loads((exports / case / METADATA).read_text())["proof"]["mean_limit"]
+        assert told["drift"] < limit / 10  # onnxruntime is told to be exact where it has to be
+        overflows = level.adds_in_16_bits and case in STATIC_INT8
+        assert ("the logits of OpenVINO differ" in told["openvino"]) == overflows, (case, told)
+        assert overflows or told["openvino"] == ""
+        has_int8 = case in (*STATIC_INT8, "int4 and int8")
+        assert ("has no INT8 linears" in told["onnxruntime_single_stream"]) != has_int8
+        assert told["onnxruntime_single_stream"] == "" or not has_int8
+
+
+def run(level: Level, exports: Path) -> dict[str, Any]:
+    command = [*level.command(), "-m", "tests.support.kernels", str(exports)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | level.variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
