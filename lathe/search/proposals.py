@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lathe.artifacts.kinds import checked, read_json
+from lathe.artifacts.kinds import checked, open_export, read_json
 from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
@@ -86,6 +86,9 @@ def write_designs(
     """
     base, pruning, quantization = recipes
     checkpoint, settings = load_checkpoint(model), quantization.Compress.Quantization
+    known = read_costs(costs), read_prices(prices)[goal.target]
+    problem = Problem.of(checkpoint.model.config, *known, pruning, quantization)
+    open_export(dense)  # before the journal is written
     findings = output.with_name(f"{output.name}.findings.jsonl")
     journal = Journal(findings, {"model": checkpoint.digest})
 
@@ -95,8 +98,6 @@ def write_designs(
 
         return journal.recall(design.name, find, dict)[goal.target]
 
-    known = read_costs(costs), read_prices(prices)[goal.target]
-    problem = Problem.of(checkpoint.model.config, *known, pruning, quantization)
     found = propose(problem, goal, trials, measure)
     with atomic_file(output) as work:
         text = json.dumps([asdict(proposal) for proposal in found], indent=2)
