@@ -1,6 +1,7 @@
 """The designs that are worth training: found by the integer program, and measured."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from lathe.search.goal import EXACT, Goal
 from lathe.search.prices import measure_design, read_prices
 from lathe.search.program import Problem
 from lathe.storage import atomic_file
+
+log = logging.getLogger("lathe")
 
 CLOSE = 0.97  # of a limit: a design this near to it is not corrected
 MEASUREMENTS = 6  # of designs, for one limit
@@ -127,6 +130,8 @@ def _within(
             break
         tried.append(design)
         price, share = problem.price(design), measure(design)
+        words = "%s: predicted to have %.3f of the target, measured before training: %.3f"
+        log.info(words, design.name, price * scale, share)
         if share <= limit:
             fitting.append(Proposal(design, price * scale, problem.cost(design)))
         if CLOSE * limit <= share <= limit:
