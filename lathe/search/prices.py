@@ -22,6 +22,7 @@ from lathe.compress.plan import formats, make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
 from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
+from lathe.errors import UserError
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
 from lathe.model import fake_quant
@@ -109,7 +110,10 @@ def write_prices(
 def read_prices(path: Path) -> dict[str, Prices]:
     """Read the file of `write_prices`."""
     hint = "delete the file: the prices are measured again"
-    return checked(read_json(path, hint), dict[str, Prices], str(path), hint)
+    found = checked(read_json(path, hint), dict[str, Prices], str(path), hint)
+    if found.keys() != FIGURES.keys():
+        raise UserError(f"{path}: has not the prices of {', '.join(FIGURES)}", hint)
+    return found
 
 
 def measure_prices(

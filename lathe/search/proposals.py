@@ -1,11 +1,12 @@
 """The designs that are worth training: found by the integer program, and measured."""
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lathe.artifacts.kinds import checked, read_json
+from lathe.artifacts.kinds import checked, open_export, read_json
 from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
@@ -16,6 +17,8 @@ from lathe.search.goal import EXACT, Goal
 from lathe.search.prices import measure_design, read_prices
 from lathe.search.program import Problem
 from lathe.storage import atomic_file
+
+log = logging.getLogger("lathe")
 
 CLOSE = 0.97  # of a limit: a design this near to it is not corrected
 MEASUREMENTS = 6  # of designs, for one limit
@@ -86,6 +89,9 @@ def write_designs(
     """
     base, pruning, quantization = recipes
     checkpoint, settings = load_checkpoint(model), quantization.Compress.Quantization
+    known = read_costs(costs), read_prices(prices)[goal.target]
+    problem = Problem.of(checkpoint.model.config, *known, pruning, quantization)
+    open_export(dense)  # before the journal is written
     findings = output.with_name(f"{output.name}.findings.jsonl")
     journal = Journal(findings, {"model": checkpoint.digest})
 
@@ -95,8 +101,6 @@ def write_designs(
 
         return journal.recall(design.name, find, dict)[goal.target]
 
-    known = read_costs(costs), read_prices(prices)[goal.target]
-    problem = Problem.of(checkpoint.model.config, *known, pruning, quantization)
     found = propose(problem, goal, trials, measure)
     with atomic_file(output) as work:
         text = json.dumps([asdict(proposal) for proposal in found], indent=2)
@@ -126,6 +130,8 @@ def _within(
             break
         tried.append(design)
         price, share = problem.price(design), measure(design)
+        words = "%s: predicted to have %.3f of the target, measured before training: %.3f"
+        log.info(words, design.name, price * scale, share)
         if share <= limit:
             fitting.append(Proposal(design, price * scale, problem.cost(design)))
         if CLOSE * limit <= share <= limit:
