@@ -4,7 +4,6 @@ import math
 
 import pytest
 from scipy.stats import norm
-from statsmodels.stats.proportion import proportion_confint
 
 from lathe.cards.figures import interval
 from lathe.evaluate.tasks import CLOZE, TEXT
@@ -12,6 +11,8 @@ from lathe.evaluate.tasks import CLOZE, TEXT
 
 @pytest.mark.parametrize(("right", "n"), [(0, 20), (3, 20), (871, 2000), (20, 20)])
 def test_of_an_accuracy_it_is_wilsons(right: int, n: int) -> None:
+    from statsmodels.stats.proportion import proportion_confint
+
     found = interval(CLOZE.measures[0], right / n, None, n)
     assert found == pytest.approx(proportion_confint(right, n, method="wilson"), abs=1e-9)
 

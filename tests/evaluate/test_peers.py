@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm, ttest_rel
-from statsmodels.api import OLS, WLS
-from statsmodels.stats import contingency_tables
-from statsmodels.stats.proportion import proportion_confint
 
 from lathe.evaluate.paired import (
     accuracy_difference,
@@ -34,6 +31,8 @@ def scores() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("lost", "gained", "n"), TABLES)
 def test_mcnemar_is_that_of_statsmodels(lost: int, gained: int, n: int) -> None:
+    from statsmodels.stats import contingency_tables
+
     table = [[n - lost - gained, lost], [gained, 0]]
     theirs = contingency_tables.mcnemar(table, exact=True).pvalue
     assert mcnemar(lost, gained) == pytest.approx(theirs, **EXACT)
@@ -44,6 +43,8 @@ def test_tangos_interval_ends_at_zero_where_the_asymptotic_mcnemar_says_so(
     lost: int, gained: int, n: int
 ) -> None:
     """statsmodels has no interval of Tango's, but its test of no difference is McNemar's."""
+    from statsmodels.stats import contingency_tables
+
     table = [[n - lost - gained, lost], [gained, 0]]
     theirs = contingency_tables.mcnemar(table, exact=False, correction=False).pvalue
 
@@ -69,6 +70,8 @@ def test_a_mean_of_pairs_is_the_paired_t_test_of_scipy(
 def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
     scores: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
+    from statsmodels.api import OLS
+
     first, second, documents = scores
     ones = np.ones(len(first))
     fit = OLS(second - first, ones).fit(
@@ -89,6 +92,8 @@ def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
 
 
 def test_a_loss_per_token_is_the_weighted_cluster_robust_regression_of_statsmodels() -> None:
+    from statsmodels.api import WLS
+
     rng = np.random.default_rng(1)
     tokens = rng.integers(50, 200, 60).astype(float)
     first = tokens * rng.normal(4, 0.5, 60)
@@ -103,6 +108,8 @@ def test_a_loss_per_token_is_the_weighted_cluster_robust_regression_of_statsmode
 
 @pytest.mark.parametrize(("hits", "n"), [(0, 50), (3, 50), (42, 2000), (50, 50)])
 def test_a_share_has_wilsons_interval(hits: int, n: int) -> None:
+    from statsmodels.stats.proportion import proportion_confint
+
     found = share_interval(hits, n, 0.95)
     theirs = proportion_confint(hits, n, alpha=0.05, method="wilson")
     assert (found.low, found.high) == pytest.approx(theirs, **EXACT)

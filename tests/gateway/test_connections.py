@@ -79,7 +79,7 @@ def test_who_does_not_read_is_cut_off_and_frees_its_rows(
         monkeypatch.setattr(generation, "MOST_UNREAD", 8)
         started = time.monotonic()
         while "requests_in_flight 0.0" not in requests.get(f"{address}/metrics", timeout=30).text:
-            assert time.monotonic() - started < 60  # until the kernel's buffers are full
+            assert time.monotonic() - started < 300  # until the kernel's buffers are full
             time.sleep(0.05)
         assert post(address).status_code == 200
         client.generate("b", max_tokens=1)

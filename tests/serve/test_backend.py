@@ -3,7 +3,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import grpc
 import numpy as np
 import pytest
 import requests
-from tokenizers import Tokenizer
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from lathe.config.settings import GenerationSettings, ServingSettings
@@ -24,8 +22,6 @@ from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TritonServer, start
 from tests.support.server_metrics import figures
-from tests.support.small_export import make_model, write_unproven
-from tests.support.small_models import SERVED
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 PROMPTS = ["x", "naïve 🙂 café", "0123456789" * 9]
@@ -232,17 +228,14 @@ def test_an_unknown_model_is_named(server: TritonServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(
-    tmp_path_factory: pytest.TempPathFactory, triton: None, byte_tokenizer: Tokenizer
-) -> Any:
-    """One request runs, one waits; a context in which a request can run for long."""
+def narrow(tmp_path_factory: pytest.TempPathFactory, triton: None, lasting_export: Path) -> Any:
+    """One request runs, one waits."""
     serving = ServingSettings(
         http_port=0, grpc_port=0, metrics_port=0, max_running=1, max_queue=1, threads=1
     )
     folder = tmp_path_factory.mktemp("narrow")
-    model = make_model(replace(SERVED, n_positions=8192))
-    exported = write_unproven(model, byte_tokenizer, folder / "exported").folder
-    repository = write_repository(exported, folder / "repository", serving, GenerationSettings())
+    settings = GenerationSettings()
+    repository = write_repository(lasting_export, folder / "repository", serving, settings)
     with start(repository, serving, folder / "state") as server:
         yield server
 
@@ -252,7 +245,7 @@ LONG = {"max_tokens": 1000, "min_tokens": 1000}
 
 def test_a_full_queue_is_refused_clearly(narrow: TritonServer) -> None:
     with Client(narrow.state.grpc, "gpt") as client, ThreadPoolExecutor(1) as pool:
-        running = client.stream("a", max_tokens=8000, min_tokens=8000)
+        running = client.stream("a", max_tokens=16000, min_tokens=16000)
         assert next(running).tokens
         waiting = pool.submit(client.generate, "b", max_tokens=3, min_tokens=3)
         while not figures(narrow)["lathe_waiting"]:

@@ -27,14 +27,14 @@ def test_deploy_leaves_the_server_up(
     triton: None,
     checkpoint: Checkpoint,
     exported: Path,
+    held_out: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(serve_state.STATE_VARIABLE, str(tmp_path / "state"))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # loopback is not for a proxy
     output = tmp_path / "deployed"
-    data = exported.with_name(exported.name.removesuffix("-onnx"))
-    result = deploy(RECIPE, exported, checkpoint.folder, output, data=data, keep_running=True)
+    result = deploy(RECIPE, exported, checkpoint.folder, output, data=held_out, keep_running=True)
     try:
         assert result.identical + result.near_ties == result.prompts > 0
         assert result.tokens_per_second > 0

@@ -88,11 +88,11 @@ def metric(state: ServerState, name: str) -> float:
 
 
 def test_a_server_that_crashes_is_started_again_behind_its_gateway(
-    triton: None, repository: Path, tmp_path: Path
+    triton: None, lasting: Path, tmp_path: Path
 ) -> None:
-    state = detached(repository, tmp_path)
+    state = detached(lasting, tmp_path)
     gateway, began = gateway_of(state), metric(state, "lathe_gateway_triton_started_seconds")
-    body = {"model": "gpt", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    body = {"model": "gpt", "prompt": "x", "max_tokens": 16000, "ignore_eos": True}
     url = f"{state.openai}/completions"
     with ThreadPoolExecutor(2) as pool:
         streamed = [

@@ -22,7 +22,8 @@ from lathe.serve.environment import PYTHON_VARIABLE, find_environment
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TRITON_PORTS, free_ports, start
 from lathe.serve.state import STATE_VARIABLE
-from tests.serve.test_backend import LONG
+
+LASTING = {"max_tokens": 16000, "min_tokens": 16000}
 
 
 def processes(word: str) -> dict[int, str]:
@@ -76,18 +77,18 @@ def test_killed_and_started_again_and_stopped(
 
 
 def test_killed_under_load(
-    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+    triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
     """Every client is told, and the next server serves."""
-    first = start(repository, serving, tmp_path)
+    first = start(lasting, serving, tmp_path)
     with (
         Client(first.state.grpc, "gpt", timeout_seconds=20) as client,
         ThreadPoolExecutor(8) as pool,
     ):
-        streams = [client.stream(f"{i}", **LONG) for i in range(4)]
+        streams = [client.stream(f"{i}", **LASTING) for i in range(4)]
         for stream in streams:
             next(stream)
-        waiting = [pool.submit(client.generate, f"{i}", **LONG) for i in range(4)]
+        waiting = [pool.submit(client.generate, f"{i}", **LASTING) for i in range(4)]
         os.kill(first.state.server.pid, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(UserError, match="no server answers"):
@@ -96,7 +97,7 @@ def test_killed_under_load(
             with pytest.raises(UserError, match="no server answers"):
                 future.result()
     wait_until_gone(first.state.shared_memory)
-    with start(repository, serving, tmp_path) as second, Client(second.state.grpc, "gpt") as client:
+    with start(lasting, serving, tmp_path) as second, Client(second.state.grpc, "gpt") as client:
         assert len(client.generate("x", max_tokens=3, min_tokens=3).tokens) == 3
 
 

@@ -41,16 +41,24 @@ def checkpoint(
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: "Checkpoint") -> Path:
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data folder with nothing but held-out text."""
+    data = tmp_path_factory.mktemp("data")
+    text = "All that glitters is not gold; often have you heard. " * 20
+    (data / "heldout.txt").write_text(text)
+    return data
+
+
+@pytest.fixture(scope="session")
+def exported(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: "Checkpoint", held_out: Path
+) -> Path:
     from lathe.config.settings import ExportSettings, Recipe
     from lathe.export.export import export
 
     def make(folder: Path) -> None:
-        data = tmp_path_factory.mktemp("data")
-        text = "All that glitters is not gold; often have you heard. " * 20
-        (data / "heldout.txt").write_text(text)
         recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
-        export(recipe, checkpoint.folder, data, folder)
+        export(recipe, checkpoint.folder, held_out, folder)
 
     return once(tmp_path_factory, "served-onnx", make)
 
@@ -72,6 +80,31 @@ def repository(
 
     output = tmp_path_factory.mktemp("deployed") / "repository"
     return write_repository(exported, output, serving, GenerationSettings(max_dec_len=12))
+
+
+@pytest.fixture(scope="session")
+def lasting_export(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer") -> Path:
+    """A model whose answers can be so long that none ends before a test does."""
+    from dataclasses import replace
+
+    from tests.support.small_export import make_model, write_unproven
+    from tests.support.small_models import SERVED
+
+    model = make_model(replace(SERVED, n_positions=16384))
+    return once(
+        tmp_path_factory, "lasting", lambda path: write_unproven(model, byte_tokenizer, path)
+    )
+
+
+@pytest.fixture(scope="session")
+def lasting(
+    tmp_path_factory: pytest.TempPathFactory, lasting_export: Path, serving: "ServingSettings"
+) -> Path:
+    from lathe.config.settings import GenerationSettings
+    from lathe.serve.repository import write_repository
+
+    output = tmp_path_factory.mktemp("lasting") / "repository"
+    return write_repository(lasting_export, output, serving, GenerationSettings())
 
 
 @pytest.fixture(scope="session")
