@@ -44,7 +44,7 @@ def in_process(step: PodStep, folder: Path) -> subprocess.CompletedProcess[str]:
 def run_all(folder: Path, run: Run) -> None:
     """Run every component, each on what those before it have made; `run(name, **given)` returns
     its outputs."""
-    given = {"recipe": str(write_recipe(folder)), "overrides": ["Launch.gpus_per_node=0"]}
+    given = {"recipe": str(write_recipe(folder)), "overrides": ["Production.burst_seconds=1"]}
     corpus = {"corpus": str(write_corpus(folder))}
     run("inputs", recipes=[given["recipe"]], overrides=given["overrides"], **corpus)
     data = run("prepare", **given, **corpus)["data"]
