@@ -17,15 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from lathe.backends import paddle_backend
+from lathe.cluster.access import pipeline_root
 from lathe.cluster.api import Cluster
 from lathe.cluster.findings import Finding, examine
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import LaunchSettings
+from lathe.storage import exists
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.capacity import capacity, needs_of
 from pipelines.cluster import config_map, open_cluster
 from pipelines.compile import build, images_of
 from pipelines.doctor_pod import NoRoom, findings_of_pod, pod_of_step
+from pipelines.inputs import STORE_SECONDS, within
 from pipelines.resources import Pool, Variant
 from pipelines.server import HELP, KUBEFLOW, connect
 from pipelines.submit import Root
@@ -38,6 +41,7 @@ METADATA = "metadata-grpc-configmap"
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 COLUMNS = 120
 
+FROM_HERE = "`make runs` and `make resume` read it: docs/cluster.md, section 6, Compare"
 Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
 
 
@@ -61,6 +65,8 @@ class Doctor:
     def findings(self) -> Iterator[Finding]:
         """All findings, as they come."""
         yield examine("Pipelines, from here", _sign_in)
+        if os.environ.get("AWS_ENDPOINT_URL"):
+            yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
         yield from capacity(self.cluster, needs_of(self.pipeline, self.launch), self.pool)
         try:
             yield from self._inside(self.pool.gpus)
@@ -71,6 +77,12 @@ class Doctor:
             yield Finding(what, state, str(error), hint)
             if self.pool.gpus:
                 yield from self._inside(gpus=0)
+
+    def _ask_store(self) -> str:
+        """What `make runs` and `make resume` read with the keys in this environment."""
+        root = self.root or pipeline_root(self.cluster)
+        within(STORE_SECONDS, root, exists, f"{root.rstrip('/')}/")
+        return root
 
     def _inside(self, gpus: int) -> Iterator[Finding]:
         """What a pod with this many GPUs finds."""

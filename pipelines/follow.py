@@ -22,7 +22,7 @@ from lathe.report.results import Results
 from pipelines.failure import explain_failure
 from pipelines.pods import Pods, Step, open_pods
 from pipelines.results import ResultsReader, results_of_logs
-from pipelines.server import HELP, Client, answers, connect
+from pipelines.server import HELP, Client, answers, connect, state_of
 from pipelines.summary import wide_console
 from pipelines.told import fail, told
 
@@ -34,7 +34,9 @@ WORDS = {
 }
 ENDED = tuple(WORDS)
 OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
-GROUPS = ("condition-", "exit-handler-")
+GROUPS = ("train", "quantization", "judge")
+GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
+"""Parts of a pipeline, which Pipelines lists among its steps."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """How long the server may be unreachable before following gives up; the run itself continues."""
@@ -78,12 +80,11 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
             break
         time.sleep(wait)
         wait = min(wait * 1.5, LONGEST_WAIT_SECONDS)
-    if run.state == "FAILED" and any(s.state == "CANCELING" for s in run.state_history or []):
-        return "CANCELED"
-    if run.state == "FAILED":
+    state = state_of(run)
+    if state == "FAILED":
         for line in explain_failure(client, run, steps, pods):
             show(line)
-    return str(run.state)
+    return state
 
 
 class Progress:
@@ -130,7 +131,8 @@ def tasks_of_run(run: Any) -> list[Step]:
         )
         for task in details
         if task.display_name and f"{task.display_name}-driver" in names
-        if task.display_name != "root" and not task.display_name.startswith(GROUPS)
+        if task.display_name not in ("root", *GROUPS)
+        if not task.display_name.startswith(GROUP_PREFIXES)
     ]
 
 
@@ -139,7 +141,9 @@ def _steps(run: Any, pods: Pods | None) -> list[Step]:
     steps = {step.name: step for step in tasks_of_run(run)}
     if pods:
         with suppress(UserError, StageError):  # which pass, as the run's own answer does
-            steps |= {step.name: step for step in pods.steps()}
+            found = {step.name: step for step in pods.steps()}
+            in_loops = {name.partition(" ")[0] for name in found if " " in name}
+            steps = {name: step for name, step in steps.items() if name not in in_loops} | found
     return list(steps.values())
 
 
@@ -158,6 +162,13 @@ def _seconds(step: Step) -> str:
     return f"{(step.ended - step.begun).total_seconds():.0f} s"
 
 
+def _tell_once(attempt: int) -> None:
+    if attempt == 1:
+        print(
+            f"{_clock(None)}  Pipelines does not answer; the run goes on, asking again", flush=True
+        )
+
+
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, kfp_server_api.ApiException):
         return error.status in (429, 500, 502, 503, 504)
@@ -168,6 +179,7 @@ def _is_transient(error: BaseException) -> bool:
     retry=retry_if_exception(_is_transient),
     stop=stop_after_delay(PATIENCE_SECONDS),
     wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+    before_sleep=lambda state: _tell_once(state.attempt_number),
     reraise=True,
 )
 def _get_run(client: Client, run_id: str) -> Any:

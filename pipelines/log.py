@@ -34,6 +34,7 @@ class StageLog:
     Attributes:
         failed: the stage that has failed.
         figures: what the last stage has recorded.
+        marked: the last lines that are Lathe's own.
         outcomes: of every stage that was reached, by name: reused, or why it was done. A stage in a
             loop has several.
     """
@@ -46,11 +47,14 @@ class StageLog:
         self._stage, self._since = "", 0.0
         self._errors: list[str] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.marked: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, line: str) -> Iterator[str]:
         """Yield what to show of one more line."""
         line = _COLOUR.sub("", line.rstrip("\n"))
         text = line.strip()
+        if text.startswith(MARK):
+            self.marked.append(text.removeprefix(MARK))
         if match := _BEGAN.search(text):
             self._stage, self._since = match[1], time.monotonic()
             self._errors.clear()

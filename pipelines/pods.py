@@ -4,6 +4,7 @@ Pipelines' own list of tasks ends at a condition and has no reasons and no pods'
 Kubernetes API has all of it, where the user may read pods.
 """
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,6 +21,9 @@ from pipelines.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
 CONTAINER = "main"
+NODE = "workflows.argoproj.io/node-name"
+TURN = re.compile(r"\((\d+):")
+"""Argo's number of a loop's turn, in the path of a node; the number of an attempt has no colon."""
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """How long the rest of an ended pod's log is waited for."""
@@ -74,7 +78,7 @@ class Pods:
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
         steps: dict[str, Step] = {}
         for pod in pods:
-            name = pod.metadata.labels[STAGE]
+            name = _name(pod)
             attempt = steps[name].attempt + 1 if name in steps else 0
             steps[name] = _step(name, pod, attempt)
         for step in steps.values():
@@ -82,10 +86,11 @@ class Pods:
         return list(steps.values())
 
     def error(self, step: Step) -> tuple[str, list[str]]:
-        """A failed step's own message, and the last lines of its log."""
+        """A failed step's own message, and the last lines of its log: Lathe's own where there are
+        some, as Pipelines' executor and launcher write many."""
         log = self._logs.get(step.pod) or self._read(step, None)
         log.words.failed = step.name
-        return log.words.error(), list(log.follower.tail)
+        return log.words.error(), list(log.words.marked) or list(log.follower.tail)
 
     def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """What the logs of those steps say that they have recorded, by step.
@@ -139,6 +144,13 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
     except urllib3.exceptions.HTTPError as error:
         return f"the Kubernetes API does not answer: {error}"
     return Pods(cluster, run_id, emit)
+
+
+def _name(pod: Any) -> str:
+    """The name of a pod's step, and the turn if it is in a loop: `tokenize 2`."""
+    path = (pod.metadata.annotations or {}).get(NODE, "")
+    turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
+    return " ".join([pod.metadata.labels[STAGE], *turns])
 
 
 def _step(name: str, pod: Any, attempt: int) -> Step:

@@ -30,7 +30,7 @@ from pipelines.comparison import comparison_table
 from pipelines.inputs import RUN_LOG
 from pipelines.results import ResultsReader
 from pipelines.run import RUNS
-from pipelines.server import HELP, Client, answers, connect, is_configured
+from pipelines.server import HELP, Client, answers, connect, is_configured, state_of
 from pipelines.submit import EXPERIMENT
 from pipelines.summary import wide_console
 from pipelines.told import told
@@ -133,7 +133,7 @@ def _of_cluster(reader: ResultsReader, run: Any) -> Run:
     return Run(
         run.run_id,
         run.display_name,
-        run.state or "",
+        state_of(run),
         run.created_at,
         (ended - run.created_at).total_seconds() if ended else None,
         _parameters((run.runtime_config and run.runtime_config.parameters) or {}),

@@ -76,6 +76,12 @@ class Client(kfp.Client):
         return False
 
 
+def state_of(run: Any) -> str:
+    """The run's state; CANCELED of one that was told to end, which Pipelines calls FAILED."""
+    was_told = any(s.state == "CANCELING" for s in run.state_history or [])
+    return "CANCELED" if run.state == "FAILED" and was_told else run.state or ""
+
+
 def endpoint() -> str:
     """The server's address as given by the user; empty if it is found through the kube context."""
     given = os.environ.get("LATHE_KFP_ENDPOINT") or os.environ.get("KFP_ENDPOINT") or ""

@@ -7,7 +7,7 @@ from kubernetes import client  # type: ignore[import-untyped]
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe.cluster.api import GROUP, JOBSETS, Cluster
-from lathe.cluster.manifest import build, find_launcher
+from lathe.cluster.manifest import build, find_launcher, name_of_attempt
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from lathe.launch.shape import Shape
@@ -61,7 +61,8 @@ def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
     """Let the API server and Trainer's webhook validate a TrainJob, which is not created."""
     shape = Shape(settings.nodes, max(1, settings.gpus_per_node))
     deadline = datetime.now(UTC) + timedelta(hours=1)
-    job = build(["pretrain"], shape, settings, find_launcher(cluster), deadline)
+    name = name_of_attempt("pretrain", None)
+    job = build(["pretrain"], shape, settings, find_launcher(cluster), name, deadline)
     custom = client.CustomObjectsApi(cluster.api)
     group, version = job["apiVersion"].split("/")
     place = (group, version, cluster.namespace, "trainjobs")

@@ -250,4 +250,5 @@ def _again(state: RetryCallState) -> bool:
 
 def _tell(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
-    log.warning("the Kubernetes API does not answer, retrying: %s", error)
+    if state.attempt_number == 1:  # once, however long it takes
+        log.warning("the Kubernetes API does not answer, retrying: %s", error)

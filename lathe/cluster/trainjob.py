@@ -116,8 +116,8 @@ class _Attempts:
                 if datetime.now(UTC) > self._deadline:
                     raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
                 time.sleep(1)
-            elif job := self._create():
-                return job
+            elif created := self._create():
+                return created
 
     def end(self, error: Preempted | WorkerFailed) -> None:
         """Delete the failed attempt so that another can start, or raise `error`."""

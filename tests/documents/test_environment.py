@@ -5,6 +5,7 @@ import re
 from tests.documents.pages import ROOT, TEXTS
 
 INTERNAL = {"LATHE_PADDLE_LOGS", "LATHE_PADDLE_MARK", "LATHE_SOAK_SECONDS", "LATHE_TIED"}
+INTERNAL |= {"LATHE_RESTARTS_FD"}
 """Between Lathe's own processes, or of the tests."""
 
 

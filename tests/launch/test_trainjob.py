@@ -7,8 +7,10 @@ import pytest
 
 from lathe.cluster import trainjob
 from lathe.cluster.reasons import NodeFailed
+from lathe.config.recipe import load_recipe
 from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError, UserError
+from lathe.launch import start
 from lathe.launch.shape import Shape, WorkerFailed
 from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, processes
@@ -101,6 +103,39 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
     assert all(job["metadata"]["annotations"]["lathe/failures"] == "0" for job in trainer.created)
     assert len({job["metadata"]["name"] for job in trainer.created}) == 3
     assert trainer.pods_made == 3 * 2  # none of a JobSet that Trainer made again
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(75, "all nodes have saved their state"), (137, "not all nodes saved their state")],
+)
+def test_saved_state_is_claimed_only_where_all_nodes_saved_it(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, status: int, said: str
+) -> None:
+    def preempted(pod: Pod) -> None:
+        if pod.attempt == 2:
+            return succeed(pod)
+        pod.start()
+        if pod.node == 0:
+            time.sleep(0.5)
+            return pod.end(75)
+        pod.told_to_end.wait()
+        pod.end(status)
+
+    play(in_pod, preempted)
+    launch(nodes=2, restarts=0)
+    assert f"node 0 was terminated; {said}" in caplog.text
+
+
+def test_workers_have_the_pods_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(start, "run_node", lambda _, __, seconds: given.append(seconds))
+    monkeypatch.delenv("RANK", raising=False)
+    shape = {"NNODES": "2", "NPROC_PER_NODE": "1", "NODE_RANK": "0"}
+    for name, value in {**shape, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    assert start.start_workers(["pretrain"], load_recipe("tiny", []))
+    assert given == [290]
 
 
 def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> None:

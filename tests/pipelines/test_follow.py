@@ -10,7 +10,9 @@ import pytest
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
-from pipelines.follow import app
+from pipelines.compile import FUNCTIONS, built
+from pipelines.follow import GROUP_PREFIXES, GROUPS, app
+from pipelines.pods import NODE
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
 
@@ -79,8 +81,10 @@ def test_every_step_of_a_real_run_is_told_once(kfp, run, name, status, last):
         )
 
 
-def pod(cluster: FakeKubernetes, stage: str, phase: str, name: str = "", **state: object) -> str:
-    """Make the pod of a step, or move it on."""
+def pod(
+    cluster: FakeKubernetes, stage: str, phase: str, name: str = "", node: str = "", **state: object
+) -> str:
+    """Make the pod of a step, or move it on; `node` is its path in the workflow."""
     name = name or f"run-{stage}"
     main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
     waiting = {"waiting": {"reason": "ContainerCreating"}}
@@ -90,7 +94,7 @@ def pod(cluster: FakeKubernetes, stage: str, phase: str, name: str = "", **state
         cluster.create(
             "pods",
             {
-                "metadata": {"name": name, "labels": labels},
+                "metadata": {"name": name, "labels": labels, "annotations": {NODE: node}},
                 "spec": {"containers": [{"name": "main", "image": "i"}]},
             },
         )
@@ -187,6 +191,33 @@ def test_a_lost_pod_is_another_attempt(kfp, run, cluster):
     assert next(line for line in lines if "attempt" in line).startswith("pretrain, attempt 2: ")
 
 
+def test_the_turns_of_a_loop_are_told_apart(kfp, run, cluster):
+    tasks = [task(f"tokenize{end}", "SUCCEEDED") for end in ("-driver", "")]
+    tasks += [task(f"for-loop-2{end}", "SUCCEEDED") for end in ("-driver", "")]
+
+    def done():
+        for n in range(3):
+            node = f"full-x(0).root(0).for-loop-2(0).iteration({n}:{n})(0).tokenize(0).executor(0)"
+            pod(cluster, "tokenize", "Succeeded", f"pod-{n}", node, **ended(n, 60))
+        return frame("SUCCEEDED", *tasks)
+
+    kfp.script = Story(done, done)
+    lines = told(follow(run, "--no-logs").output)
+    assert sorted(lines) == sorted(
+        f"tokenize {n}{end}" for n in (1, 2, 3) for end in ("", ": done in")
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parts_of_a_pipeline_are_no_steps(name):
+    spec = built(name).pipeline_spec
+    for dag in [spec.root.dag, *(c.dag for c in spec.components.values())]:
+        for task_name, task_spec in dag.tasks.items():
+            is_part = bool(spec.components[task_spec.component_ref.name].dag.tasks)
+            known = task_name in GROUPS or task_name.startswith(GROUP_PREFIXES)
+            assert is_part == known, task_name
+
+
 @pytest.mark.parametrize("logs", [True, False])
 def test_a_failed_step_says_why(kfp, run, cluster, logs):
     def runs():
@@ -195,7 +226,7 @@ def test_a_failed_step_says_why(kfp, run, cluster, logs):
         return frame("RUNNING")
 
     def fails():
-        for line in ERROR.splitlines():
+        for line in [*ERROR.splitlines(), *['    "executor_input": {}'] * 30]:
             cluster.log("run-prepare", line)
         pod(cluster, "prepare", "Failed", **ended(0, 12, 2, "Error"))
         return frame("FAILED")
@@ -205,7 +236,8 @@ def test_a_failed_step_says_why(kfp, run, cluster, logs):
     assert result.exit_code == 1
     assert "prepare: failed after 12 s" in result.output
     assert ("    prepare: reading corpus.txt" in result.output) == logs
-    assert "last lines of prepare:\n    [lathe] reading corpus.txt\n" in result.output
+    assert "last lines of prepare:\n    reading corpus.txt\n    error: corpus" in result.output
+    assert "executor_input" not in result.output
     assert "error: prepare: corpus.txt: no text in it\n  hint: give another" in result.output
     assert "kubectl -n lathe logs run-prepare -c main" in result.output
     assert "error: the run has failed" in result.output

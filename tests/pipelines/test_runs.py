@@ -198,6 +198,12 @@ def test_a_run_as_a_real_server_tells_it(cluster):
     assert "SUCCEEDED" in line and "INT8" in line and "0:17:30" in line
 
 
+def test_a_run_that_was_terminated_is_listed_as_such(cluster):
+    told = json.loads((RECORDED / "pretrain-terminated.json").read_text())
+    cluster.kfp.runs = {told["run_id"]: told | {"experiment_id": "mine"}}
+    assert "CANCELED" in line_of(command("list").output, told["run_id"])
+
+
 def test_no_runs_yet(kfp):
     result = command("list")
     assert (result.exit_code, result.output) == (0, "no runs yet\n")

@@ -106,6 +106,7 @@ class Trainer(Controller):
         self.created: list[Object] = []
         self._attempts: Counter[str] = Counter()
         self._pods: dict[str, Pod] = {}
+        self._failed: set[str] = set()
         self._waiting: dict[str, Object] = {}  # deleted in the foreground
         self.pods_made = 0
 
@@ -192,18 +193,22 @@ class Trainer(Controller):
         name = labels[JOBSET_NAME]
         if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
             return  # of an earlier one of that name
-        if phase == "Failed":
-            self._fail(name, "ReachedMaxRestarts", REACHED.format(name))
+        if phase == "Failed" and name not in self._failed:  # as Job does, which waits for all
+            self._failed.add(name)
+            self._end_pods(name)
         phases = [other["status"].get("phase") for other in self._pods_of(name)]
+        if name in self._failed and set(phases) <= {"Succeeded", "Failed"}:
+            self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
         if phase == "Succeeded" and set(phases) == {"Succeeded"}:
             self._set(name, "Complete", "AllJobsCompleted", "jobset completed successfully")
 
     def _expire(self, name: str) -> None:
         with suppress(Refused):
-            self._fail(name, "DeadlineExceeded", "TrainJob exceeded its active deadline")
+            message = "TrainJob exceeded its active deadline"
+            self._set(name, "Failed", "DeadlineExceeded", message)
+            self._end_pods(name)
 
-    def _fail(self, name: str, reason: str, message: str) -> None:
-        self._set(name, "Failed", reason, message)
+    def _end_pods(self, name: str) -> None:
         for pod in self._pods_of(name):
             if pod["status"].get("phase") not in ("Succeeded", "Failed"):
                 self.server.delete("pods", pod["metadata"]["name"])
