@@ -35,6 +35,7 @@ LIBRARIES = {
     "paddle2onnx": {"paddle"},
     "kubernetes": {"cluster"},
     "kubeflow_trainer_api": {"cluster"},
+    "gguf": {"model"},
     "onnxruntime": {"runtime", "export", "paddle"},
     "onnx": {"export", "paddle", "runtime", "certify"},
     "openvino": {"runtime"},

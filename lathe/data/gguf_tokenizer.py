@@ -139,12 +139,12 @@ def _byte_level(found: _Vocabulary, source: str) -> Tokenizer:
             else f"{HINT}, which says how its texts are split",
         )
     merges = [_pair(merge) for merge in found.merges]
-    tokenizer = Tokenizer(
-        models.BPE(_ids(found), merges, ignore_merges=found.pre in WHOLE_FIRST),
-    )
+    tokenizer = Tokenizer(models.BPE(_ids(found), merges, ignore_merges=found.pre in WHOLE_FIRST))
     split = SPLITS[found.pre]
-    first = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
-    if found.pre == "smollm":
+    first: list[pre_tokenizers.PreTokenizer] = []
+    if split:
+        first = [pre_tokenizers.Split(Regex(split), "isolated")]
+    elif found.pre == "smollm":
         first = [pre_tokenizers.Digits(individual_digits=True)]
     if split == _QWEN2:  # which llama.cpp leaves out, but the model was trained with
         tokenizer.normalizer = normalizers.NFC()

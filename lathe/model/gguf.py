@@ -78,9 +78,7 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
             does not know, or tensors that do not fit the metadata.
     """
     claim_output_folder(output, CHECKPOINT, source)
-    reader = _open(source)
-    metadata = {name: _value(field) for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    metadata, tensors = _read(source)
     tokenizer = tokenizer_of(metadata, str(source))
     config = _config(metadata, tensors, source)
     _require_vocabulary(tokenizer, config, source)
@@ -95,11 +93,13 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
     return config
 
 
-def _open(path: Path) -> GGUFReader:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    """Metadata and tensors; the tensors' data stay in the file."""
     if not path.is_file():
         raise UserError(f"{path}: no such file", "give a file whose name ends in .gguf")
     try:
         reader = GGUFReader(path)
+        metadata = {name: _value(field) for name, field in reader.fields.items()}
     except OSError as error:
         raise explain_os_error(error, path) from error
     # What the reader raises on broken files: it indexes and reshapes whatever bytes it finds.
@@ -107,7 +107,7 @@ def _open(path: Path) -> GGUFReader:
         raise UserError(f"{path}: not a complete GGUF file: {error}", HINT) from error
     if reader.endianess != GGUFEndian.LITTLE:
         raise UserError(f"{path}: a big-endian GGUF file", "convert it to little-endian first")
-    return reader
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _value(field: ReaderField) -> Any:

@@ -1,6 +1,7 @@
 """GGUF files against transformers: the models that were written, and its own reading of a file."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def imported(path: Path) -> Path:
 
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "n_positions": 96, "n_embd": 48, "n_layer": 3, "n_head": 4}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    model = GPT2LMHeadModel(GPT2Config(300, 96, 48, 3, 4, **ends))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **ends))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.1)
@@ -119,10 +121,10 @@ def test_quantized_tensors_are_those_that_transformers_reads(
 ) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     model = make("llama", tie_word_embeddings=tied, **sizes)
-    # transformers takes the size of a head from a key that need not be there.
+    # transformers needs two keys that need not be there.
     path = write_gguf(
         tmp_path / "m.gguf", model, tokenizer, kind=kind,
-        metadata={"llama.rope.dimension_count": 64},
+        metadata={"llama.rope.dimension_count": 64, "llama.vocab_size": 300},
     )  # fmt: skip
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
     ours = AutoModelForCausalLM.from_pretrained(imported(path))
@@ -228,9 +230,7 @@ def sentencepiece_ids(text: str) -> list[int]:
     scores = dict(zip(tokens, SENTENCEPIECE["tokenizer.ggml.scores"], strict=True))
     parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
     while True:
-        joined = [
-            (scores.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(zip(parts, parts[1:]))
-        ]
+        joined = [(scores.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(pairwise(parts))]
         best, place = max(joined, default=(-np.inf, 0))
         if best == -np.inf:
             break
