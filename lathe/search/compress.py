@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lathe import backends
+from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import formats, named_formats, quantizable
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError, UserError

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
+from lathe.artifacts.journal import Journal
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.errors import UserError

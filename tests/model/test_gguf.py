@@ -374,7 +374,8 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, tokenizer: Tokenizer) 
 
 @pytest.mark.slow
 def test_a_real_model_is_what_transformers_reads(tmp_path: Path) -> None:
-    """SmolLM2-135M-Instruct, linears in Q4_1 and embedding in Q8_0."""
+    """SmolLM2-135M-Instruct, linears in Q4_1 and embedding in Q8_0. transformers ignores that its
+    digits stand alone, as its `tokenizer.json` says."""
     path = real_gguf(tmp_path)
     (tmp_path / "m.gguf").symlink_to(path)
     checkpoint = load_checkpoint(imported(tmp_path / "m.gguf"))
@@ -383,6 +384,7 @@ def test_a_real_model_is_what_transformers_reads(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(**place),
         AutoTokenizer.from_pretrained(**place),
     )
+    tokenizer.backend_tokenizer.pre_tokenizer = splitting("smollm")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     assert all(torch.equal(x, ours.state_dict()[name]) for name, x in theirs.state_dict().items())
     for text in HOSTILE:

@@ -16,9 +16,10 @@ class OfflineEvalSettings(Settings):
     of the options or of the data folder."""
     cloze_eval: bool = True
     """Whether to measure the cloze accuracy as well as the perplexity."""
-    overlapping_eval: Positive = 32
+    overlapping_eval: Positive | None = None
     """Tokens by which the window over a text advances; fewer give every token a longer context and
-    take longer."""
+    take longer. Null is half of the longest sequence, so that every token is read twice;
+    PaddleFleetX and Megatron-LM advance by 32."""
     batch_size: Positive = 8
     """Full-length sequences that are scored at a time; on a CPU it may be fewer."""
     max_seq_len: Positive = 1024
