@@ -59,8 +59,8 @@ def evaluate(
     Writes MODEL-eval unless --output says otherwise. Without --data, --cloze, --text and --task it
     measures on run/data. The ONNX file of an export is measured just as its checkpoint is, by
     onnxruntime, and so is the server that `make serve` started: --endpoint localhost:8001. A
-    quantized checkpoint is simulated in float, which is slow: measure its export. An evaluation
-    that was killed resumes where it stopped.
+    quantized checkpoint is computed as its export would be, unless Offline_Eval.quantized is
+    `simulated`. An evaluation that was killed resumes where it stopped.
     """
     settings = load(recipe, override)
     from lathe import backends

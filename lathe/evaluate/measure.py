@@ -152,9 +152,8 @@ def measure(
     protocol = {"max_seq_len": seq_len, "overlapping_eval": overlap, "dtype": settings.dtype}
     if subject.simulates:
         log.info(
-            "%s is quantized: its rounding is simulated in float (fake quantization), which is "
-            "slow; evaluate its export to measure what is served",
-            subject.folder,
+            "%s is quantized: %s simulates its rounding in float (fake quantization)",
+            *(subject.folder, subject.engine),
         )
     started = time.perf_counter()
     read = [file.task.read(file.path, subject.tokenizer) for file in files]

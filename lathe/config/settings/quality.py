@@ -26,6 +26,10 @@ class OfflineEvalSettings(Settings):
     """Longest sequence to score, in tokens; the model's own limit where that is lower."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward pass; the Paddle engine has float32 only."""
+    quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
+    """What computes a quantized checkpoint on a CPU: the graph that it is exported as, or torch,
+    which simulates the rounding in float (fake quantization) and is slower; on a GPU and with
+    Paddle it is always simulated."""
 
 
 class GateSettings(Settings):
