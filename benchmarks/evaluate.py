@@ -7,8 +7,8 @@
 The rows of a table take turns in one process: the peer, Lathe in torch, and with --export Lathe in
 onnxruntime. Without --model the weights are random, of the GPT-2 124M shape: speed is the same as
 trained ones', accuracy is not. Compared are the scoring times, tokenization included, and every
-passage's log-likelihood and verdict. Times are the processor's, divided by the threads: other work
-on the machine does not count, and with more than one thread neither does waiting. The peer transformers is the loop that its documentation
+passage's log-likelihood and verdict. Times are the processor's, divided by the threads, so that
+other work on the machine does not count. The peer transformers is the loop that its documentation
 leads to: batches in the order of the file, padded, logits of all positions.
 """
 
