@@ -166,7 +166,11 @@ def measure(
         "settings": digest(json.dumps(protocol)),
     }
     with _journal(output, identity) as journal:
-        units, figures = _score(subject, files, read, limits, journal, reference)
+        try:
+            units, figures = _score(subject, files, read, limits, journal, reference)
+        except UserError:  # which scoring again would raise again
+            journal.close()
+            raise
         samples = _samples(recipe, subject, files)
 
         metrics = {
@@ -184,18 +188,14 @@ def measure(
 
 @contextmanager
 def _journal(output: Path, identity: dict[str, str]) -> Iterator[Journal]:
-    """A journal beside `output`, which stays if the process is killed; in a temporary folder, so
+    """A journal beside `output`, which stays unless the block succeeds; in a temporary folder, so
     that nothing can resume, where there is no right to write beside it."""
     with TemporaryDirectory() as scratch:
         target = real_path(output)
         exists = next(folder for folder in target.parents if folder.exists())
         place = target.parent if os.access(exists, os.W_OK) else Path(scratch)
         journal = Journal(place / f"{target.name}.unfinished.jsonl", identity)
-        try:
-            yield journal
-        except UserError:  # scoring again would raise it again
-            journal.close()
-            raise
+        yield journal
         journal.close()
 
 

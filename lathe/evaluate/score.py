@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,14 +71,21 @@ class Resumable:
         for array in (tokens, rows, columns, targets):
             batch.update(array.tobytes())
         name = f"{self.what} {batch.hexdigest()}"
-        if name not in self.journal.found:
-            scores = self.scorer.score(tokens, rows, columns, targets)
-            if not np.isfinite(scores[0]).all():  # the evaluation will say so
-                return scores
+        if (known := _scores(self.journal.found.get(name), len(targets))) is not None:
+            return known
+        scores = self.scorer.score(tokens, rows, columns, targets)
+        if np.isfinite(scores[0]).all():  # or the evaluation will say that they are not
             self.journal.recall(name, lambda: [x.tolist() for x in (scores[0], scores[1] * 1)])
-            return scores
-        found: list[Any] = self.journal.recall(name, list, list)
-        return np.array(found[0], np.float64), np.array(found[1], np.bool_)
+        return scores
+
+
+def _scores(finding: object, n: int) -> Scores | None:
+    """The scores of `n` targets as a journal has them, None if they are none."""
+    try:
+        likelihoods, greedy = np.array(finding, np.float64)
+    except (TypeError, ValueError):
+        return None
+    return (likelihoods, greedy.astype(np.bool_)) if np.shape(greedy) == (n,) else None
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,28 @@ def test_what_another_model_or_another_window_scored_is_not_taken(
     evaluate(recipe, model_folder, tmp_path / "elsewhere", text=text)
 
 
+@pytest.mark.parametrize("finding", ["[]", "[[1], [1]]", "[1, 1]", "[[[1]], [[1]]]", '{"x": 1}'])
+def test_a_finding_that_fits_no_batch_is_found_again(
+    finding: str,
+    tmp_path: Path,
+    model_folder: Path,
+    recipe: Recipe,
+    text: Path,
+    scored: Scored,
+) -> None:
+    scored.stop = 1
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(recipe, model_folder, tmp_path / "out", text=text)
+    unfinished = tmp_path / "out.unfinished.jsonl"
+    first, second = unfinished.read_text().splitlines()
+    name = json.dumps(json.loads(second)["name"])
+    unfinished.write_text(f'{first}\n{{"name": {name}, "finding": {finding}}}\n')
+    scored.stop = -1
+    evaluate(recipe, model_folder, tmp_path / "out", text=text)
+    evaluate(recipe, model_folder, tmp_path / "whole", text=text)
+    assert figures(tmp_path / "out") == figures(tmp_path / "whole")
+
+
 def test_a_mistake_leaves_nothing_beside_the_output(
     tmp_path: Path, model_folder: Path, recipe: Recipe, text: Path
 ) -> None:
