@@ -1,15 +1,20 @@
-"""LAMBADA by `lathe evaluate`'s scorer beside lm-evaluation-harness, on the same weights.
+"""LAMBADA by `lathe evaluate`'s scorers beside lm-evaluation-harness or transformers, same weights.
 
+    python benchmarks/evaluate.py lambada_test.jsonl --model run/dense --export run/dense-onnx
     pip install 'lm-eval==0.4.*'    # not among Lathe's own requirements
-    python benchmarks/evaluate.py lambada_test.jsonl --tokenizer gpt2/ [--limit 500] [--rounds 1]
+    python benchmarks/evaluate.py lambada_test.jsonl --tokenizer gpt2/ --peer lm-eval [--rounds 3]
 
-Without --model the weights are random, of the GPT-2 124M shape: speed is the same as trained ones',
-accuracy is not. Both score in turns in one process. Compared are the scoring times, tokenization
-included, and every example's log-likelihood and verdict.
+The rows of a table take turns in one process: the peer, Lathe in torch, and with --export Lathe in
+onnxruntime. Without --model the weights are random, of the GPT-2 124M shape: speed is the same as
+trained ones', accuracy is not. Compared are the scoring times, tokenization included, and every
+passage's log-likelihood and verdict. Times are the processor's, divided by the threads, so that
+other work on the machine does not count. The peer transformers is the loop that its documentation
+leads to: batches in the order of the file, padded, logits of all positions.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +33,8 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 
 SHAPE = (1024, 768, 64, (12,) * 12, (3072,) * 12)
+CLOCK = time.process_time  # the time that this process had, whatever else the machine does
+WHOLE = 5153  # passages of LAMBADA's test set
 TASK = {  # lm-eval's own `lambada_openai`, on a file instead of a download
     "task": "lambada_file",
     "dataset_path": "json",
@@ -57,17 +64,40 @@ def by_lathe(folder: Path, cloze: Path, settings: OfflineEvalSettings) -> Scores
     subject = open_model(folder, recipe)
     longest = min(settings.max_seq_len, subject.config.n_positions)
     budget = subject.token_budget(settings.batch_size * longest)
-    start = time.perf_counter()
+    start = CLOCK()
     examples = read_cloze(cloze, subject.tokenizer)
     scores = score_cloze(subject.scorer, examples, longest, budget)
     return Scores(
-        time.perf_counter() - start,
+        CLOCK() - start,
         np.array([s.log_likelihood for s in scores]),
         np.array([s.correct for s in scores]),
     )
 
 
-def by_lm_eval(folder: Path, cloze: Path, batch_size: int, dtype: str = "float32") -> Scores:
+def by_transformers(folder: Path, cloze: Path, batch_size: int, dtype: str) -> Scores:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    tokenizer = load_tokenizer(folder)
+    start = CLOCK()
+    examples, found = read_cloze(cloze, tokenizer), []
+    for i in range(0, len(examples), batch_size):
+        batch = examples[i : i + batch_size]
+        rows = [torch.tensor(example.context + example.label) for example in batch]
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True)
+        with torch.inference_mode():
+            logits = model(tokens, attention_mask=mask).logits
+        for row, length, example in zip(logits, map(len, rows), batch, strict=True):
+            n, label = len(example.label), torch.tensor(example.label)
+            own = row[length - n - 1 : length - 1].float()
+            likelihoods = own.log_softmax(-1).gather(1, label[:, None])
+            found.append((likelihoods.sum().item(), bool((own.argmax(-1) == label).all())))
+    seconds = CLOCK() - start
+    return Scores(seconds, np.array([f[0] for f in found]), np.array([f[1] for f in found]))
+
+
+def by_lm_eval(folder: Path, cloze: Path, batch_size: int, dtype: str) -> Scores:
     from lm_eval import simple_evaluate  # type: ignore[import-not-found]
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
     from transformers import PreTrainedTokenizerFast
@@ -76,9 +106,9 @@ def by_lm_eval(folder: Path, cloze: Path, batch_size: int, dtype: str = "float32
         seconds = 0.0
 
         def loglikelihood(self, *args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = CLOCK()
             scored = super().loglikelihood(*args, **kwargs)
-            self.seconds = time.perf_counter() - start
+            self.seconds = CLOCK() - start
             return scored
 
     tokenizer = PreTrainedTokenizerFast(
@@ -100,6 +130,9 @@ def by_lm_eval(folder: Path, cloze: Path, batch_size: int, dtype: str = "float32
     )
 
 
+PEERS = {"transformers": by_transformers, "lm-eval": by_lm_eval}
+
+
 def random_model(folder: Path, tokenizer: Tokenizer) -> Path:
     model = GPT(GPTConfig(tokenizer.get_vocab_size(), *SHAPE))
     model.initialize(0.02, seed=0)
@@ -107,52 +140,60 @@ def random_model(folder: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
+def table(rounds: list[dict[str, Scores]], threads: int) -> None:
+    """Print a row for each title; the first one is the peer that the others are compared with."""
+    theirs, *_ = rounds[0].values()
+    n = len(theirs.correct)
+    print(f"{'':24}{'passages/s':>12}{'ratio':>8}{'all ' + str(WHOLE):>10}", end="")
+    print(f"{'accuracy':>10}{'perplexity':>12}{'same verdict':>15}{'largest difference':>20}")
+    peer = next(iter(rounds[0]))
+    for title, one in rounds[0].items():
+        seconds = float(np.median([scores[title].seconds for scores in rounds])) / threads
+        ratio = np.median([scores[peer].seconds / scores[title].seconds for scores in rounds])
+        difference = np.abs(theirs.log_likelihood - one.log_likelihood).max()
+        same = f"{int((theirs.correct == one.correct).sum())} of {n}"
+        print(
+            f"{title:24}{n / seconds:12.2f}{ratio:7.2f}x{seconds / n * WHOLE / 60:6.1f} min"
+            f"{one.correct.mean():10.4f}{one.perplexity():12.2f}{same:>15}{difference:20.2g}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cloze", type=Path)
-    parser.add_argument("--model", type=Path, help="unpruned float checkpoint, or HF GPT-2, folder")
+    parser.add_argument("--model", type=Path, help="unpruned float checkpoint, or HF, folder")
+    parser.add_argument("--export", type=Path, nargs="*", default=[], help="exports to add")
     parser.add_argument("--tokenizer", type=Path, help="for random weights: folder of GPT-2's BPE")
-    parser.add_argument("--limit", type=int, help="examples, from the start of the file")
+    parser.add_argument("--peer", choices=PEERS, default="transformers")
+    parser.add_argument("--limit", type=int, help="passages, from the start of the file")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8, help="of lm-eval, in examples")
-    for side in ("lm-eval", "lathe"):
+    parser.add_argument("--batch-size", type=int, default=8, help="of the peer, in passages")
+    for side in ("peer", "lathe"):
         types = ["float32", "bfloat16"]
         parser.add_argument(f"--{side}-dtype", default="float32", choices=types)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    settings = OfflineEvalSettings(dtype=arguments.lathe_dtype)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
     with TemporaryDirectory() as scratch:
         cloze = Path(scratch) / "cloze.jsonl"
-        lines = arguments.cloze.read_text().splitlines(keepends=True)
-        cloze.write_text("".join(lines[: arguments.limit]))
-        model = arguments.model or random_model(
-            Path(scratch) / "model", load_tokenizer(arguments.tokenizer)
+        lines = given.cloze.read_text().splitlines(keepends=True)
+        cloze.write_text("".join(lines[: given.limit]))
+        model = given.model or random_model(
+            Path(scratch) / "model", load_tokenizer(given.tokenizer)
         )
-        rounds = [
-            (
-                by_lm_eval(model, cloze, arguments.batch_size, arguments.lm_eval_dtype),
-                by_lathe(model, cloze, settings),
-            )
-            for _ in range(arguments.rounds)
-        ]
-    print(f"\n{len(rounds[0][0].correct)} examples, {arguments.threads} threads")
-    print(f"{'':8}{'type':>10}{'seconds':>10}{'examples/s':>12}{'accuracy':>10}{'perplexity':>14}")
-    types = (arguments.lm_eval_dtype, arguments.lathe_dtype)
-    for name, dtype, runs in zip(
-        ("lm-eval", "Lathe"), types, zip(*rounds, strict=True), strict=True
-    ):
-        seconds, one = float(np.median([run.seconds for run in runs])), runs[0]
-        print(
-            f"{name:8}{dtype:>10}{seconds:10.2f}{len(one.correct) / seconds:12.1f}"
-            f"{one.correct.mean():10.4f}{one.perplexity():14.2f}"
-        )
-    theirs, ours = rounds[0]
-    difference = np.abs(theirs.log_likelihood - ours.log_likelihood).max()
-    ratio = np.median([a.seconds / b.seconds for a, b in rounds])
-    same = int((theirs.correct == ours.correct).sum())
-    print(f"Lathe is {ratio:.2f}x as fast")
-    print(f"same verdict on {same} of {len(ours.correct)}, log-likelihoods within {difference:.2g}")
+        lathe = OfflineEvalSettings(dtype=given.lathe_dtype)
+        rows: dict[str, Callable[[], Scores]] = {
+            f"{given.peer} {given.peer_dtype}": lambda: PEERS[given.peer](
+                model, cloze, given.batch_size, given.peer_dtype
+            ),
+            f"Lathe {given.lathe_dtype}": lambda: by_lathe(model, cloze, lathe),
+        }
+        for folder in given.export:
+            title = f"Lathe {folder.name}"
+            rows[title] = lambda folder=folder: by_lathe(folder, cloze, OfflineEvalSettings())
+        rounds = [{title: row() for title, row in rows.items()} for _ in range(given.rounds)]
+    print(f"\n{len(lines[: given.limit])} passages, {given.threads} threads")
+    table(rounds, given.threads)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ LIBRARIES = {
     "kfp": set[str](),
     "kubernetes": {"cluster"},
     "kubeflow_trainer_api": {"cluster"},
+    "gguf": {"model"},
     "onnxruntime": {"runtime", "export", "paddle"},
     "onnx": {"export", "paddle", "runtime", "certify"},
     "openvino": {"runtime"},

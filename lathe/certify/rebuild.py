@@ -35,6 +35,7 @@ LOG = "rebuild.log"
 SERVED = ("deploy", "release")
 TEACHER = NAMED["teacher"]
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
+    "import": ("import", {"source": ""}),
     "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
     "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
     "join": ("prepare", {}),  # a data set of shards is the same as one of one piece

@@ -57,8 +57,10 @@ def evaluate(
     """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText) and multiple choice.
 
     Writes MODEL-eval unless --output says otherwise. Without --data, --cloze, --text and --task it
-    measures on run/data. The ONNX file of an export is measured just as its checkpoint is, and so
-    is the server that `make serve` started: --endpoint localhost:8001.
+    measures on run/data. The ONNX file of an export is measured just as its checkpoint is, by
+    onnxruntime, and so is the server that `make serve` started: --endpoint localhost:8001. A
+    quantized checkpoint is computed as its export would be, unless Offline_Eval.quantized is
+    `simulated`. An evaluation that was killed resumes where it stopped.
     """
     settings = load(recipe, override)
     from lathe import backends
@@ -72,6 +74,7 @@ def evaluate(
     )
     show(
         evaluation=result.folder,
+        computed_by=result.engine,
         parameters=result.n_params,
         cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
         last_token_accuracy=with_error(result.last_token_accuracy, result.last_token_stderr),

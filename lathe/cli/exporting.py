@@ -1,4 +1,4 @@
-"""Verbs that write a checkpoint in another format."""
+"""Verbs that convert a checkpoint to another format, or from one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +40,25 @@ def export(
     output = output or beside(model, "onnx")
     result = backends.of(settings).export(settings, model, data, output)
     show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)
+
+
+@app.command("import", epilog="Example: lathe import SmolLM2-135M-Instruct.Q8_0.gguf")
+def import_file(
+    source: Annotated[Path, typer.Argument(help="GGUF file of llama.cpp.", parser=input_path)],
+    recipe: RecipeName = "base",
+    override: Overrides = None,
+    output: Output = RUN / "dense",
+) -> None:
+    """Make a checkpoint folder of a GGUF file: weights, tokenizer and chat template.
+
+    Llama (Mistral too), Qwen2, Qwen3 and GPT-2 models, in F32, F16, BF16 or quantized. Weights
+    become float32; what quantization has rounded away does not come back.
+    """
+    settings = load(recipe, override)
+    from lathe.model.gguf import import_gguf
+
+    config = import_gguf(settings, source, output)
+    show(model=output, layers=config.n_layer, parameters=config.n_params)
 
 
 @app.command(

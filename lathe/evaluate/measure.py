@@ -3,15 +3,19 @@
 import json
 import logging
 import math
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import EVALUATION
 from lathe.artifacts.metadata import TASK_NAME
 from lathe.config.settings import OfflineEvalSettings, Recipe
@@ -21,11 +25,12 @@ from lathe.errors import UserError
 from lathe.evaluate.reference import compare_text
 from lathe.evaluate.results import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score import Limits, Scorer
+from lathe.evaluate.score import Limits, Resumable, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
 from lathe.storage import atomic_folder, digest, sha256
+from lathe.storage.ownership import real_path
 
 log = logging.getLogger("lathe")
 
@@ -56,6 +61,11 @@ class EvaluatedModel:
     generate: Generate | None = None
     engine: str = "torch"
 
+    @property
+    def simulates(self) -> bool:
+        """Whether the rounding of a quantized model is simulated in float."""
+        return self.config.quantization is not None and self.engine != "onnxruntime"
+
     def token_budget(self, wanted: int) -> int:
         """Tokens per batch, `wanted` at most."""
         return min(wanted, CPU_BATCH_TOKENS) if self.on_cpu else wanted
@@ -64,7 +74,7 @@ class EvaluatedModel:
         """The entry of the model in `metrics.json`."""
         return {
             "stage": self.stage,
-            "engine": self.engine,
+            "engine": f"{self.engine}, fake quantization" if self.simulates else self.engine,
             "n_params": self.config.n_params,
             "bytes": self.n_bytes,
             "quantized": self.config.quantization is not None,
@@ -76,12 +86,14 @@ class EvalResult:
     """The figures of `metrics.json`; None where a measure was not taken.
 
     Attributes:
+        engine: the framework that computed, and whether it simulated quantization.
         last_token_accuracy: share of the cloze set's words whose last token is right.
         word_perplexity: perplexity of the cloze set's words.
         tasks: figures of the other tasks, by name.
     """
 
     folder: Path
+    engine: str
     n_params: int
     n_bytes: int
     n_examples: int
@@ -122,6 +134,9 @@ def measure(
 ) -> EvalResult:
     """Measure `subject` and write the evaluation folder `output`.
 
+    An evaluation that was killed resumes with the batch that it was at, from a file beside
+    `output`.
+
     See `lathe.evaluate.evaluate.evaluate` for parameters and errors.
     """
     settings = recipe.Offline_Eval
@@ -132,43 +147,80 @@ def measure(
         _require_comparable(subject, reference, files)
 
     seq_len = min(settings.max_seq_len, subject.config.n_positions)
-    overlap = min(settings.overlapping_eval, seq_len)
+    overlap = min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
     limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len))
+    protocol = {"max_seq_len": seq_len, "overlapping_eval": overlap, "dtype": settings.dtype}
+    if subject.simulates:
+        log.info(
+            "%s is quantized: %s simulates its rounding in float (fake quantization)",
+            *(subject.folder, subject.engine),
+        )
     started = time.perf_counter()
     read = [file.task.read(file.path, subject.tokenizer) for file in files]
+    models = {"tokenizer": digest(subject.tokenizer.to_str()), "model": subject.digest}
+    if reference is not None:
+        models["reference"] = reference.digest
+    identity = {
+        "model": digest(json.dumps([models, subject.metadata()])),
+        "data": digest(json.dumps([(file.name, sha256(file.path)) for file in files])),
+        "settings": digest(json.dumps(protocol)),
+    }
+    with _journal(output, identity) as journal:
+        try:
+            units, figures = _score(subject, files, read, limits, journal, reference)
+        except UserError:  # which scoring again would raise again
+            journal.close()
+            raise
+        samples = _samples(recipe, subject, files)
+
+        metrics = {
+            "model": subject.metadata(),
+            **_task_metadata(files, figures),
+            "protocol": protocol,
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        metrics["digests"] |= models
+        _write(output, metrics, units, samples)
+    result = read_result(output, metrics)
+    log.info("%s", _sentence(measured(metrics, output)))
+    return result
+
+
+@contextmanager
+def _journal(output: Path, identity: dict[str, str]) -> Iterator[Journal]:
+    """A journal beside `output`, which stays unless the block succeeds; in a temporary folder, so
+    that nothing can resume, where there is no right to write beside it."""
+    with TemporaryDirectory() as scratch:
+        target = real_path(output)
+        exists = next(folder for folder in target.parents if folder.exists())
+        place = target.parent if os.access(exists, os.W_OK) else Path(scratch)
+        journal = Journal(place / f"{target.name}.unfinished.jsonl", identity)
+        yield journal
+        journal.close()
+
+
+def _score(
+    subject: EvaluatedModel,
+    files: Sequence[TaskFile],
+    read: Sequence[Any],
+    limits: Limits,
+    journal: Journal,
+    reference: EvaluatedModel | None,
+) -> tuple[dict[str, Sequence[Any]], dict[str, dict[str, Any]]]:
+    """Units and figures by the names of the files, whose examples are `read`."""
     units: dict[str, Sequence[Any]] = {}
     figures: dict[str, dict[str, Any]] = {}
+    scorer = Resumable(subject.scorer, journal)
     for file, examples in zip(files, read, strict=True):
-        units[file.name] = file.task.score(subject.scorer, examples, limits)
+        units[file.name] = file.task.score(scorer, examples, limits)
         figures[file.name] = asdict(file.task.summarize(units[file.name], examples))
         _require_finite(figures[file.name][file.task.loss], subject.folder)
         if reference is not None and file.task is TEXT:
             units[file.name], beside = compare_text(
-                subject.scorer, reference.scorer, examples, units[file.name], limits
+                subject.scorer, reference.scorer, examples, units[file.name], limits, journal
             )
             figures[file.name] |= beside
-    samples = _samples(recipe, subject, files)
-
-    metrics = {
-        "model": subject.metadata(),
-        **_task_metadata(files, figures),
-        "protocol": {
-            "max_seq_len": seq_len,
-            "overlapping_eval": overlap,
-            "dtype": settings.dtype,
-        },
-        "seconds": round(time.perf_counter() - started, 3),
-    }
-    metrics["digests"] |= {
-        "tokenizer": digest(subject.tokenizer.to_str()),
-        "model": subject.digest,
-    }
-    if reference is not None:
-        metrics["digests"]["reference"] = reference.digest
-    _write(output, metrics, units, samples)
-    result = read_result(output, metrics)
-    log.info("%s", _sentence(measured(metrics, output)))
-    return result
+    return units, figures
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
@@ -337,6 +389,7 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
     named = {found.name: found for found in measured(metrics, folder) if found.is_named}
     return EvalResult(
         folder=folder,
+        engine=metrics["model"].get("engine", "torch"),
         n_params=metrics["model"]["n_params"],
         n_bytes=metrics["model"]["bytes"],
         n_examples=cloze.get("examples", 0),

@@ -15,8 +15,9 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from lathe.artifacts.journal import Journal
 from lathe.errors import UserError
-from lathe.evaluate.score import Limits, Scores, answer, ratio_stderr
+from lathe.evaluate.score import Limits, Resumable, Scores, answer, ratio_stderr
 from lathe.evaluate.wikitext import BlockLoss, Text, windows
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
@@ -87,12 +88,14 @@ def compare_text(
     text: Text,
     blocks: Sequence[BlockLoss],
     limits: Limits,
+    journal: Journal,
 ) -> tuple[list[BlockLoss], dict[str, Any]]:
     """The blocks of a text with their agreement and divergence, and the figures over all of them.
 
     Args:
         model, reference: scorers of two models with the same vocabulary.
         blocks: the text's, with the losses of `model`.
+        journal: keeps what is found, for an evaluation that is killed.
 
     Raises:
         UserError: a scorer that gives no logits: a server's, or Paddle's.
@@ -103,9 +106,8 @@ def compare_text(
             "leave --reference out, or --endpoint",
         )
     requests = windows(text.tokens, limits.max_length, limits.overlap)
-    answers = answer(
-        Divergence(model, reference), requests, limits.max_length, limits.token_budget, "reference"
-    )
+    scorer = Resumable(Divergence(model, reference), journal, "divergence")
+    answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
     ends = np.cumsum([block.tokens for block in blocks])[:-1]
     divergences = np.split(np.concatenate([a.log_likelihoods for a in answers]), ends)
     agreed = np.split(np.concatenate([a.greedy for a in answers]), ends)

@@ -3,6 +3,8 @@
 Shapes: B rows of T tokens, n targets.
 """
 
+import hashlib
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -12,8 +14,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe.artifacts.journal import Journal
 from lathe.progress import bar
 from lathe.runtime.exported_model import pad
+
+log = logging.getLogger("lathe")
 
 Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
@@ -40,6 +45,47 @@ class Scorer(Protocol):
         Returns:
             (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
         """
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """A scorer that takes from a journal what an earlier, killed evaluation has scored.
+
+    Attributes:
+        what: name of the scores, so that two scorers can share a journal.
+    """
+
+    scorer: Scorer
+    journal: Journal
+    what: str = "scores"
+
+    def score(
+        self,
+        tokens: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        targets: NDArray[np.int64],
+    ) -> Scores:
+        """See `Scorer.score`."""
+        batch = hashlib.sha256(repr(tokens.shape).encode())
+        for array in (tokens, rows, columns, targets):
+            batch.update(array.tobytes())
+        name = f"{self.what} {batch.hexdigest()}"
+        if (known := _scores(self.journal.found.get(name), len(targets))) is not None:
+            return known
+        scores = self.scorer.score(tokens, rows, columns, targets)
+        if np.isfinite(scores[0]).all():  # or the evaluation will say that they are not
+            self.journal.recall(name, lambda: [x.tolist() for x in (scores[0], scores[1] * 1)])
+        return scores
+
+
+def _scores(finding: object, n: int) -> Scores | None:
+    """The scores of `n` targets as a journal has them, None if they are none."""
+    try:
+        likelihoods, greedy = np.array(finding, np.float64)
+    except (TypeError, ValueError):
+        return None
+    return (likelihoods, greedy.astype(np.bool_)) if np.shape(greedy) == (n,) else None
 
 
 @dataclass(frozen=True)
@@ -89,18 +135,25 @@ def answer(
         max_length: longest input of the model, tokens; a longer request is truncated on the left.
             At least the `scored` of every request.
         token_budget: padded tokens per batch.
-        title: of the progress bar.
+        title: of the progress bar, which counts tokens that the model reads.
     """
     lengths = [min(len(request.tokens) - 1, max_length) for request in requests]
     answers: dict[int, Answer] = {}
-    done, started = 0, time.perf_counter()
-    with bar(title, total=len(requests)) as progress:
-        for batch in batches_by_tokens(lengths, token_budget):
+    batches = batches_by_tokens(lengths, token_budget)
+    done, padded, rate, started = 0, 0, "", time.perf_counter()
+    with bar(title, total=sum(lengths)) as progress:
+        for batch in batches:
             scored = _answer_batch(scorer, [requests[i] for i in batch], max_length)
             answers |= dict(zip(batch, scored, strict=True))
-            done += sum(requests[i].scored for i in batch)
-            rate = done / (time.perf_counter() - started)
-            progress.advance(len(batch), f"{rate:,.0f} tokens/s")
+            read = sum(lengths[i] for i in batch)
+            done += read
+            padded += lengths[batch[0]] * len(batch)
+            rate = f"{done / (time.perf_counter() - started):,.0f} tokens/s"
+            progress.advance(read, rate)
+    log.info(
+        "%s: %s tokens in %d batches, %.1f %% padding, %s",
+        *(title, f"{done:,}", len(batches), 100 * (1 - done / max(padded, 1)), rate),
+    )
     return [answers[i] for i in range(len(requests))]
 
 

@@ -89,7 +89,7 @@ def export(
     checkpoint = load_checkpoint(model)
     settings = recipe.Export
     config = checkpoint.model.config
-    _require_exportable(model, config, settings)
+    require_exportable(model, config, settings)
     new_tokens = min(settings.new_tokens, config.n_positions // 2)
     prompts = held_out_prompts(
         checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
@@ -127,7 +127,7 @@ def export(
     return result
 
 
-def _require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
+def require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
     """Raise UserError for a head size or a type that the graph does not support."""
     if config.rope is not None and config.rope.n_rotated(config.head_dim) % ROTARY_MULTIPLE:
         raise UserError(

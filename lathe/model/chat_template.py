@@ -1,6 +1,7 @@
 """The chat template of a Hugging Face folder."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,15 @@ def read_chat_template(folder: Path) -> str | None:
         found = named.get("default")
     if not isinstance(found, str):
         return None
-    return "".join(_assignment(key, config) for key in TOKENS if key in found) + found
+    return define_tokens(found, config)
 
 
-def _assignment(key: str, config: dict[str, Any]) -> str:
+def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:
+    """The template, beginning with what `tokens` says of the special tokens that it uses."""
+    return "".join(_assignment(key, tokens) for key in TOKENS if key in template) + template
+
+
+def _assignment(key: str, config: Mapping[str, Any]) -> str:
     """Jinja that sets a variable to a special token, which is a string or an object."""
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token

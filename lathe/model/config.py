@@ -237,6 +237,10 @@ class GPTConfig:
         """A copy with this plan, or without one."""
         return replace(self, quantization=plan)
 
+    def with_chat_template(self, template: str) -> "GPTConfig":
+        """A copy with this chat template."""
+        return replace(self, chat_template=template)
+
 
 def require_gpt2(
     config: GPTConfig, folder: Path | str, what: str, hint: str = "give a GPT-2 checkpoint"

@@ -11,9 +11,9 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
+from lathe.artifacts.journal import Journal
 from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.sensitivity.accumulator import Accumulator
-from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.rank import (
     run_analysis,
     validation_batches,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lathe import backends
+from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled

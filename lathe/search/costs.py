@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import read_as
 from lathe.compress.criteria import gate_slopes
 from lathe.compress.sensitivity.analyze import TorchModel
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset

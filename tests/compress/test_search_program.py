@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lathe.artifacts.journal import Journal
 from lathe.compress.criteria import importance
 from lathe.compress.plan import formats, named_formats
-from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.widths import KeptUnits, largest_units, shrink
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import ExportSettings, QuantizationSettings

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
+from lathe.artifacts.journal import Journal
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -347,7 +347,10 @@ def test_a_killed_analysis_goes_on_to_the_same_bits(
 def test_an_unfinished_analysis_of_something_else_is_in_the_way(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    Journal(tmp_path / "s.unfinished.jsonl", dict.fromkeys(("settings", "model", "data"), "else"))
+    journal = Journal(
+        tmp_path / "s.unfinished.jsonl", dict.fromkeys(("settings", "model", "data"), "else")
+    )
+    journal.recall("baseline", lambda: 1.0)
     recipe = load_recipe("tiny", SMALL)
     with pytest.raises(UserError, match="other settings and model and data"):
         analyze(recipe, small_dense, small_data, tmp_path / "s")

@@ -1,14 +1,17 @@
 """One scoring code, wherever the model runs: torch, and onnxruntime on what was exported."""
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.evaluate import scorers
 from lathe.evaluate.lambada import ClozeExample, score_cloze
+from lathe.evaluate.open_model import open_model
 from lathe.evaluate.scorers import TorchScorer, onnx_scorer
 from lathe.evaluate.wikitext import token_losses
 from lathe.model.checkpoint import load_checkpoint
@@ -90,3 +93,23 @@ def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
     in_float, _ = TorchScorer(make_model(UNIFORM)).score(tokens, rows, columns, targets)
     error, quantization = abs(scores - expected), abs(in_float - expected)
     assert error.mean() < 0.1 * quantization.mean()
+
+
+@pytest.mark.parametrize("how", ["onnxruntime", "simulated"])
+def test_a_quantized_checkpoint_is_computed_as_its_export_unless_asked(
+    how: Literal["onnxruntime", "simulated"], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path)
+    checkpoint = load_checkpoint(tmp_path / "checkpoint")
+    recipe = Recipe(Offline_Eval=OfflineEvalSettings(quantized=how))
+    subject = open_model(checkpoint.folder, recipe)
+    same = onnx_scorer(tmp_path) if how == "onnxruntime" else TorchScorer(checkpoint.model)
+    batch = np.arange(40).reshape(2, 20), np.arange(2), np.array([3, 9]), np.array([5, 6])
+    assert np.array_equal(subject.scorer.score(*batch)[0], same.score(*batch)[0])
+    assert subject.digest == checkpoint.digest
+    engine = {"onnxruntime": "onnxruntime", "simulated": "torch, fake quantization"}[how]
+    assert subject.metadata()["engine"] == engine
+    (tmp_path / "float").mkdir()
+    write_unproven(make_model(UNIFORM), byte_tokenizer, tmp_path / "float")
+    in_float = open_model(tmp_path / "float" / "checkpoint", recipe)
+    assert in_float.metadata()["engine"] == "torch"

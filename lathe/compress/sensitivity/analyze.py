@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lathe.artifacts.journal import Journal
 from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import (
     run_analysis,

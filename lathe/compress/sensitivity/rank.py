@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import scipy  # type: ignore[import-untyped]
 
+from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.choice import choose
-from lathe.compress.sensitivity.journal import Journal
 from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
     PAGE,

@@ -16,15 +16,20 @@ class OfflineEvalSettings(Settings):
     of the options or of the data folder."""
     cloze_eval: bool = True
     """Whether to measure the cloze accuracy as well as the perplexity."""
-    overlapping_eval: Positive = 32
+    overlapping_eval: Positive | None = None
     """Tokens by which the window over a text advances; fewer give every token a longer context and
-    take longer."""
+    take longer. Null is half of the longest sequence, so that every token is read twice;
+    PaddleFleetX and Megatron-LM advance by 32."""
     batch_size: Positive = 8
     """Full-length sequences that are scored at a time; on a CPU it may be fewer."""
     max_seq_len: Positive = 1024
     """Longest sequence to score, in tokens; the model's own limit where that is lower."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward pass; the Paddle engine has float32 only."""
+    quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
+    """What computes a quantized checkpoint on a CPU: the graph that it is exported as, or torch,
+    which simulates the rounding in float (fake quantization) and is slower; on a GPU and with
+    Paddle it is always simulated."""
 
 
 class GateSettings(Settings):

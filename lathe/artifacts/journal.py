@@ -1,4 +1,4 @@
-"""The findings of an analysis, one JSON line each, so that a killed analysis can resume."""
+"""Findings of work that takes long, one JSON line each, so that it can resume after a kill."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
-        """Resume from the file `path`, or create it.
+        """Resume from the file `path`, which the first finding creates.
 
         Args:
             identity: digests of what the findings depend on.
@@ -34,11 +34,9 @@ class Journal:
         Raises:
             UserError: the file has another identity or is not a journal; it is left unchanged.
         """
-        self.path = path
+        self.path, self.identity = path, identity
         self.found: dict[str, object] = {}
         if not path.exists():
-            with atomic_file(path) as work:
-                work.write_text(json.dumps({"identity": identity}) + "\n", encoding="utf-8")
             return
         with open_file(path, HINT) as file:
             text = file.read()
@@ -48,7 +46,7 @@ class Journal:
         different = [k for k, v in identity.items() if found.get(k) != v]
         if different:
             raise UserError(
-                f"{path}: holds an unfinished analysis with other {' and '.join(different)}",
+                f"{path}: holds unfinished work with other {' and '.join(different)}",
                 "give another --output, or delete the file",
             )
         for number, line in enumerate(lines, 2):
@@ -68,6 +66,10 @@ class Journal:
         """
         if name not in self.found:
             self.found[name] = find()
+            if not self.path.exists():
+                with atomic_file(self.path) as work:
+                    first = json.dumps({"identity": self.identity})
+                    work.write_text(first + "\n", encoding="utf-8")
             line = json.dumps({"name": name, "finding": self.found[name]}, allow_nan=False)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -78,12 +80,12 @@ class Journal:
         return self.found[name]  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Delete the file: the analysis is finished."""
-        self.path.unlink()
+        """Delete the file: the work is finished."""
+        self.path.unlink(missing_ok=True)
 
 
 def _identity(line: bytes, path: Path) -> dict[str, object]:
-    what = f"{path}: not the journal of an analysis"
+    what = f"{path}: not a journal of unfinished work"
     first = parse_json(line, what, HINT)
     if not isinstance(first, dict) or not isinstance(first.get("identity"), dict):
         raise UserError(what, HINT)

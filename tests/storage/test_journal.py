@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.compress.sensitivity.journal import Journal
+from lathe.artifacts.journal import Journal
 from lathe.errors import UserError
 
 

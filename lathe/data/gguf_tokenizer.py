@@ -1,0 +1,216 @@
+"""The tokenizer of a GGUF file, from the file's metadata.
+
+A GGUF file holds tokens, their kinds, and merges (byte-level BPE, `gpt2`) or scores
+(SentencePiece's BPE, `llama`), but no rules: how a text is split before merging is a name,
+`tokenizer.ggml.pre`, whose meaning is in llama.cpp. The names below are those of the families that
+Lathe has; another one is refused, because a wrong split gives wrong ids without a sign of it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from lathe.artifacts.kinds import checked
+from lathe.errors import UserError
+
+HINT = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
+PREFIX = "tokenizer.ggml."
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
+"""Kinds of tokens: special ones, others that are never divided, and fillers such as `[PAD7]`."""
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+"""`tokenizer.ggml.pre` -> the pattern of pieces; None is GPT-2's, which `tokenizers` has."""
+WHOLE_FIRST = {"llama3", "llama-v3", "llama-bpe", "tekken"}
+"""Those that take a piece which is a token as that token without merging, and put a beginning of
+text before it unless the file says otherwise."""
+
+
+class _Vocabulary(BaseModel):
+    """The metadata of a tokenizer, by the last part of its keys."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str
+    pre: str = ""
+    tokens: Annotated[list[str], Field(min_length=1)]
+    token_type: list[int]
+    merges: list[str] = []
+    scores: list[float] = []
+    bos_token_id: int | None = None
+    unknown_token_id: int | None = None
+    add_bos_token: bool | None = None
+    add_space_prefix: bool = True
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> "_Vocabulary":
+        n = len(self.tokens)
+        if len(self.token_type) != n:
+            raise ValueError(f"{n} tokens, but {len(self.token_type)} token types")
+        if len(set(self.tokens)) != n:
+            raise ValueError("two tokens are the same")
+        for name in ("bos_token_id", "unknown_token_id"):
+            found = getattr(self, name)
+            if found is not None and not 0 <= found < n:
+                raise ValueError(f"{name} {found} is not one of {n} tokens")
+        if self.model == "llama" and len(self.scores) != n:
+            raise ValueError(f"{n} tokens, but {len(self.scores)} scores")
+        if self.model == "gpt2" and not self.merges:
+            raise ValueError("no merges")
+        return self
+
+
+def tokenizer_of(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+    """The tokenizer that the metadata of a GGUF file describes.
+
+    A token for the end of a text is never put behind it, whatever the file says: there would be
+    nothing to continue.
+
+    Args:
+        source: name of the file, for errors.
+
+    Raises:
+        UserError: a kind of tokenizer or of splitting that Lathe does not know, or a vocabulary
+            that contradicts itself.
+    """
+    values = {k.removeprefix(PREFIX): v for k, v in metadata.items() if k.startswith(PREFIX)}
+    if values.get("model") not in ("gpt2", "llama"):
+        raise UserError(
+            f"{source}: {PREFIX}model is {values.get('model')!r}, but Lathe supports gpt2 "
+            "(byte-level BPE) and llama (SentencePiece BPE) only",
+            "give a Hugging Face folder of the model",
+        )
+    found = checked(values, _Vocabulary, f"{source}: tokenizer", HINT)
+    try:
+        made = _byte_level(found, source) if found.model == "gpt2" else _sentencepiece(found)
+        _add_tokens(made, found)
+    except Exception as error:  # `tokenizers` raises plain Exception
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{source}: not a tokenizer: {error}", HINT) from error
+    begins = found.model == "llama" or found.pre in WHOLE_FIRST
+    if found.bos_token_id is not None and (
+        begins if found.add_bos_token is None else found.add_bos_token
+    ):
+        bos = found.tokens[found.bos_token_id]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A {bos} $B",
+            special_tokens=[(bos, found.bos_token_id)],
+        )
+    return made
+
+
+def _byte_level(found: _Vocabulary, source: str) -> Tokenizer:
+    if found.pre not in SPLITS:
+        raise UserError(
+            f"{source}: {PREFIX}pre is {found.pre!r}, but Lathe supports {', '.join(SPLITS)} only",
+            "give a Hugging Face folder of the model"
+            if found.pre and found.pre != "default"
+            else f"{HINT}, which says how its texts are split",
+        )
+    merges = [_pair(merge) for merge in found.merges]
+    tokenizer = Tokenizer(models.BPE(_ids(found), merges, ignore_merges=found.pre in WHOLE_FIRST))
+    split = SPLITS[found.pre]
+    first: list[pre_tokenizers.PreTokenizer] = []
+    if split:
+        first = [pre_tokenizers.Split(Regex(split), "isolated")]
+    elif found.pre == "smollm":
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    if split == _QWEN2:  # which llama.cpp leaves out, but the model was trained with
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not space or " " in right:
+        raise ValueError(f"merge {merge[:40]!r} is not two tokens")
+    return left, right
+
+
+def _sentencepiece(found: _Vocabulary) -> Tokenizer:
+    """As Llama 2's `tokenizer.json`. U+2581 stands for a space, and is put before a text and after
+    every special token."""
+    ids = _ids(found)
+    unknown = found.unknown_token_id
+    tokenizer = Tokenizer(
+        models.BPE(
+            ids,
+            _merges_of(ids, found.scores),
+            unk_token=None if unknown is None else found.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = [normalizers.Prepend("\u2581")] if found.add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
+    strip = [decoders.Strip(" ", 1, 0)] if found.add_space_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """SentencePiece joins the two neighbours whose union has the highest score: merges are all
+    pairs of tokens whose union is a token, best score first."""
+    merges = []
+    for token, index in ids.items():
+        cuts = range(1, len(token))
+        pairs = [(token[:i], token[i:]) for i in cuts if token[:i] in ids and token[i:] in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        merges += [(-scores[index], pair) for pair in pairs]
+    merges.sort(key=lambda merge: merge[0])
+    return [pair for _, pair in merges]
+
+
+def _ids(found: _Vocabulary) -> dict[str, int]:
+    kinds = zip(found.tokens, found.token_type, strict=True)
+    return {token: i for i, (token, kind) in enumerate(kinds) if kind != UNUSED}
+
+
+def _add_tokens(tokenizer: Tokenizer, found: _Vocabulary) -> None:
+    """Mark the tokens that a text may hold whole; those of SentencePiece's bytes are not."""
+    unknown = found.unknown_token_id if found.model == "llama" else None
+    for is_special in (True, False):
+        kind = CONTROL if is_special else USER_DEFINED
+        tokens = [
+            AddedToken(token, normalized=False, special=is_special)
+            for i, token in enumerate(found.tokens)
+            if found.token_type[i] == kind or (is_special and i == unknown)
+        ]
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(tokens)

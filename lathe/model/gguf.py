@@ -1,0 +1,319 @@
+"""Converts GGUF files, llama.cpp's, to checkpoint folders, without torch.
+
+A GGUF file has one model: metadata (sizes, tokenizer, chat template) and tensors, most of them
+quantized in blocks, which the package `gguf` turns back into float32. Names are llama.cpp's,
+linears are (out, in) in every family, and the rows of Llama's queries and keys are interleaved:
+feature i of a head is followed by feature i + head_dim / 2, with which it is rotated.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import (
+    MODEL_ARCH_NAMES,
+    GGUFEndian,
+    GGUFReader,
+    GGUFValueType,
+    ReaderField,
+    ReaderTensor,
+    dequantize,
+    get_tensor_name_map,
+)
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from lathe.artifacts.kinds import CHECKPOINT
+from lathe.config.settings import Recipe
+from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
+from lathe.data.gguf_tokenizer import tokenizer_of
+from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
+from lathe.errors import UserError, explain_os_error
+from lathe.model.architecture import ARCHITECTURES, LLAMA, Architecture
+from lathe.model.chat_template import define_tokens
+from lathe.model.config import GPTConfig
+from lathe.model.folder import non_finite, require_fit, write_folder
+from lathe.model.rope import Rope, RopeScaling
+from lathe.provenance.step import attested
+from lathe.storage import atomic_folder, claim_output_folder
+
+KEYS = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.head_count_kv": "n_kv_head",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+}
+"""Key below the architecture's name -> name in `GPTConfig`."""
+OTHER_KEYS = {
+    *("vocab_size", "attention.value_length", "rope.dimension_count", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.finetuned", "expert_count", "expert_used_count"),
+}
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor by which Llama 3.1's frequencies are divided."""
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+HINT = "copy the file again, or convert the model again with llama.cpp's convert_hf_to_gguf.py"
+OTHER = "give a Hugging Face folder of the model"
+COPY_DISTANCE = 0.2
+"""Largest relative distance of a tied head from its embedding, which may be quantized differently:
+two independent matrices are more than 1 apart."""
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+@attested("import", "source")
+def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
+    """Write a checkpoint folder from a GGUF file, with float32 weights; blocks of a quantized
+    tensor become what they stand for, which is not what the model had before it was quantized.
+
+    Raises:
+        UserError: a broken or truncated file, an architecture, tokenizer or tensor type that Lathe
+            does not know, or tensors that do not fit the metadata.
+    """
+    claim_output_folder(output, CHECKPOINT, source)
+    metadata, tensors = _read(source)
+    tokenizer = tokenizer_of(metadata, str(source))
+    config = _config(metadata, tensors, source)
+    _require_vocabulary(tokenizer, config, source)
+    weights = dict(_weights(tensors, config, source))
+
+    def write_weights(file: Path) -> None:
+        stored = config.architecture.stored_name
+        save_file({stored(name): array for name, array in weights.items()}, file, {"format": "pt"})
+
+    with atomic_folder(output, CHECKPOINT) as work:
+        write_folder(work, write_weights, config, tokenizer, "import", recipe, engine="gguf")
+    return config
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    """Metadata and tensors; the tensors' data stay in the file."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file", "give a file whose name ends in .gguf")
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: _value(field) for name, field in reader.fields.items()}
+    except OSError as error:
+        raise explain_os_error(error, path) from error
+    # What the reader raises on broken files: it indexes and reshapes whatever bytes it finds.
+    except (ValueError, LookupError, OverflowError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not a complete GGUF file: {error}", HINT) from error
+    if reader.endianess != GGUFEndian.LITTLE:
+        raise UserError(f"{path}: a big-endian GGUF file", "convert it to little-endian first")
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _value(field: ReaderField) -> Any:
+    """The value of a key. A float32 becomes the decimal that it was written for: 1e-5, and not
+    9.999999747378752e-06."""
+    found = field.contents()
+    if field.types == [GGUFValueType.FLOAT32]:
+        return float(str(np.float32(found)))
+    return found
+
+
+def _config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], source: Path
+) -> GPTConfig:
+    """The configuration, read as a `config.json` of the family with the same values."""
+    name = metadata.get("general.architecture")
+    family = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if family is None:
+        known = ", ".join(x for x in ARCHITECTURES if x in MODEL_ARCH_NAMES.values())
+        raise UserError(
+            f"{source}: general.architecture is {name!r}, but Lathe supports {known} only",
+            "give a model of one of these families (Mistral's GGUF files are of llama)",
+        )
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            f"{source}: one of {metadata['split.count']} files",
+            "join them first: llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
+        )
+    own = {k.removeprefix(f"{name}."): v for k, v in metadata.items() if k.startswith(f"{name}.")}
+    if unknown := [key for key in own if key not in KEYS and key not in OTHER_KEYS]:
+        raise UserError(
+            f"{source}: {name}.{unknown[0]} is {str(own[unknown[0]])[:40]}, which Lathe does not "
+            "compute",
+            f"give a checkpoint of the plain {family.title} architecture",
+        )
+    ours = {KEYS[key]: value for key, value in own.items() if key in KEYS}
+    values = {key: ours[own] for key, own in family.keys.items() if own in ours}
+    if own.get("expert_count"):
+        values["num_experts"] = own["expert_count"]
+    if family.positions == "rotary":
+        values |= _rope(own, tensors, source)
+        values["eos_token_id"] = list(
+            dict.fromkeys(metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata)
+        )
+    values |= _by_tensors(family, tensors)
+    template = metadata.get("tokenizer.chat_template")
+    config = GPTConfig.from_json({"model_type": family.model_type, **values}, str(source))
+    _require_plain_heads(own, config, source)
+    if not isinstance(template, str):
+        return config
+    return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
+
+
+def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+    """What the presence and the sizes of tensors say: vocabulary, ties, biases."""
+    found: dict[str, Any] = {}
+    if (table := tensors.get("token_embd.weight")) is not None:
+        found["vocab_size"] = int(table.shape[-1])
+    if True not in family.arithmetic.get("tie_word_embeddings", ()):
+        found["tie_word_embeddings"] = "output.weight" not in tensors
+    for key, linears in family.biases.items():
+        tensor = "blk.0.attn_q.bias" if "attn" in linears[0] else "blk.0.ffn_up.bias"
+        found[key] = tensor in tensors
+    return found
+
+
+def _rope(
+    own: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], source: Path
+) -> dict[str, Any]:
+    """Keys of `config.json` for the rotary embedding."""
+    theta = own.get("rope.freq_base", 10_000.0)
+    length = own.get("rope.scaling.original_context_length", 8192)
+    kind = own.get("rope.scaling.type", "none")
+    if (tensor := tensors.get(ROPE_FACTORS)) is not None:
+        factors = _array(tensor, source)
+        scaling = _llama3(theta, factors, length)
+        if scaling is None:
+            raise UserError(
+                f"{source}: {ROPE_FACTORS} are not the factors of Llama 3.1's rotary embedding",
+                OTHER,
+            )
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    if kind == "none":
+        return {"rope_theta": theta}
+    factor = own.get("rope.scaling.factor", 1.0)
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
+
+
+def _llama3(theta: float, factors: NDArray[np.float32], length: int) -> dict[str, Any] | None:
+    """The scaling that divides frequencies by these factors, None if it is another kind."""
+    from lathe.model.rotary import frequencies  # needs torch
+
+    scaling = RopeScaling("llama3", float(factors.max()), original_max_position_embeddings=length)
+    plain, scaled = (
+        frequencies(Rope(theta, scaling=x), 2 * len(factors)).numpy() for x in (None, scaling)
+    )
+    if not np.allclose(plain / scaled, factors, rtol=1e-3):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _require_plain_heads(own: Mapping[str, Any], config: GPTConfig, source: Path) -> None:
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if own.get(key, config.head_dim) != config.head_dim:
+            raise UserError(
+                f"{source}: {key} is {own[key]}, but Lathe supports the size of a head, "
+                f"{config.head_dim}, only",
+                OTHER,
+            )
+
+
+def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Text of the tokens that a chat template may name."""
+    tokens = metadata[f"{TOKENIZER}tokens"]
+    ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
+    return {
+        name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)
+    }
+
+
+def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, source: Path) -> None:
+    if (size := vocab_size(tokenizer)) > config.vocab_size:
+        raise UserError(
+            f"{source}: the tokenizer has {size} ids, the embedding {config.vocab_size}", HINT
+        )
+    if wrong := [i for i in config.end_ids if i >= config.vocab_size]:
+        raise UserError(f"{source}: a text ends with id {wrong[0]}, which no token has", HINT)
+    if end_token(tokenizer) is None:
+        raise UserError(
+            f"{source}: the tokenizer has no token {EOS}",
+            f"{', '.join(OTHER_ENDS)} would do too, as control tokens: {OTHER}",
+        )
+
+
+def _weights(
+    tensors: Mapping[str, ReaderTensor], config: GPTConfig, source: Path
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Name without prefix, and array as Hugging Face's files have it, of every tensor."""
+    family = config.architecture
+    names = _names(config)
+    _require_tensors(tensors, names, config, source)
+    shapes = dict(config.tensor_shapes())
+    for theirs, name in names.items():
+        array = _array(tensors[theirs], source)
+        if family.is_conv1d(name):
+            array = np.ascontiguousarray(array.T)
+        require_fit(source, {name: array.shape}, {name: shapes[name]})
+        if family is LLAMA and (".q_proj." in name or ".k_proj." in name):
+            array = _halves(array, config.head_dim)
+        yield name, array
+
+
+def _names(config: GPTConfig) -> dict[str, str]:
+    """llama.cpp's name of every tensor -> its name without the prefix in Hugging Face's files."""
+    family = config.architecture
+    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == family.model_type)
+    table = get_tensor_name_map(arch, config.n_layer)
+    found = {}
+    for name, _ in config.tensor_shapes():
+        module, _, kind = family.stored_name(name).rpartition(".")
+        found[f"{table.get_name(module)}.{kind}"] = name
+    return found
+
+
+def _require_tensors(
+    tensors: Mapping[str, ReaderTensor], names: Mapping[str, str], config: GPTConfig, source: Path
+) -> None:
+    """Raise UserError unless the file has exactly the tensors of the model."""
+    if missing := [name for name in names if name not in tensors]:
+        raise UserError(f"{source}: has no tensor {missing[0]}", HINT)
+    others = tensors.keys() - names.keys() - {ROPE_FACTORS}
+    if config.tie_word_embeddings and "output.weight" in others:
+        head, table = (_array(tensors[x], source) for x in ("output.weight", "token_embd.weight"))
+        if head.shape == table.shape and np.linalg.norm(
+            head - table
+        ) <= COPY_DISTANCE * np.linalg.norm(table):
+            others -= {"output.weight"}
+    if others:
+        title = config.architecture.title
+        raise UserError(
+            f"{source}: {min(others)} is not a tensor of a {title} model as Lathe computes it",
+            f"give a checkpoint of the plain {title} architecture",
+        )
+
+
+def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:
+    try:
+        found = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+    except NotImplementedError:
+        raise UserError(
+            f"{source}: {tensor.name} is {tensor.tensor_type.name}, which cannot be dequantized",
+            "give a file in F16, BF16, F32, Q8_0, Q6_K or the like",
+        ) from None
+    if not np.isfinite(found).all():
+        raise non_finite(source, tensor.name)
+    return found
+
+
+def _halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+    """Rows of heads (H * D, ...) from llama.cpp's order, a feature and its partner in turns, to
+    Hugging Face's, where the partners are in the other half."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,0 +1,396 @@
+"""GGUF files against transformers: the models that were written, and its own reading of a file."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers.models.llama.tokenization_llama import LlamaTokenizer
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+from lathe.config.settings import Recipe
+from lathe.data.gguf_tokenizer import SPLITS, WHOLE_FIRST, tokenizer_of
+from lathe.errors import UserError
+from lathe.model.checkpoint import load_checkpoint
+from lathe.model.gguf import import_gguf
+from lathe.runtime.prompt import encode_prompts
+from tests.support.families import FAMILIES, LLAMA3, make
+from tests.support.gguf_files import real_gguf, vocabulary, write_gguf
+
+TOKENS = torch.randint(280, (2, 40), generator=torch.Generator().manual_seed(3))
+HOSTILE = [
+    "",
+    " ",
+    "hello world",
+    " It's  they'LL\t don't\r\n\r\n  x \n",
+    "1 22 333 4444 1,000,000.5e-7 x2y \u0663\u0664 \u00bd",
+    "na\u00efve caf\u00e9 \u6f22\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u200b\u00a0",
+    "\U0001f917\U0001f469\u200d\U0001f469\u200d\U0001f467 !!?!...///\\\\ #@ \x00\x01\x7f\ufeff",
+    "a" * 70 + "B" * 9 + "camelCaseABCdef HTTPServer",
+    "<|endoftext|> x<|endoftext|><|im_end|><think>y</think> <|endoftext|",
+]
+TEXTS = [*HOSTILE, "don't count 123 456 of the other things, they're all here", "the the the 11 12"]
+
+
+def trained(pre: PreTokenizer) -> Tokenizer:
+    """A byte-level BPE of 296 tokens that was trained with this splitting."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre
+    tokenizer.decoder = decoders.ByteLevel()
+    added = ["<|endoftext|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=295,
+        special_tokens=added,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(30 * TEXTS, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return trained(ByteLevel(add_prefix_space=False))
+
+
+def imported(path: Path) -> Path:
+    import_gguf(Recipe(), path, path.parent / "made")
+    return path.parent / "made"
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "n_positions": 96, "n_embd": 48, "n_layer": 3, "n_head": 4}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.1)
+    return model.eval()
+
+
+def llama3_factors() -> NDArray[np.float32]:
+    """As llama.cpp's converter computes `rope_freqs.weight`, from wavelengths."""
+    length = LLAMA3["original_max_position_embeddings"]
+    low, high, factor = (LLAMA3[x] for x in ("low_freq_factor", "high_freq_factor", "factor"))
+    waves = [2 * np.pi * LLAMA3["rope_theta"] ** (i / 12) for i in range(0, 12, 2)]
+    shares = [min(max((length / wave - low) / (high - low), 0), 1) for wave in waves]
+    return np.array([1 / ((1 - x) / factor + x) for x in shares], np.float32)
+
+
+@pytest.mark.parametrize("case", [*FAMILIES, "gpt2"])
+def test_a_model_in_float32_computes_what_it_did_before_it_became_gguf(
+    case: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    theirs = gpt2() if case == "gpt2" else make(case)
+    metadata: dict[str, Any] = {}
+    more = None
+    if "linear" in case:
+        metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    if "llama3" in case:
+        metadata = {"llama.rope.scaling.original_context_length": 24}
+        more = {"rope_freqs.weight": llama3_factors()}
+    path = write_gguf(tmp_path / "m.gguf", theirs, tokenizer, metadata=metadata, more=more)
+    ours = load_checkpoint(imported(path)).model
+    with torch.inference_mode():
+        expected = theirs(TOKENS).logits
+        assert expected.std() > 0.3
+        torch.testing.assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    assert ours.config.n_params == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K],
+    ids=lambda kind: kind.name,
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_tensors_are_those_that_transformers_reads(
+    kind: Kind, tied: bool, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    model = make("llama", tie_word_embeddings=tied, **sizes)
+    # transformers needs two keys that need not be there.
+    path = write_gguf(
+        tmp_path / "m.gguf", model, tokenizer, kind=kind,
+        metadata={"llama.rope.dimension_count": 64, "llama.vocab_size": 300},
+    )  # fmt: skip
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+    ours = AutoModelForCausalLM.from_pretrained(imported(path))
+    assert type(theirs) is type(ours)
+    expected, found = theirs.state_dict(), ours.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    changed = not torch.equal(
+        found["model.layers.0.mlp.up_proj.weight"],
+        model.state_dict()["model.layers.0.mlp.up_proj.weight"],
+    )
+    assert changed == (kind != Kind.F32)
+
+
+def splitting(pre: str) -> PreTokenizer:
+    """As in the `tokenizer.json` of the models that use it."""
+    from tokenizers import Regex
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if pattern := GGUF_PRE_TOKENIZER_SPLITS.get(pre):
+        plain = ByteLevel(add_prefix_space=False, use_regex=False)
+        return Sequence([Split(Regex(pattern), "isolated"), plain])
+    level = ByteLevel(add_prefix_space=False)
+    return Sequence([Digits(individual_digits=True), level]) if pre == "smollm" else level
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_a_byte_level_tokenizer_gives_the_ids_of_the_one_that_was_written(
+    pre: str, tmp_path: Path
+) -> None:
+    original = trained(splitting(pre))
+    if SPLITS[pre] == SPLITS["qwen2"]:
+        original.normalizer = normalizers.NFC()
+    path = write_gguf(tmp_path / "m.gguf", make("llama"), original, pre)
+    checkpoint = load_checkpoint(imported(path))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    for text in [*TEXTS, "cafe\u0301 \u212b", "x  1"]:
+        ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == original.encode(text).ids, text
+        if pre != "smollm" and "\u0301" not in text:
+            # transformers ignores that digits stand alone in `smollm`, and Qwen's normalization.
+            assert ids == theirs(text, add_special_tokens=False).input_ids, text
+        decoded = checkpoint.tokenizer.decode(ids, skip_special_tokens=False)
+        assert decoded == original.decode(ids, skip_special_tokens=False)
+    assert checkpoint.end_ids == (original.token_to_id("<|endoftext|>"),)
+
+
+def test_qwen_reads_composed_characters_as_qwens_own_tokenizer_does(tokenizer: Tokenizer) -> None:
+    made = tokenizer_of(vocabulary(tokenizer, "qwen2"), "m.gguf")
+    merges = [tuple(x.split(" ")) for x in vocabulary(tokenizer, "qwen2")["tokenizer.ggml.merges"]]
+    theirs = Qwen2Tokenizer(vocab=tokenizer.get_vocab(), merges=merges)
+    for text in ("cafe\u0301 \u212b 12", "caf\u00e9"):
+        assert made.encode(text).ids == theirs(text).input_ids
+
+
+@pytest.mark.parametrize(("pre", "said", "puts"), [
+    ("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", None, False),
+    ("gpt-2", True, True), ("tekken", None, True),
+])  # fmt: skip
+def test_a_prompt_begins_with_what_the_file_says(
+    pre: str, said: bool | None, puts: bool, tokenizer: Tokenizer
+) -> None:
+    metadata = vocabulary(tokenizer, pre) | {"tokenizer.ggml.bos_token_id": 0}
+    if said is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = said
+    made = tokenizer_of(metadata, "m.gguf")
+    plain = made.encode("a b", add_special_tokens=False).ids
+    assert encode_prompts(made, ["a b"]) == [[0, *plain] if puts else plain]
+
+
+def test_a_piece_that_is_a_token_is_taken_whole_where_llama_3_does_so() -> None:
+    """Llama 3's vocabulary has tokens that no merge makes."""
+    own = trained(splitting("llama-bpe"))
+    metadata = vocabulary(own, "llama-bpe")
+    metadata["tokenizer.ggml.tokens"] += ["\u0120zyx"]
+    metadata["tokenizer.ggml.token_type"] += [1]
+    for pre in SPLITS:
+        made = tokenizer_of(metadata | {"tokenizer.ggml.pre": pre}, "m.gguf")
+        assert (made.encode(" zyx", add_special_tokens=False).ids == [296]) == (pre in WHOLE_FIRST)
+
+
+PIECES = ["\u2581", *"abcd", "\u2581a", "ab", "bc", "abc", "bcd", "\u2581ab", "cd", "dd", "aa"]
+SENTENCEPIECE: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": [
+        "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES,
+    ],
+    "tokenizer.ggml.token_type": [2, 3, 3, *256 * [6], *len(PIECES) * [1]],
+    "tokenizer.ggml.scores": [
+        *259 * [0.0], *5 * [-99.0], -3.0, -1.0, -4.0, -7.0, -2.0, -5.0, -6.0, -8.0, -9.0,
+    ],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}  # fmt: skip
+"""A vocabulary whose best merges are not its longest."""
+
+
+def sentencepiece_ids(text: str) -> list[int]:
+    """SentencePiece's BPE, which joins the best of all neighbours again and again."""
+    tokens: list[str] = SENTENCEPIECE["tokenizer.ggml.tokens"]
+    scores = dict(zip(tokens, SENTENCEPIECE["tokenizer.ggml.scores"], strict=True))
+    parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
+    while True:
+        joined = [(scores.get(a + b, -np.inf), -i) for i, (a, b) in enumerate(pairwise(parts))]
+        best, place = max(joined, default=(-np.inf, 0))
+        if best == -np.inf:
+            break
+        parts[-place : 2 - place] = ["".join(parts[-place : 2 - place])]
+    return [
+        i
+        for part in parts
+        for i in ([tokens.index(part)] if part in tokens else [3 + x for x in part.encode()])
+    ]
+
+
+@given(st.text("abcd \u00e9\u6f22", max_size=24))
+def test_a_sentencepiece_tokenizer_joins_the_best_neighbours_first(text: str) -> None:
+    made = tokenizer_of(SENTENCEPIECE, "m.gguf")
+    assert made.encode(text, add_special_tokens=False).ids == sentencepiece_ids(text)
+    assert made.decode(made.encode(text).ids) == text
+
+
+def test_a_sentencepiece_tokenizer_gives_the_ids_of_transformers(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make("llama"), Tokenizer(models.BPE()), "",
+                      metadata=SENTENCEPIECE)  # fmt: skip
+    checkpoint = load_checkpoint(imported(path))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    # A space at the beginning is kept here, as SentencePiece does, and not by transformers.
+    for text in ["abcd dd aab", "a  b", *(x.lstrip(" ") for x in HOSTILE[1:]), "</s> ab"]:
+        found = encode_prompts(checkpoint.tokenizer, [text])[0]
+        if text and "<" not in text:
+            assert found == theirs(text).input_ids, text
+    assert encode_prompts(checkpoint.tokenizer, ["a</s>"]) == [[1, *sentencepiece_ids("a"), 2]]
+    assert checkpoint.end_ids == (2,)
+    assert isinstance(theirs, LlamaTokenizer) or theirs.bos_token == "<s>"
+
+
+def test_chat_template_and_end_ids_come_along(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "eot_token_id": 0}
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        make("qwen2"),
+        tokenizer,
+        "qwen2",
+        metadata={"tokenizer.chat_template": template}
+        | {f"tokenizer.ggml.{key}": value for key, value in ids.items()},
+    )
+    checkpoint = load_checkpoint(imported(path))
+    assert checkpoint.model.config.chat_template == (
+        '{% set bos_token = "<|im_end|>" %}' + template
+    )
+    assert checkpoint.end_ids == (0, 1)
+
+
+def test_a_tied_head_may_be_a_copy_in_another_type_but_no_other_matrix(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = gpt2()
+    table = model.transformer.wte.weight.detach().numpy()
+    near = table + np.float32(1e-3)
+    path = write_gguf(tmp_path / "m.gguf", model, tokenizer, more={"output.weight": near})
+    assert torch.equal(
+        load_checkpoint(imported(path)).model.wte.weight, model.transformer.wte.weight
+    )
+    write_gguf(path, model, tokenizer, more={"output.weight": table[::-1].copy()})
+    with pytest.raises(UserError, match=r"output\.weight is not a tensor of a GPT-2 model"):
+        imported(path)
+
+
+def without(name: str) -> Callable[[str, Any], Any]:
+    return lambda other, array: None if other == name else array
+
+
+def poisoned(name: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
+    return array * np.float32("nan") if name == "output_norm.weight" else array
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metadata": {"llama.expert_count": 8}}, "num_experts is 8"),
+        ({"metadata": {"llama.rope.scaling.type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"metadata": {"llama.attention.sliding_window": 9}}, r"llama\.attention\.sliding_window"),
+        ({"metadata": {"llama.rope.dimension_count": 4}}, r"rope\.dimension_count is 4"),
+        ({"metadata": {"llama.block_count": 9}}, r"no tensor blk\.3\.attn_q"),
+        ({"metadata": {"llama.block_count": 2}}, r"blk\.2\..* is not a tensor of a Llama"),
+        ({"metadata": {"llama.block_count": "x"}}, "num_hidden_layers"),
+        ({"metadata": {"llama.feed_forward_length": 96}}, "does not fit"),
+        ({"metadata": {"split.count": 3}}, "one of 3 files"),
+        ({"metadata": {"tokenizer.ggml.model": "bert"}}, "model is 'bert'"),
+        ({"metadata": {"tokenizer.ggml.pre": "falcon"}}, "pre is 'falcon'"),
+        ({"metadata": {"tokenizer.ggml.pre": "default"}}, "pre is 'default'"),
+        ({"metadata": {"tokenizer.ggml.token_type": [1]}}, "token types"),
+        ({"metadata": {"tokenizer.ggml.merges": ["a qqqq"]}}, "not a tokenizer"),
+        ({"metadata": {"tokenizer.ggml.merges": ["a"]}}, "is not two tokens"),
+        ({"metadata": {"tokenizer.ggml.bos_token_id": 1000}}, "bos_token_id 1000"),
+        ({"metadata": {"tokenizer.ggml.eos_token_id": 1000}}, "id 1000"),
+        ({"change": without("blk.1.ffn_norm.weight")}, r"no tensor blk\.1\.ffn_norm\.weight"),
+        ({"change": without("token_embd.weight")}, "vocab_size"),
+        ({"change": lambda n, x: x[:90] if n == "token_embd.weight" else x}, "has 296 ids"),
+        ({"change": poisoned}, "NaN"),
+        ({"more": {"blk.0.ffn_gate_inp.weight": np.ones((2, 2), np.float32)}}, "ffn_gate_inp"),
+        ({"more": {"rope_freqs.weight": np.full(6, 3, np.float32)}}, r"rope_freqs\.weight"),
+    ],
+)  # fmt: skip
+def test_what_lathe_would_compute_differently_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make("llama"), tokenizer, **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        imported(path)
+    assert str(path) in caught.value.what
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make("llama"), tokenizer)
+    path.write_bytes(path.read_bytes().replace(b"llama", b"bloom", 1))
+    with pytest.raises(UserError, match=r"architecture is 'bloom', but Lathe supports gpt2, llama"):
+        imported(path)
+
+
+def test_a_broken_file_is_one_clear_error(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_gguf(tmp_path / "m.gguf", make("llama", num_hidden_layers=1), tokenizer)
+    data = path.read_bytes()
+    rng = np.random.default_rng(0)
+    cuts = [0, 1, 4, 8, 20, *rng.integers(24, len(data), 40), len(data) - 1]
+    broken = [data[:cut] for cut in cuts] + [b"PK\x03\x04" + data[4:], b"GGUF\x63" + data[5:]]
+    with pytest.raises(UserError, match="no such file"):
+        imported(tmp_path / "absent.gguf")
+    for content in broken:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"m\.gguf"):
+            imported(path)
+    for _ in range(150):  # a flipped byte may do no harm, but no other harm than an error
+        flipped = bytearray(data)
+        flipped[rng.integers(len(data) // 8)] = rng.integers(256)
+        path.write_bytes(flipped)
+        try:
+            imported(path)
+        except UserError as error:
+            assert str(path) in error.what
+
+
+@pytest.mark.slow
+def test_a_real_model_is_what_transformers_reads(tmp_path: Path) -> None:
+    """SmolLM2-135M-Instruct, linears in Q4_1 and embedding in Q8_0. transformers ignores that its
+    digits stand alone, as its `tokenizer.json` says."""
+    path = real_gguf(tmp_path)
+    (tmp_path / "m.gguf").symlink_to(path)
+    checkpoint = load_checkpoint(imported(tmp_path / "m.gguf"))
+    place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    theirs, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(**place),
+        AutoTokenizer.from_pretrained(**place),
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = splitting("smollm")
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert all(torch.equal(x, ours.state_dict()[name]) for name, x in theirs.state_dict().items())
+    for text in HOSTILE:
+        ids = checkpoint.tokenizer.encode(text).ids
+        assert ids == tokenizer(text).input_ids, text
+        assert checkpoint.tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert checkpoint.end_ids == (0, 2)
+    template = checkpoint.model.config.chat_template
+    assert template is not None and "named SmolLM" in template
