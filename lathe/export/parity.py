@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lathe.export.int4 import GROUPED
+from lathe.export.grouped import GROUPED
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import by_projection
 from lathe.model.fake_quant import FakeQuantLinear, Observer

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lathe.config.settings import GenerationSettings
 from lathe.errors import StageError
-from lathe.export.int4 import GROUPED
+from lathe.export.grouped import GROUPED
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
