@@ -273,7 +273,9 @@ class Graph:
         shape = self.weights[weight].shape
         n_out, n_in = shape if linear == HEAD else shape[::-1]
         form = self.plan.linears[linear]
-        self.nodes.append(grouped.linear_node((x, packed, scale), bias, output, (n_out, n_in), form))
+        self.nodes.append(
+            grouped.linear_node((x, packed, scale), bias, output, (n_out, n_in), form)
+        )
         if linear != HEAD:
             self.declare(output, None, None, n_out)
         return output

@@ -17,6 +17,11 @@ from torch import Tensor, nn
 
 from lathe.model.quantization import ACTIVATION_LEVELS, Bits
 
+SCALE_OF_ZEROS = 1e-8
+"""Scale of a group that is all zeros. Any would do, were the kernel's sums exact; it adds and
+subtracts 8 or 128 times the scale times the inputs, and what float32 leaves of that grows with the
+scale."""
+
 
 def split(x: Tensor, size: int) -> Tensor:
     """(..., n) -> (..., groups, size), filled up with zeros."""
@@ -39,7 +44,7 @@ def weight_scales(groups: Tensor, bits: Bits) -> Tensor:
     """Scales (out, groups, 1) of a weight's groups (out, groups, size)."""
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     lowest, _ = integer_range(bits)
-    return torch.where(extreme == 0, torch.ones_like(extreme), extreme / lowest)
+    return torch.where(extreme == 0, torch.full_like(extreme, SCALE_OF_ZEROS), extreme / lowest)
 
 
 class _RoundWeight(torch.autograd.Function):

@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from lathe import backends
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import read_as
+from lathe.compress.activation import with_activation_scales
 from lathe.compress.enabled import require_enabled
-from lathe.compress.plan import formats, named_formats, quantizable
+from lathe.compress.plan import all_int8, formats, named_formats, quantizable
 from lathe.compress.sensitivity.journal import Journal
-from lathe.config.settings import Recipe
+from lathe.config.settings import QuantizationSettings, Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError, UserError
 from lathe.evaluate.lambada import check_cloze
 from lathe.evaluate.results import METRICS
-from lathe.model.checkpoint import load_checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import Costs, estimate
@@ -30,6 +33,7 @@ from lathe.search.program import Problem
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import atomic_file, digest, sha256
+from lathe.train.batches import calibration_batches
 from lathe.train.result import FREE, Identity, begin, claimed
 
 log = logging.getLogger("lathe")
@@ -140,7 +144,9 @@ class _Search:
         )
         prices = journal.recall(
             "prices",
-            lambda: measure_prices(checkpoint, settings, self.base.Export),
+            lambda: measure_prices(
+                checkpoint, self.with_activation_scales(checkpoint, tokens), self.base.Export
+            ),
             dict,
         )
         given = named_formats(config, settings, None)
@@ -155,6 +161,19 @@ class _Search:
             settings.group_size,
             self.pruning.Compress.Prune.channel_multiple,
             prunes=self.pruning.Compress.Prune.enable is not False,
+        )
+
+    def with_activation_scales(
+        self, checkpoint: Checkpoint, tokens: TokenDataset
+    ) -> QuantizationSettings:
+        """The settings of quantization, with `auto` scales of activations decided."""
+        parts = calibration_batches(self.quantization, tokens)
+        settings = self.quantization.Compress.Quantization
+        return with_activation_scales(
+            self.quantization,
+            checkpoint.model,
+            [torch.from_numpy(part) for part in parts],
+            all_int8(checkpoint.model.config, settings),
         )
 
     def impossible(self, problem: Problem) -> str:
