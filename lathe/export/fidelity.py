@@ -8,7 +8,6 @@ than fake quantization does.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -18,15 +18,15 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
-from lathe.runtime.open_model import Runtime, open_model
+from lathe.runtime.open_model import Runtime, mean_difference, open_model
 from tests.support import families
 from tests.support.massive import plant
 from tests.support.small_export import UNIFORM, make_model, write_held_out
 
-MASSIVE = (ord("3"), ord(" "))  # of bytes: the held-out text has them
+MASSIVE = (18, 22)  # the digits 3 and 7 of the byte tokenizer, which held-out text and prompts have
 SCALE = 3000.0
 RUNTIMES: tuple[Runtime, ...] = ("onnxruntime_single_stream", "openvino")
-PROMPT = [list(b"3 turns of the chuck")]
+PROMPT = [[18, 220, *range(64, 80)]]
 TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(3))
 FORMATS = {
     "static": LinearFormat(),
@@ -106,14 +106,12 @@ def test_every_format_is_proven_and_every_runtime_computes_it(
     own = open_model(folder, threads=1).model
     found = own.metadata["proof"]["fidelity"]
     assert found["kl"] == pytest.approx(found["torch_kl"], rel=0.3)
-    assert found["greedy_agreement"] >= (0.9 if name == "dynamic" else 0.0)
+    assert found["greedy_agreement"] >= (0.75 if name == "dynamic" else 0.0)
     if name == "weights alone":
         return  # held to float32's limit, which OpenVINO keeps only on a CPU without bfloat16
     for runtime in RUNTIMES:  # agrees within the limit of the proof, or does not open
         other = open_model(folder, threads=1, runtime=runtime).model
-        if name == "dynamic":
-            theirs, ours = (m.greedy(PROMPT, 12, stop_at_eos=False)[0] for m in (other, own))
-            assert theirs[:2] == ours[:2]
+        assert mean_difference(own, other, PROMPT) < own.metadata["proof"]["mean_limit"]
 
 
 def test_a_kernel_that_rounds_more_coarsely_than_the_plan_is_refused(

@@ -7,7 +7,7 @@ import torch
 
 from lathe.model.gpt import GPT
 
-FLAG = 4.0  # in the first hidden feature, of the tokens that are massive; all others have 0 there
+FLAG = 12.0  # in the first hidden feature, of the tokens that are massive; all others have 0 there
 GAIN = 8.0  # so that the channel is open for these tokens, and shut for all others
 READ = 0.002  # what its readers make of it
 
@@ -48,7 +48,5 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
         column.weight[0] = 0.0
         column.weight[0, 0], column.bias[0] = GAIN * scale, -1.5 * GAIN * scale
     generator = torch.Generator().manual_seed(5)
-    readers.weight[1:, 0] = (
-        READ / scale * torch.randn(len(readers.weight) - 1, generator=generator)
-    )
+    readers.weight[1:, 0] = READ / scale * torch.randn(len(readers.weight) - 1, generator=generator)
     return model
