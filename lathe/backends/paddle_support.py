@@ -28,10 +28,11 @@ def require_supported(verb: str, recipe: Recipe) -> None:
         )
     if verb == "prune":
         _require_pruner(recipe.Compress.Prune)
-    if verb == "quantize" and recipe.Compress.Quantization.activation_quantize_type == "none":
+    kind = recipe.Compress.Quantization.activation_quantize_type
+    if verb == "quantize" and kind not in ("auto", "moving_average_abs_max"):
         raise UserError(
-            "Compress.Quantization.activation_quantize_type is none: PaddleSlim quantizes the "
-            "weight and the input of a linear together",
+            f"Compress.Quantization.activation_quantize_type is {kind}: PaddleSlim quantizes the "
+            "weight and the input of a linear together, with static scales",
             f"-o Compress.Quantization.activation_quantize_type=moving_average_abs_max, {HINT}",
         )
     if verb in ("prune", "quantize"):

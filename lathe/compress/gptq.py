@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, weight_scale
 from lathe.model.gpt import GPT
-from lathe.model.groups import HIGHEST, LOWEST, split, weight_scales
+from lathe.model.groups import integer_range, split, weight_scales
 from lathe.model.quantization import WeightFormat
 from lathe.progress import track
 
@@ -75,7 +75,7 @@ def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
     The largest entry of a group keeps its integer, so that the scale is found again in the rounded
     weight.
     """
-    low, high = (LOWEST, HIGHEST) if form.group_size else (-form.levels, form.levels)
+    low, high = integer_range(form.bits) if form.group_size else (-form.levels, form.levels)
     scale = _scales(weight, form)
     absolute = split(weight.abs(), form.group_size or weight.shape[1])
     largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
@@ -111,7 +111,7 @@ def _scales(weight: Tensor, form: WeightFormat) -> Tensor:
     if not form.group_size:
         return weight_scale(weight, form).expand_as(weight)
     groups = split(weight, form.group_size)
-    return _columns(weight_scales(groups).expand_as(groups), weight)
+    return _columns(weight_scales(groups, form.bits).expand_as(groups), weight)
 
 
 def _columns(groups: Tensor, weight: Tensor) -> Tensor:

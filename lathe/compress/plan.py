@@ -24,6 +24,11 @@ def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
     return config.linear_names() + head
 
 
+def all_int8(config: GPTConfig, settings: QuantizationSettings) -> dict[str, Format]:
+    """INT8 for every quantizable linear."""
+    return dict.fromkeys(quantizable(config, settings), "int8")
+
+
 def formats(settings: QuantizationSettings) -> list[Format]:
     """The formats that a linear may have, the narrowest first."""
     return ["int4", "int8", "float"] if settings.has_int4 else ["int8", "float"]
@@ -32,7 +37,8 @@ def formats(settings: QuantizationSettings) -> list[Format]:
 def make_plan(
     config: GPTConfig, settings: QuantizationSettings, formats: Mapping[str, Format] | None = None
 ) -> QuantizationPlan:
-    """A plan for every quantizable linear, its scales not known yet (0).
+    """A plan for every quantizable linear, its scales not known yet (0); `auto` scales of
+    activations are static (see `lathe.compress.activation`).
 
     Args:
         formats: of single linears; the others' is that of `weight_bits`.
@@ -40,11 +46,12 @@ def make_plan(
     usual: Format = "int4" if settings.weight_bits == 4 else "int8"
     chosen = {name: (formats or {}).get(name, usual) for name in quantizable(config, settings)}
     in_float = settings.activation_quantize_type == "none"
+    is_dynamic = settings.activation_quantize_type == "dynamic"
 
     def linear(name: str, form: Format) -> LinearFormat:
-        if form == "int4":
-            int4 = WeightFormat.int4(settings.group_size)
-            return LinearFormat(int4, None if in_float else "dynamic_int8")
+        if form == "int4" or is_dynamic:
+            grouped = WeightFormat.grouped(settings.group_size, 4 if form == "int4" else 8)
+            return LinearFormat(grouped, None if in_float else "dynamic_int8")
         weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
         return LinearFormat(weight, None if in_float else "int8")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
+from lathe.compress.activation import with_activation_scales
 from lathe.compress.enabled import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
@@ -58,15 +59,17 @@ def quantize(
         config = start.model.config
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
-        trainable = with_dropout(start.model, recipe.Model)
+        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+        batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
+        formats = named_formats(config, settings, sensitivity)
+        chosen = with_activation_scales(recipe, start.model, batches, formats)
         plan = replace(
-            make_plan(config, settings, named_formats(config, settings, sensitivity)),
+            make_plan(config, chosen, formats),
             position_embedding=settings.quantize_embedding
             and config.architecture.positions == "learned",
         )
+        trainable = with_dropout(start.model, recipe.Model)
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
-        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
-        batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
         fake_quant.calibrate(trainable, batches)
         if settings.rounding == "gptq":
             gptq(trainable, batches)

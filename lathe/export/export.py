@@ -114,7 +114,8 @@ def export(
     )
     log.info(
         "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g), "
-        "argmax the same at %.1f %%; %d of %d greedy texts the same",
+        "argmax the same at %.1f %%; %d of %d greedy texts the same; against the float model, KL "
+        "%.2g nats a token (torch's %.2g) and %.1f %% of greedy tokens the same",
         result.flavour,
         result.n_bytes / 1e6,
         result.integer_kernels,
@@ -123,6 +124,9 @@ def export(
         100 * result.argmax_agreement,
         proof.prompts - result.ties,
         proof.prompts,
+        proof.fidelity.kl,
+        proof.fidelity.torch_kl,
+        100 * proof.fidelity.greedy_agreement,
     )
     return result
 

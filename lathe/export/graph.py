@@ -1,4 +1,4 @@
-"""A model as an ONNX graph, built node by node, in float32, float16, QDQ int8 or int4.
+"""A model as an ONNX graph, built node by node, in float32, float16, QDQ int8, or in groups.
 
 Batch and length are dynamic. One graph serves prefill, decode, scoring, and steps that are both
 prefill and decode ("mixed").
@@ -34,7 +34,8 @@ A linear whose input the plan leaves in float is `MatMul(x, DequantizeLinear(int
 onnxruntime fuses to `MatMulNBits` of 8 bits (the head's is not fused). `open_session` makes it
 compute in float32: by default it rounds x to int8.
 
-A linear with INT4 weights is one `MatMulNBits` with its bias; see `lathe.export.int4`.
+A linear whose weight has scales in groups (INT4, dynamic INT8) is one `MatMulNBits` with its bias;
+see `lathe.export.grouped`.
 """
 
 import math
@@ -48,7 +49,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from lathe.export import int4
+from lathe.export import grouped
 from lathe.export.attention import MICROSOFT, PARTS, mixed_inputs
 from lathe.export.blocks import RMS_OPSET, activated, attention, norm
 from lathe.model.architecture import HEAD
@@ -266,35 +267,38 @@ class Graph:
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
 
     def _grouped(self, linear: str, x: str, weight: str, output: str, bias: str = "") -> str:
-        """A linear of x with INT4 weights."""
+        """A linear of x whose weight has scales in groups."""
         assert self.plan is not None
         packed, scale = self._packed(linear, weight)
         shape = self.weights[weight].shape
         n_out, n_in = shape if linear == HEAD else shape[::-1]
         form = self.plan.linears[linear]
-        self.nodes.append(int4.linear_node((x, packed, scale), bias, output, (n_out, n_in), form))
+        self.nodes.append(
+            grouped.linear_node((x, packed, scale), bias, output, (n_out, n_in), form)
+        )
         if linear != HEAD:
             self.declare(output, None, None, n_out)
         return output
 
     def _packed(self, linear: str, weight: str) -> tuple[str, str]:
-        """Names of a weight's INT4 bytes and scales."""
+        """Names of a weight's bytes and scales."""
         assert self.plan is not None
         scale = f"{weight}_scale"
         if weight not in self.made:
             matrix = self.weights[weight] if linear == HEAD else self.weights[weight].T
-            size = self.plan.linears[linear].weight.group_size
-            self.made[weight], self.made[scale] = int4.pack(np.ascontiguousarray(matrix), size)
+            form = self.plan.linears[linear].weight
+            self.made[weight], self.made[scale] = grouped.pack(np.ascontiguousarray(matrix), form)
         return weight, scale
 
     def _grouped_embedding(self, tokens: str) -> str:
-        """Token embeddings (B, T, C) from the bytes of the INT4 head."""
+        """Token embeddings (B, T, C) from the bytes of the head."""
         assert self.plan is not None
         embedding = self.tables[0]
         packed, scale = self._packed(HEAD, f"{embedding}.weight")
         rows = self.op("Reshape", packed, self.constant("rows", np.array([0, -1], np.int64)))
-        form, padded = self.plan.linears[HEAD], 2 * math.prod(self.made[packed].shape[1:])
-        self.nodes.append(int4.embedding_node((rows, tokens, scale), embedding, form))
+        form = self.plan.linears[HEAD]
+        padded = 8 // form.weight.bits * math.prod(self.made[packed].shape[1:])
+        self.nodes.append(grouped.embedding_node((rows, tokens, scale), embedding, form))
         self.declare(embedding, None, None, padded)
         width = self.weights[f"{embedding}.weight"].shape[1]
         if width == padded:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lathe.config.settings import GenerationSettings
 from lathe.errors import StageError
-from lathe.export.int4 import GROUPED
+from lathe.export.fidelity import Fidelity, compare_with_float
+from lathe.export.grouped import GROUPED
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
@@ -62,6 +63,7 @@ class Proof:
         argmax_agreement: share of positions where the most likely token is torch's.
         linear_error: largest error of a quantized linear against torch's on the same input; 1 is
             the most that rounding explains.
+        fidelity: figures against the float model that was quantized.
         batch_error: largest difference between a ragged batch, or a mixed step, and each row alone.
         ties: rows whose greedy tokens differ, each within the error of the logits.
     """
@@ -77,6 +79,7 @@ class Proof:
     logits_std: float
     batch_error: float
     ties: list[Tie]
+    fidelity: Fidelity
 
     def to_json(self) -> dict[str, Any]:
         """The figures for `export.json`."""
@@ -108,6 +111,9 @@ def prove(
     - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's. A row
       may diverge only at tokens whose logits differ in torch by at most the largest error found
       above, or where inputs are rounded, by the limit of the mean error; such rows are listed.
+    - The KL divergence from the float model is at most `KL_SHARE` times that of torch's fake
+      quantization, so that a kernel that rounds more coarsely than the plan says is refused. Where
+      greedy texts leave the float model's choices is listed.
 
     Raises:
         ProofError: one of these does not hold; names the figure, the prompt and the step.
@@ -124,7 +130,9 @@ def prove(
         judged = (np.mean, logits.mean_limit) if rounds else (np.max, batch_limit)
         batch_error = _require_batch(onnx_model, prompts, *judged)
         margin = max(logits.max_error, logits.mean_limit) if rounds else logits.max_error
-        ties = _require_greedy(model, onnx_model, prompts, new_tokens, margin, progress)
+        texts = onnx_model.greedy(prompts, new_tokens, stop_at_eos=False)
+        ties = _require_greedy(model, onnx_model, prompts, texts, margin, progress)
+        fidelity = _require_fidelity(model, onnx_model, prompts, texts)
     return Proof(
         integer_kernels=kernels,
         prompts=len(prompts),
@@ -137,6 +145,7 @@ def prove(
         logits_std=logits.std,
         batch_error=batch_error,
         ties=ties,
+        fidelity=fidelity,
     )
 
 
@@ -239,6 +248,23 @@ def _require_linears(
     return max(errors.values(), default=0.0)
 
 
+def _require_fidelity(
+    model: GPT,
+    onnx_model: OnnxModel,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> Fidelity:
+    """Figures against the float model, of which the KL divergence is within its limit."""
+    plain = model if model.config.quantization is None else _without_quantization(model)
+    found = compare_with_float(model, plain, onnx_model, prompts, texts)
+    if onnx_model.dtype == np.float32 and not found.kl <= found.kl_limit:
+        raise ProofError(
+            f"the graph's KL divergence from the float model is {found.kl:.3g} nats a token, and "
+            f"that of torch's fake quantization {found.torch_kl:.3g} (limit {found.kl_limit:.3g})"
+        )
+    return found
+
+
 def _rounds_inputs(model: GPT) -> bool:
     """Whether a linear has a quantized input; int8 weights alone leave the arithmetic in float."""
     plan = model.config.quantization
@@ -320,15 +346,15 @@ def _require_greedy(
     model: GPT,
     onnx_model: OnnxModel,
     prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    batched: Sequence[Sequence[int]],
     most: float,
     progress: Bar,
 ) -> list[Tie]:
-    """The ties of greedy decoding in a batch and of each prompt alone."""
+    """The ties of greedy decoding in a batch, and of each prompt alone."""
+    new_tokens = len(batched[0])
     settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new_tokens)
     expected = generate(model, prompts, settings)
     progress.advance(len(prompts))
-    batched = onnx_model.greedy(prompts, new_tokens, stop_at_eos=False)
     ties = _compare_greedy(model, prompts, expected, batched, most)
     for i, prompt in enumerate(prompts):
         alone = onnx_model.greedy([prompt], new_tokens, stop_at_eos=False)

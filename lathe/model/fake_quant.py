@@ -1,10 +1,10 @@
 """Simulated INT8 and INT4 in float: the forward pass computes what the integer graph will, and the
 backward pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
 
-INT8: activations have one static scale per tensor, tracked as the moving average of the absolute
+Static INT8: activations have one scale per tensor, tracked as the moving average of the absolute
 maximum; weights are symmetric, with one scale per output channel (or per tensor), computed from the
-weight itself. INT4: weights have a scale for every group of inputs (`lathe.model.groups`), and so
-have activations, computed from each token.
+weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs
+(`lathe.model.groups`), and so have activations, computed from each token.
 """
 
 from collections.abc import Iterable, Iterator
@@ -57,7 +57,7 @@ def weight_scale(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
 def fake_quantize_weight(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
     """Round a weight (out, in) to its format and back, with straight-through gradients."""
     if form.group_size:
-        return round_weight(weight, form.group_size)
+        return round_weight(weight, form.group_size, form.bits)
     return _fake_quantize(weight, weight_scale(weight, form), -form.levels, form.levels)
 
 

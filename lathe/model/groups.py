@@ -1,11 +1,12 @@
-"""Simulated INT4 linears: weights and activations that are rounded in groups of inputs, as
+"""Simulated linears with weights and activations that are rounded in groups of inputs, as
 onnxruntime's `MatMulNBits` (accuracy level 4) computes them.
 
-A group of `size` consecutive inputs of an output channel is 4-bit integers from -8 to 7 times one
-scale. The scale is the entry of largest magnitude / -8, so that this entry is exact and all 16
-integers are of use (llama.cpp's Q4_0). The activations of a token are rounded to 8 bits in the
-same groups, each with its largest magnitude / 127 as the scale. Where the number of inputs is no
-multiple of the size, the last group is filled up with zeros.
+A group of `size` consecutive inputs of an output channel is integers of 4 bits, from -8 to 7, or of
+8 bits, from -128 to 127, times one scale. The scale is the entry of largest magnitude divided by
+the lowest integer, so that this entry is exact and all integers are of use (llama.cpp's Q4_0). The
+activations of a token are rounded to 8 bits in the same groups, each with its largest magnitude /
+127 as the scale. Where the number of inputs is no multiple of the size, the last group is filled up
+with zeros.
 """
 
 from typing import Any
@@ -14,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lathe.model.quantization import ACTIVATION_LEVELS
+from lathe.model.quantization import ACTIVATION_LEVELS, Bits
 
-LOWEST, HIGHEST = -8, 7
+SCALE_OF_ZEROS = 1e-8
+"""Scale of a group that is all zeros. Any would do, were the kernel's sums exact; it adds and
+subtracts 8 or 128 times the scale times the inputs, and what float32 leaves of that grows with the
+scale."""
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -24,28 +28,34 @@ def split(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % size)).reshape(*x.shape[:-1], -1, size)
 
 
-def weight_groups(weight: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def integer_range(bits: Bits) -> tuple[int, int]:
+    """The lowest and the highest integer of a weight."""
+    return int(-(2 ** (bits - 1))), int(2 ** (bits - 1) - 1)
+
+
+def weight_groups(weight: Tensor, size: int, bits: Bits) -> tuple[Tensor, Tensor]:
     """Integers (out, groups, size) and scales (out, groups, 1) of a weight (out, in)."""
     groups = split(weight, size)
-    scale = weight_scales(groups)
-    return torch.round(groups / scale).clamp_(LOWEST, HIGHEST), scale
+    scale = weight_scales(groups, bits)
+    return torch.round(groups / scale).clamp_(*integer_range(bits)), scale
 
 
-def weight_scales(groups: Tensor) -> Tensor:
+def weight_scales(groups: Tensor, bits: Bits) -> Tensor:
     """Scales (out, groups, 1) of a weight's groups (out, groups, size)."""
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    return torch.where(extreme == 0, torch.ones_like(extreme), extreme / LOWEST)
+    lowest, _ = integer_range(bits)
+    return torch.where(extreme == 0, torch.full_like(extreme, SCALE_OF_ZEROS), extreme / lowest)
 
 
 class _RoundWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, size: int) -> Tensor:
-        integers, scale = weight_groups(weight, size)
+    def forward(ctx: Any, weight: Tensor, size: int, bits: Bits) -> Tensor:
+        integers, scale = weight_groups(weight, size, bits)
         return (integers * scale).flatten(-2)[:, : weight.shape[1]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
+        return grads[0], None, None
 
 
 class _RoundActivation(torch.autograd.Function):
@@ -67,9 +77,9 @@ def activation_scales(groups: Tensor) -> Tensor:
     return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / ACTIVATION_LEVELS
 
 
-def round_weight(weight: Tensor, size: int) -> Tensor:
-    """Round a weight (out, in) to INT4 and back, with straight-through gradients."""
-    y: Tensor = _RoundWeight.apply(weight, size)  # type: ignore[no-untyped-call]
+def round_weight(weight: Tensor, size: int, bits: Bits) -> Tensor:
+    """Round a weight (out, in) to integers and back, with straight-through gradients."""
+    y: Tensor = _RoundWeight.apply(weight, size, bits)  # type: ignore[no-untyped-call]
     return y
 
 

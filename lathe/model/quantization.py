@@ -26,7 +26,7 @@ class WeightFormat:
         quantize_type: one scale for the whole weight, for each output channel, or for every
             `group_size` consecutive inputs of an output channel.
         bits: 8 for the first two, one byte each (checkpoints of an earlier version may have 4,
-            which are as large in a file); 4 for groups, two to a byte.
+            which are as large in a file); 8, or 4 and two to a byte, for groups.
         group_size: 0 without groups.
     """
 
@@ -40,10 +40,16 @@ class WeightFormat:
         return int(2 ** (self.bits - 1) - 1)
 
     @classmethod
+    def grouped(cls, group_size: int, bits: Bits) -> "WeightFormat":
+        """Integers from -8 to 7, or from -128 to 127: the entry of a group that is largest in
+        magnitude is the lowest integer times the group's scale, which is negative where that entry
+        is positive."""
+        return cls("group_wise", bits, group_size)
+
+    @classmethod
     def int4(cls, group_size: int) -> "WeightFormat":
-        """4 bits, from -8 to 7: the entry of a group that is largest in magnitude is -8 times the
-        group's scale, which is negative where that entry is positive."""
-        return cls("group_wise", 4, group_size)
+        """`grouped`, with 4 bits."""
+        return cls.grouped(group_size, 4)
 
 
 INT8 = WeightFormat()
@@ -161,8 +167,6 @@ class _WeightJson(_Part):
     def _groups_have_a_size(self) -> "_WeightJson":
         if (self.quantize_type == "group_wise") != (self.group_size > 0):
             raise ValueError("group_wise and group_size go together")
-        if self.group_size and self.bits != 4:
-            raise ValueError("groups have 4 bits")
         return self
 
 

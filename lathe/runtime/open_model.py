@@ -15,7 +15,7 @@ import numpy as np
 
 from lathe.errors import UserError
 from lathe.runtime.batcher import PREFILL_CHUNK
-from lathe.runtime.exported_model import ExportedModel
+from lathe.runtime.exported_model import MODEL, ExportedModel
 from lathe.runtime.session import OnnxModel
 
 Runtime = Literal["auto", "onnxruntime", "onnxruntime_single_stream", "openvino"]
@@ -49,6 +49,8 @@ def open_model(
     reference = OnnxModel(folder, threads)
     if runtime == "onnxruntime":
         return OpenedModel(reference, "as asked")
+    if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
+        return OpenedModel(reference, "the export's own graph is laid out for a single stream")
     if runtime != "auto":
         return OpenedModel(OPENERS[runtime](reference, threads), "as asked")
     best, most, reasons = OpenedModel(reference, ""), 1.0, list[str]()
@@ -65,6 +67,12 @@ def open_model(
         if mean > most:
             best, most = OpenedModel(other, ""), mean
     return OpenedModel(best.model, "; ".join(reasons))
+
+
+def _reads_single_stream(reference: OnnxModel) -> bool:
+    from lathe.runtime.single_stream_graph import reads_single_stream
+
+    return reads_single_stream(reference.folder / MODEL)
 
 
 def _open_single_stream(reference: OnnxModel, threads: int) -> ExportedModel:

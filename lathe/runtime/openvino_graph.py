@@ -7,7 +7,7 @@ stay the integers of the export. What differs from the ONNX graph:
   told where sequences begin and in which blocks of the cache their keys and values lie. So the
   branch for mixed steps is not needed.
 - Inputs of INT8 linears are rounded by a `FakeQuantize`, from which OpenVINO makes products of
-  integers. Inputs of INT4 linears are rounded in groups by OpenVINO's kernel itself, as
+  integers. Inputs of linears with scales in groups are rounded by OpenVINO's kernel itself, as
   onnxruntime's does (`DYNAMIC_QUANTIZATION_GROUP_SIZE`).
 
 Source of paged attention: Kwon et al., SOSP 2023.
@@ -32,7 +32,7 @@ from lathe.runtime.openvino_attention import paged_attention, rotated
 LAYOUT = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
 LONGEST = "max_context_len"
 LEVELS = 256  # of an INT8 activation, around zero
-SIGNS = 0x88  # turns two numbers plus 8 into two's complements
+SIGNS = {4: 0x88, 8: 0x80}  # by bits: turns unsigned integers into two's complements
 Array = NDArray[Any]
 
 
@@ -109,8 +109,8 @@ class _Translator:
             ),
             "DequantizeLinear": self._dequantize,
             "MatMul": self._matmul,
-            "MatMulNBits": self._matmul_int4,
-            "GatherBlockQuantized": self._gather_int4,
+            "MatMulNBits": self._matmul_grouped,
+            "GatherBlockQuantized": self._gather_grouped,
             "If": self._attention,
         }
 
@@ -207,17 +207,20 @@ class _Translator:
         matrix = np.ascontiguousarray(self._array(node.input[1]).T)
         return ops.matmul(x, ops.constant(matrix), False, True).output(0)
 
-    def _matmul_int4(self, node: onnx.NodeProto) -> Output:
+    def _matmul_grouped(self, node: onnx.NodeProto) -> Output:
         x, packed = self._output(node.input[0]), self._array(node.input[1])
-        n_out, n_groups, size = packed.shape
-        width, attributes = 2 * n_groups * size, _attributes(node)
+        attributes = _attributes(node)
+        bits, size = attributes["bits"], attributes["block_size"]
+        n_out, n_groups, _ = packed.shape
+        width = n_groups * size
         rounds = attributes["accuracy_level"] == ROUNDED_INPUT
-        self.groups.add(attributes["block_size"] if rounds else 0)
+        self.groups.add(size if rounds else 0)
         if added := width - attributes["K"]:
             ends = (np.array([0, 0, n]) for n in (0, added))
             x = ops.pad(x, *ends, "constant", np.float32(0)).output(0)
-        data = np.ascontiguousarray(packed ^ SIGNS).reshape(-1)
-        tensor = Tensor(data, Shape([n_out, n_groups, 2 * size]), Type.i4)
+        data = np.ascontiguousarray(packed ^ SIGNS[bits]).reshape(-1)
+        kind = Type.i4 if bits == 4 else Type.i8
+        tensor = Tensor(data.view(np.int8), Shape([n_out, n_groups, size]), kind)
         # Copied: a shared tensor does not keep `data` alive.
         values = ops.convert(op.Constant(tensor, shared_memory=False), "f32")
         scale = self._array(node.input[2]).reshape(n_out, n_groups, 1)
@@ -227,16 +230,17 @@ class _Translator:
             product = ops.add(product, self._output(node.input[5]))
         return product.output(0)
 
-    def _gather_int4(self, node: onnx.NodeProto) -> Output:
-        """Embeddings of ids (1, N) from bytes (V, C / 2)."""
+    def _gather_grouped(self, node: onnx.NodeProto) -> Output:
+        """Embeddings of ids (1, N) from bytes (V, C * bits / 8)."""
         table, ids, first = self._array(node.input[0]), self._output(node.input[1]), np.int64(0)
-        packed = ops.gather(ops.constant(table), ids, first)
-        halves = (
-            ops.bitwise_and(packed, np.uint8(15)),
-            ops.bitwise_right_shift(packed, np.uint8(4)),
-        )
-        pairs = ops.concat([ops.unsqueeze(half, np.int64(3)) for half in halves], 3)
-        integers = ops.subtract(ops.convert(pairs, "f32"), np.float32(8))
+        unsigned, bits = ops.gather(ops.constant(table), ids, first), _attributes(node)["bits"]
+        if bits == 4:
+            halves = (
+                ops.bitwise_and(unsigned, np.uint8(15)),
+                ops.bitwise_right_shift(unsigned, np.uint8(4)),
+            )
+            unsigned = ops.concat([ops.unsqueeze(half, np.int64(3)) for half in halves], 3)
+        integers = ops.subtract(ops.convert(unsigned, "f32"), np.float32(2 ** (bits - 1)))
         scale = self._array(node.input[2]).reshape(len(table), -1, 1)
         groups = ops.reshape(integers, np.array([0, 0, scale.shape[1], -1]), True)
         scales = ops.gather(ops.constant(scale), ids, first)

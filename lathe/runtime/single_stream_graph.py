@@ -33,6 +33,21 @@ def write_single_stream_graph(exported: Path, path: Path) -> bool:
     return bool(products)
 
 
+def reads_single_stream(exported: Path) -> bool:
+    """Whether the linears of an exported file are `MatMulNBits` of integers already, as those of
+    dynamic INT8 and of INT4 are."""
+    graph = _Graph(onnx.load(exported))
+    return any(map(_rounds_in_groups, graph.nodes)) and not any(
+        map(graph.is_integer_product, graph.nodes)
+    )
+
+
+def _rounds_in_groups(node: onnx.NodeProto) -> bool:
+    return node.op_type == "MatMulNBits" and any(
+        a.name == "accuracy_level" and a.i == ROUNDED_INPUT for a in node.attribute
+    )
+
+
 class _Graph:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model, self.nodes = model, model.graph.node

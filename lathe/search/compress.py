@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lathe import backends
-from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import EXPORT as EXPORTED
 from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled
@@ -122,7 +121,7 @@ class _Search:
         if not costs.is_file():
             write_costs(self.quantization, self.model, self.data, costs)
         if not prices.is_file():
-            write_prices(self.base, self.quantization, self.model, dense, prices)
+            write_prices(self.base, self.quantization, self.model, self.data, dense, prices)
         inputs = self.model, dense, costs, prices
         return write_designs(self.goal, recipes, *inputs, trials, designs)
 

@@ -18,10 +18,12 @@ import scipy  # type: ignore[import-untyped]
 import torch
 
 from lathe.artifacts.kinds import checked, read_json
-from lathe.compress.plan import formats, make_plan
+from lathe.compress.activation import with_activation_scales
+from lathe.compress.plan import all_int8, formats, make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
 from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
+from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
@@ -33,6 +35,7 @@ from lathe.model.gpt import GPT
 from lathe.progress import track
 from lathe.search.design import Design
 from lathe.storage import atomic_file
+from lathe.train.batches import calibration_batches
 
 ROUNDS = 9
 PROMPT = 128  # tokens
@@ -91,16 +94,20 @@ def head_parts(form: Format) -> Parts:
 
 
 def write_prices(
-    base: Recipe, quantization: Recipe, model: Path, dense: Path, output: Path
+    base: Recipe, quantization: Recipe, model: Path, data: Path, dense: Path, output: Path
 ) -> dict[str, Prices]:
     """Measure the prices for each target of a `Goal` and write them to a JSON file.
 
     Args:
         base: the recipe that exports.
         model, dense: the dense checkpoint and its export.
+        data: token data set that `auto` scales of activations are decided on.
     """
-    settings = quantization.Compress.Quantization
-    found = measure_prices(load_checkpoint(model), dense, settings, base.Export)
+    checkpoint, tokens = load_checkpoint(model), TokenDataset.open(data)
+    batches = [torch.from_numpy(part) for part in calibration_batches(quantization, tokens)]
+    int8 = all_int8(checkpoint.model.config, quantization.Compress.Quantization)
+    settings = with_activation_scales(quantization, checkpoint.model, batches, int8)
+    found = measure_prices(checkpoint, dense, settings, base.Export)
     with atomic_file(output) as work:
         prices = {target: asdict(prices) for target, prices in found.items()}
         work.write_text(json.dumps(prices) + "\n", encoding="utf-8")

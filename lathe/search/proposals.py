@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import checked, open_export, read_json
-from lathe.compress.sensitivity.journal import Journal
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import load_checkpoint

@@ -106,7 +106,7 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
-        UserError: as `own_layout`; PACT or INT4 with tensor parallelism.
+        UserError: as `own_layout`; PACT or groups with tensor parallelism.
     """
     layout = own_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
@@ -117,9 +117,10 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
     linears = [m for m in model.modules() if isinstance(m, FakeQuantLinear)]
     if layout.mp > 1 and any(linear.quantized.form.group_size for linear in linears):
         raise UserError(
-            f"INT4 weights cannot be trained with Distributed.mp_degree {layout.mp}, which divides "
-            "their groups",
-            "use sharding, or Compress.Quantization.weight_bits=8",
+            "weights with scales in groups (INT4, dynamic INT8) cannot be trained with "
+            f"Distributed.mp_degree {layout.mp}, which divides their groups",
+            "use sharding, or Compress.Quantization.weight_bits=8 with "
+            "activation_quantize_type=moving_average_abs_max",
         )
     count = layout.pp * layout.virtual_pp
     skeleton = copy.deepcopy(model.to("meta"))

@@ -18,6 +18,7 @@ from lathe.export.proof import ProofError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.model.quantization import Bits
 from lathe.runtime.session import OnnxModel
 from tests.support.families import CASES, TOKENS, make, quantized, save
 from tests.support.small_export import write_held_out
@@ -38,22 +39,23 @@ def folder_of(case: str, path: Path, tokenizer: Tokenizer) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("flavour", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("flavour", ["fp32", "fp16", "int8", "dynamic int8", "int4"])
 def test_export_is_proven(
     case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     source = folder_of(case, tmp_path, byte_tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(source).eval()
-    if flavour.startswith("int"):
-        model = quantized(load_checkpoint(source).model, 32 if flavour == "int4" else 0)
+    if "int" in flavour:
+        groups: dict[str, tuple[int, Bits]] = {"dynamic int8": (32, 8), "int4": (32, 4)}
+        model = quantized(load_checkpoint(source).model, *groups.get(flavour, (0, 8)))
         save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
         source = tmp_path / "q"
     dtype = "float16" if flavour == "fp16" else "float32"
     recipe = Recipe(Export=SETTINGS.model_copy(update={"dtype": dtype}))
     result = export(recipe, source, write_held_out(tmp_path / "data"), tmp_path / "onnx")
-    assert result.flavour == flavour
+    assert result.flavour == flavour.removeprefix("dynamic ")
     linears = 4 * 3 + 1
-    assert result.integer_kernels == (linears if flavour.startswith("int") else 0)
+    assert result.integer_kernels == (linears if "int" in flavour else 0)
     found = OnnxModel(tmp_path / "onnx", threads=1)
     assert found.n_kv_head == [theirs.config.num_key_value_heads] * 3
     if flavour == "fp32":  # against transformers itself, with a cache too

@@ -37,7 +37,10 @@ GIVEN: dict[str, dict[str, Any]] = {
         **{"dense_export": "dense-onnx", "sensitivity": "sensitivity", "deployed": "deployed"},
     },
     "estimate": {"recipe": QAT, "model": "dense", "data": "data"},
-    "price": {"recipe": SMALL, "qat_recipe": QAT, "model": "dense", "exported": "dense-onnx"},
+    "price": {
+        **{"recipe": SMALL, "qat_recipe": QAT},
+        **{"model": "dense", "data": "data", "exported": "dense-onnx"},
+    },
     "design": {
         **{"recipe": SMALL, "prune_recipe": PRUNE, "qat_recipe": QAT, "trials": 1},
         **{"target": "bytes=0.9", "budget": "perplexity=9", "model": "dense"},

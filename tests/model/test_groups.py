@@ -1,4 +1,4 @@
-"""INT4 groups against their definition, written again in numpy."""
+"""Groups against their definition, written again in numpy."""
 
 import numpy as np
 import pytest
@@ -7,36 +7,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe.model.groups import RoundGroups, round_activation, round_weight, weight_groups
+from lathe.model.quantization import Bits
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@given(st.integers(1, 4), st.integers(1, 200), st.sampled_from([32, 64, 128]), st.integers(0, 99))
-def test_a_weight_is_rounded_as_defined(n_out: int, n_in: int, size: int, seed: int) -> None:
-    weight = normal(n_out, n_in, seed=seed)
-    found = round_weight(weight, size).numpy()
+@given(
+    st.integers(1, 4),
+    st.integers(1, 200),
+    st.sampled_from([32, 64, 128]),
+    st.sampled_from([4, 8]),
+    st.integers(0, 99),
+)
+def test_a_weight_is_rounded_as_defined(
+    n_out: int, n_in: int, size: int, bits: Bits, seed: int
+) -> None:
+    weight, lowest = normal(n_out, n_in, seed=seed), -(2 ** (bits - 1))
+    found = round_weight(weight, size, bits).numpy()
     for row, rounded in zip(weight.numpy(), found, strict=True):
         for begin in range(0, n_in, size):
             group = row[begin : begin + size]
-            scale = group[np.abs(group).argmax()] / np.float32(-8)
-            integers = np.clip(np.rint(group / scale), -8, 7)
+            scale = group[np.abs(group).argmax()] / np.float32(lowest)
+            integers = np.clip(np.rint(group / scale), lowest, -lowest - 1)
             np.testing.assert_array_equal(rounded[begin : begin + size], integers * scale)
 
 
 def test_rounding_again_changes_nothing_and_all_integers_are_used() -> None:
     weight = normal(64, 256)
-    once = round_weight(weight, 64)
-    torch.testing.assert_close(round_weight(once, 64), once, rtol=1e-6, atol=0)
-    integers, scale = weight_groups(weight, 64)
+    formats: tuple[Bits, Bits] = (4, 8)
+    for bits in formats:
+        once = round_weight(weight, 64, bits)
+        torch.testing.assert_close(round_weight(once, 64, bits), once, rtol=1e-6, atol=0)
+    integers, scale = weight_groups(weight, 64, 4)
     assert set(integers.unique().tolist()) == set(range(-8, 8))
     assert (integers.amin(-1) == -8).all() and (scale < 0).any() and (scale > 0).any()
 
 
 def test_it_is_more_precise_than_symmetric_rounding_to_15_integers() -> None:
     weight = normal(256, 1024)
-    ours = (round_weight(weight, 64) - weight).pow(2).mean()
+    ours = (round_weight(weight, 64, 4) - weight).pow(2).mean()
     groups = weight.view(256, -1, 64)
     scale = groups.abs().amax(-1, keepdim=True) / 7
     symmetric = (torch.round(groups / scale) * scale - groups).pow(2).mean()
@@ -46,7 +57,7 @@ def test_it_is_more_precise_than_symmetric_rounding_to_15_integers() -> None:
 def test_a_group_of_zeros_stays_zero() -> None:
     weight = torch.zeros(2, 96)
     weight[0, 40] = 1.0
-    assert torch.equal(round_weight(weight, 32), weight)
+    assert torch.equal(round_weight(weight, 32, 4), weight)
     assert torch.equal(round_activation(torch.zeros(3, 50), 32), torch.zeros(3, 50))
 
 
@@ -67,7 +78,7 @@ def test_activations_are_rounded_by_token_and_group(n_in: int) -> None:
 
 def test_gradients_pass_straight_through() -> None:
     weight, x = normal(4, 80).requires_grad_(), normal(3, 80).requires_grad_()
-    (RoundGroups(32)(x) @ round_weight(weight, 32).T).sum().backward()
+    (RoundGroups(32)(x) @ round_weight(weight, 32, 4).T).sum().backward()
     assert weight.grad is not None and x.grad is not None
     torch.testing.assert_close(weight.grad, round_activation(x, 32).sum(0).expand(4, -1))
-    torch.testing.assert_close(x.grad, round_weight(weight, 32).sum(0).expand(3, -1))
+    torch.testing.assert_close(x.grad, round_weight(weight, 32, 4).sum(0).expand(3, -1))

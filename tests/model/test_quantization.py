@@ -11,6 +11,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.quantization import (
     INT8,
     ActivationFormat,
+    Bits,
     LinearFormat,
     QuantizationPlan,
     WeightFormat,
@@ -71,14 +72,15 @@ def test_a_format_of_its_own_for_every_linear() -> None:
 
 
 @pytest.mark.parametrize("activation", ["dynamic_int8", None])
-def test_int4(activation: ActivationFormat | None) -> None:
-    int4 = LinearFormat(WeightFormat.int4(64), activation)
-    plan = QuantizationPlan({"h.0.attn.c_attn": int4, "lm_head": int4})
-    assert plan.activation_scales == {} and plan.quantize_embedding and plan.weight_bits == 4
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups(bits: Bits, activation: ActivationFormat | None) -> None:
+    grouped = LinearFormat(WeightFormat.grouped(64, bits), activation)
+    plan = QuantizationPlan({"h.0.attn.c_attn": grouped, "lm_head": grouped})
+    assert plan.activation_scales == {} and plan.quantize_embedding and plan.weight_bits == bits
     assert plan.integer_linears == (list(plan.linears) if activation else [])
     assert read(plan.to_json()) == plan
     mixed = QuantizationPlan(plan.linears | QuantizationPlan.w8a8(SCALES).linears)
-    mixed.linears["h.1.attn.c_proj"] = int4
+    mixed.linears["h.1.attn.c_proj"] = grouped
     assert read(mixed.to_json()) == mixed
 
 
@@ -95,7 +97,6 @@ def test_int4(activation: ActivationFormat | None) -> None:
         ({"linears": {"h.0.mlp.c_fc": WEIGHT_ALONE | {"activation": "dynamic_int8"}}}, "together"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 48}}}}, "size"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 0}}}}, "together"),
-        ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"bits": 8}}}}, "4 bits"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, Any], said: str) -> None:

@@ -14,7 +14,7 @@ from transformers import (
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT
-from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe.model.quantization import Bits, LinearFormat, QuantizationPlan, WeightFormat
 
 VOCABULARY, POSITIONS = 300, 96
 LLAMA3 = {
@@ -96,12 +96,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def quantized(model: GPT, group_size: int = 0) -> GPT:
+def quantized(model: GPT, group_size: int = 0, bits: Bits = 4) -> GPT:
     """The same model, every linear quantized and calibrated."""
     forms = {name: LinearFormat() for name in (*model.config.linear_names(), HEAD)}
     if group_size:
-        int4 = LinearFormat(WeightFormat.int4(group_size), "dynamic_int8")
-        forms = dict.fromkeys(forms, int4)
+        grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")
+        forms = dict.fromkeys(forms, grouped)
     plan = QuantizationPlan(forms)
     fake_quant.insert(model, plan)
     scales = fake_quant.calibrate(model, [TOKENS])

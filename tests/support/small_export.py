@@ -16,7 +16,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe.model.quantization import Bits, LinearFormat, QuantizationPlan, WeightFormat
 from lathe.runtime.exported_model import METADATA
 from lathe.runtime.open_model import mean_difference
 from lathe.runtime.session import OnnxModel
@@ -41,9 +41,11 @@ def make_model(
     weight_only: bool = False,
     group_size: int = 0,
     wide: tuple[str, ...] = (),
+    bits: Bits = 4,
 ) -> GPT:
     """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens; a
-    group size makes their weights INT4, but for `wide`, which stay INT8."""
+    group size gives their weights scales in groups and `bits` bits, but for `wide`, which stay
+    INT8 with static scales."""
     model = GPT(config)
     model.initialize(0.2, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -56,8 +58,8 @@ def make_model(
         names = [n for n in linears if n not in skip]
         forms = {name: LinearFormat() for name in names}
         if group_size:
-            int4 = LinearFormat(WeightFormat.int4(group_size), "dynamic_int8")
-            forms |= {name: int4 for name in names if name not in wide}
+            grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")
+            forms |= {name: grouped for name in names if name not in wide}
         if weight_only:
             forms = {name: replace(form, activation=None) for name, form in forms.items()}
         plan = QuantizationPlan(forms, position_embedding=HEAD in forms)

@@ -22,6 +22,7 @@ class Accumulator:
     sample: list[Floats] = field(default_factory=list)
     low: list[Floats] = field(default_factory=list)
     high: list[Floats] = field(default_factory=list)
+    tokens: list[Floats] = field(default_factory=list)
     signal: float = 0.0
     noise: float = 0.0
 
@@ -30,14 +31,25 @@ class Accumulator:
         size = SAMPLE // self.n_parts
         return np.random.default_rng(0).integers(0, n, size) if n > size else None
 
-    def add(self, sample: Floats, low: Floats, high: Floats, signal: float, noise: float) -> None:
+    def add(
+        self,
+        sample: Floats,
+        low: Floats,
+        high: Floats,
+        signal: float,
+        noise: float,
+        tokens: Floats | None = None,
+    ) -> None:
         """Add a part.
 
         Args:
             sample: representative values.
             low, high: minimum and maximum of every channel.
             signal, noise: sum x^2, sum (x_q - x)^2.
+            tokens: absolute maximum of every token, of an activation.
         """
+        if tokens is not None:
+            self.tokens.append(tokens)
         self.sample.append(sample)
         self.low.append(low)
         self.high.append(high)
@@ -48,7 +60,7 @@ class Accumulator:
         """The statistics of everything that was added."""
         low, high = np.min(self.low, 0), np.max(self.high, 0)  # a channel each
         absmax = np.maximum(-low, high)
-        typical = float(np.quantile(absmax, 0.5, method="lower"))
+        tokens = np.concatenate(self.tokens) if self.tokens else None
         q1, median, q3 = np.quantile(np.concatenate(self.sample), [0.25, 0.5, 0.75]).tolist()
         return Distribution(
             min=float(low.min()),
@@ -57,8 +69,15 @@ class Accumulator:
             q3=q3,
             max=float(high.max()),
             absmax=float(absmax.max()),
-            channel_spread=float(absmax.max()) / typical if typical else None,
+            channel_spread=_spread(absmax),
             sqnr_db=10 * math.log10(self.signal / self.noise)
             if self.signal and self.noise
             else None,
+            token_spread=None if tokens is None else _spread(tokens),
         )
+
+
+def _spread(values: Floats) -> float | None:
+    """The largest over the median one; None if that is 0."""
+    typical = float(np.quantile(values, 0.5, method="lower"))
+    return float(values.max()) / typical if typical else None

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lathe.artifacts.journal import Journal
-from lathe.compress.plan import make_plan, quantizable
+from lathe.compress.activation import with_activation_scales
+from lathe.compress.plan import all_int8, make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import (
@@ -66,6 +67,9 @@ class TorchModel:
         self.model = without_quantization(checkpoint.model).to(device).eval()
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
+        if plan is None:
+            int8 = all_int8(self.model.config, settings)
+            settings = with_activation_scales(recipe, self.model, self.calibration, int8)
         wanted = [4, 8] if settings.weight_bits == 4 else [8]
         self.bits: Sequence[int] = [plan.weight_bits] if plan else wanted
         self.plans = {

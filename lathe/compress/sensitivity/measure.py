@@ -12,11 +12,13 @@ test documents, on which the gate will judge: choosing layers by them would bias
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.errors import UserError
@@ -29,14 +31,19 @@ Metric = Literal["loss", "accuracy", "kl"]
 
 
 class Measure:
-    """`measure(model)` is the metric of every one of `batches`, a mean over its tokens; all have
-    as many, so that the mean of means is that over all tokens.
+    """`measure(model)` is the metric of every one of `batches` (B, T + 1), a mean over its tokens;
+    all have as many, so that the mean of means is that over all tokens.
 
     `kl` is the mean KL(float || model) of the next-token distributions, nats a token. For it the
     final hidden states of the float model are kept: C floats a token.
     """
 
-    def __init__(self, metric: Metric, batches: EvalBatches, float_model: GPT) -> None:
+    def __init__(
+        self,
+        metric: Metric,
+        batches: EvalBatches | Sequence[NDArray[np.int64]],
+        float_model: GPT,
+    ) -> None:
         self.metric, self.batches = metric, batches
         self.table = float_model.output.weight
         self.reference: list[Tensor] = []  # a batch (B * T, C) each

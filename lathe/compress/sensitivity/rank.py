@@ -258,5 +258,6 @@ def _settings_that_matter(recipe: Recipe) -> str:
             "Data": True,
             "Compress": {"Quantization"},
             "Sensitivity": {"mode", "metric", "calibration_batches", "eval_batches"},
+            "Gate": {"max_perplexity_increase"},
         }
     )

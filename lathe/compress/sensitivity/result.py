@@ -25,6 +25,9 @@ class Distribution:
         channel_spread: largest absolute maximum of a channel (a weight's row, which is an output;
             an activation's feature) over the median one; large where few channels set the range
             of all. None where the median is 0.
+        token_spread: of an activation, the largest absolute maximum of a token over the median
+            one; thousands in a model with massive activations, which static scales spoil. None of
+            a weight, or where the median is 0.
         sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x_q - x)^2), decibels; None
             where there is no noise. Each bit is worth 6 dB.
     """
@@ -37,6 +40,7 @@ class Distribution:
     absmax: float
     channel_spread: float | None
     sqnr_db: float | None
+    token_spread: float | None = None
 
 
 @dataclass(frozen=True)

@@ -88,4 +88,5 @@ def _add(values: Accumulator, x: Tensor, quantized: Tensor, channel: int) -> Non
         x.amax(1 - channel).float().cpu().numpy(),
         float(x.double().square().sum()),
         float((quantized - x).double().square().sum()),
+        x.abs().amax(1).float().cpu().numpy() if channel == 1 else None,
     )

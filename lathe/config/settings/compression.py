@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
 from lathe.config.settings.types import (
+    ActivationScales,
     BlockName,
     Factor,
     Format,
@@ -89,11 +90,17 @@ class QuantizationSettings(Settings):
     """Whether this recipe may quantize; False makes `lathe quantize` refuse, and null means
     True."""
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
-    """Scales of an INT8 weight: one for all of it, or one for each output channel."""
-    activation_quantize_type: Literal["moving_average_abs_max", "none"] = "moving_average_abs_max"
-    """Scale of an activation: from a moving average of its largest absolute value; with INT4
-    weights, from each token, in groups. `none` leaves activations in float and quantizes the
-    weights alone: the file shrinks as much, and nothing is computed in integers."""
+    """Scales of an INT8 weight whose input has a static scale: one for all of it, or one for each
+    output channel."""
+    activation_quantize_type: ActivationScales = "auto"
+    """Scale of an INT8 linear's input. `moving_average_abs_max` is static, from a moving average of
+    the largest absolute value, and reads prompts fastest. `dynamic` gives every token and group of
+    `group_size` inputs a scale of its own when the model runs, as INT4 linears always do, and
+    weights a scale in the same groups; pretrained models, which have a few tokens with huge
+    activations, need it. `auto` measures what static scales cost on calibration text, and takes
+    dynamic ones where that is more than a tenth of what `Gate.max_perplexity_increase` allows.
+    `none` leaves activations in float and quantizes the weights alone: the file shrinks as much,
+    and nothing is computed in integers."""
     activation_preprocess_type: Literal["PACT"] | None = None
     """PACT clips activations at a bound that is learned; null does not clip."""
     moving_rate: Probability = 0.9
@@ -102,8 +109,8 @@ class QuantizationSettings(Settings):
     """Bits of a quantized weight. 4 bits halve the file once more and decode faster, but need
     training to stay as good; prompts are read more slowly."""
     group_size: Literal[32, 64, 128] = 64
-    """Inputs that share a scale in an INT4 weight; smaller groups are more precise and larger in
-    the file."""
+    """Inputs that share a scale in an INT4 weight, and in dynamic INT8; smaller groups are more
+    precise and larger in the file."""
     rounding: Literal["nearest", "gptq"] = "nearest"
     """How the integers of a weight are first chosen: each nearest to its value, or with GPTQ, one
     column after the other so that later ones make up for the errors of earlier ones. GPTQ pays with
@@ -130,6 +137,12 @@ class QuantizationSettings(Settings):
             raise ValueError(
                 "activation_preprocess_type PACT clips activations that activation_quantize_type "
                 "none leaves in float: leave it empty"
+            )
+        if self.activation_preprocess_type and self.activation_quantize_type == "dynamic":
+            raise ValueError(
+                "activation_preprocess_type PACT clips activations at one bound, but "
+                "activation_quantize_type dynamic gives every token's groups scales of their own: "
+                "leave it empty"
             )
         if self.activation_preprocess_type and self.has_int4:
             raise ValueError(

@@ -93,10 +93,10 @@ class ServingSettings(Settings):
     runtime: Literal["auto", "onnxruntime", "onnxruntime_single_stream", "openvino"] = "onnxruntime"
     """Library that computes. `onnxruntime` is what the export was proven with.
     `onnxruntime_single_stream` has a second copy of INT8 weights in memory, from which a sequence
-    that runs alone is decoded 1.4 times as fast. `openvino` is faster for INT4 and for many
-    sequences on CPUs with VNNI or AMX. With these two, the server does not start unless logits are
-    onnxruntime's up to the limit of the proof. `auto` measures all on the machine that serves, when
-    the server starts, and takes the fastest that agrees."""
+    that runs alone is decoded 1.4 times as fast; dynamic INT8 needs none. `openvino` is faster for
+    INT4 and for many sequences on CPUs with VNNI or AMX. With these two, the server does not start
+    unless logits are onnxruntime's up to the limit of the proof. `auto` measures all on the machine
+    that serves, when the server starts, and takes the fastest that agrees."""
     max_wait_seconds: Seconds | None = None
     """Longest time, in seconds, that a request to OpenAI's interface may be expected to wait for a
     slot; those that would wait for longer are refused at once. null is half the time that a prompt

@@ -18,6 +18,7 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
 Format = Literal["int4", "int8", "float"]
+ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
 

@@ -1,4 +1,4 @@
-"""INT4 weights as onnxruntime's operators read them: `MatMulNBits`, a linear, and
+"""Weights with scales in groups as onnxruntime's operators read them: `MatMulNBits`, a linear, and
 `GatherBlockQuantized`, an embedding, which share the bytes of a tied head."""
 
 import numpy as np
@@ -8,21 +8,25 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from lathe.export.attention import MICROSOFT
-from lathe.model.groups import LOWEST, weight_groups
-from lathe.model.quantization import LinearFormat
+from lathe.model.groups import integer_range, weight_groups
+from lathe.model.quantization import LinearFormat, WeightFormat
 from lathe.runtime.open_session import ROUNDED_INPUT
 
 GROUPED = "MatMulNBits"
 FLOAT_INPUT = 1
 
 
-def pack(weight: NDArray[np.float32], size: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Bytes (out, groups, size / 2) and scales (out, groups) of a weight (out, in); two integers
-    plus 8 to a byte, the first one in its lower half."""
-    integers, scale = weight_groups(torch.from_numpy(weight), size)
-    unsigned = (integers - LOWEST).to(torch.uint8)
-    packed = unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
-    return packed.numpy(), scale[..., 0].numpy()
+def pack(
+    weight: NDArray[np.float32], form: WeightFormat
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Bytes (out, groups, size * bits / 8) and scales (out, groups) of a weight (out, in): integers
+    minus the lowest one, of 4 bits two to a byte, the first one in its lower half."""
+    integers, scale = weight_groups(torch.from_numpy(weight), form.group_size, form.bits)
+    lowest, _ = integer_range(form.bits)
+    unsigned = (integers - lowest).to(torch.uint8)
+    if form.bits == 4:
+        unsigned = unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+    return unsigned.numpy(), scale[..., 0].numpy()
 
 
 def linear_node(
@@ -52,7 +56,7 @@ def embedding_node(inputs: tuple[str, str, str], output: str, form: LinearFormat
     """Embeddings of ids.
 
     Args:
-        inputs: names of the bytes (V, C / 2), of the ids and of the scales.
+        inputs: names of the bytes (V, C * bits / 8), of the ids and of the scales.
     """
     return helper.make_node(
         "GatherBlockQuantized",

@@ -1,0 +1,98 @@
+"""Compares an exported graph with the float model that its checkpoint was quantized from.
+
+The proof holds the graph to the fake-quantized model, with limits as wide as rounding needs. A
+kernel that rounds more coarsely than the plan says shows here: it loses more of the float model
+than fake quantization does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lathe.model.gpt import GPT
+from lathe.runtime.session import OnnxModel
+
+KL_SHARE = 1.5
+"""Largest KL divergence of the graph from the float model, in that of torch's fake quantization:
+two that round the same values, with different sums, measure 0.9 to 1.1."""
+KL_NOISE = 1e-6  # nats a token: what float32 logits can differ by in any order of summation
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Where a greedy text of the graph leaves the float model's choice."""
+
+    prompt: int
+    step: int
+    float_token: int
+    onnx_token: int
+    margin: float  # the float model's logit of its own token minus that of the other
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Figures against the float model.
+
+    Attributes:
+        kl: KL(float || graph), nats a token, over all positions of the prompts.
+        torch_kl: the same of the fake-quantized model in torch.
+        argmax_agreement: share of positions where the most likely token is the float model's.
+        greedy_agreement: share of the greedy texts' tokens that the float model would have chosen
+            after the same text.
+        flips: the first token of each greedy text that it would not have chosen.
+    """
+
+    kl: float
+    torch_kl: float
+    argmax_agreement: float
+    greedy_agreement: float
+    flips: list[Flip] = field(default_factory=list)
+
+    @property
+    def kl_limit(self) -> float:
+        """The largest `kl` that the rounding of the plan explains."""
+        return KL_SHARE * self.torch_kl + KL_NOISE
+
+
+def compare_with_float(
+    model: GPT,
+    plain: GPT,
+    onnx_model: OnnxModel,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> Fidelity:
+    """Measure a graph's fidelity.
+
+    Args:
+        model: fake-quantized, or `plain` where nothing is.
+        plain: the float model with the same weights.
+        texts: the graph's greedy continuations of `prompts`.
+    """
+    n = sum(map(len, prompts))
+    kl, torch_kl, same, flips, chosen = 0.0, 0.0, 0, list[Flip](), 0
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        whole = torch.tensor([[*prompt, *text]])
+        expected = plain(whole)[0]
+        tokens = whole[:, : len(prompt)]
+        reference = expected[: len(prompt)]
+        found = torch.from_numpy(onnx_model.logits(tokens.numpy()))[0]
+        kl += _divergence(reference, found)
+        torch_kl += _divergence(reference, model(tokens)[0])
+        same += int((found.argmax(-1) == reference.argmax(-1)).sum())
+        steps = expected[len(prompt) - 1 : -1]  # the logits that each token of the text is from
+        own, theirs = steps.argmax(-1), torch.tensor(text)
+        different = (own != theirs).nonzero().flatten().tolist()
+        chosen += len(text) - len(different)
+        for step in different[:1]:
+            a, b = int(own[step]), text[step]
+            flips.append(Flip(i, step, a, b, float(steps[step, a] - steps[step, b])))
+    return Fidelity(kl / n, torch_kl / n, same / n, chosen / sum(map(len, texts)), flips)
+
+
+def _divergence(reference: Tensor, found: Tensor) -> float:
+    """Sum of KL(reference || found) of logits (T, V), in float64 as differences are small."""
+    p, q = (logits.double().log_softmax(-1) for logits in (reference, found))
+    return float(F.kl_div(q, p, reduction="sum", log_target=True))

@@ -1,0 +1,141 @@
+"""Every format on models of both families with massive activations: what each loses, and that
+exports, their proofs and their runtimes keep what dynamic scales do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from lathe.config.settings import ExportSettings, Recipe
+from lathe.export import proof
+from lathe.export.export import export
+from lathe.export.proof import ProofError
+from lathe.model import fake_quant
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.gpt import GPT
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe.runtime.open_model import Runtime, mean_difference, open_model
+from tests.support import families
+from tests.support.massive import plant
+from tests.support.small_export import UNIFORM, make_model, write_held_out
+
+MASSIVE = (18, 22)  # the digits 3 and 7 of the byte tokenizer, which held-out text and prompts have
+SCALE = 3000.0
+RUNTIMES: tuple[Runtime, ...] = ("onnxruntime_single_stream", "openvino")
+PROMPT = [[18, 220, *range(64, 80)]]
+TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(3))
+FORMATS = {
+    "static": LinearFormat(),
+    "dynamic": LinearFormat(WeightFormat.grouped(32, 8), "dynamic_int8"),
+    "weights alone": LinearFormat(activation=None),
+    "int4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
+}
+
+
+def gpt2(folder: Path, tokenizer: Tokenizer) -> GPT:
+    return make_model(UNIFORM)
+
+
+def llama(folder: Path, tokenizer: Tokenizer) -> GPT:
+    hf = families.make("llama", head_dim=16)
+    return load_checkpoint(families.save(hf, folder / "hf", tokenizer)).model.eval()
+
+
+@pytest.fixture(params=[gpt2, llama])
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> Callable[[], GPT]:
+    return lambda: request.param(tmp_path, byte_tokenizer)
+
+
+def quantized(model: GPT, form: LinearFormat) -> GPT:
+    plan = QuantizationPlan(dict.fromkeys((*model.config.linear_names(), HEAD), form))
+    fake_quant.insert(model, plan)
+    scales = fake_quant.calibrate(model, [TOKENS])
+    model.config = model.config.with_quantization(plan.with_scales(scales))
+    return model.eval()
+
+
+@torch.no_grad()
+def divergence(reference: GPT, model: GPT) -> float:
+    """KL divergence, nats a token."""
+    p, q = (m(TOKENS).double().log_softmax(-1) for m in (reference, model))
+    return float(F.kl_div(q, p, reduction="sum", log_target=True)) / TOKENS.numel()
+
+
+def test_the_function_is_the_same_at_any_scale(make: Callable[[], GPT]) -> None:
+    small, large = (plant(make(), MASSIVE, scale) for scale in (1.0, SCALE))
+    with torch.no_grad():
+        torch.testing.assert_close(large(TOKENS), small(TOKENS), rtol=1e-3, atol=2e-3)
+    peaks = []
+    name = f"{large.config.architecture.block(1)}.{large.config.architecture.row('channels').name}"
+    readers = large.get_submodule(name)
+    watch = readers.register_forward_pre_hook(lambda _, args: peaks.append(args[0].abs().amax(-1)))
+    with watch, torch.no_grad():
+        large(TOKENS)
+    assert peaks[0].max() > 1000 * peaks[0].median()
+
+
+def test_static_scales_lose_what_dynamic_ones_keep(make: Callable[[], GPT]) -> None:
+    cost = {
+        (name, scale): divergence(
+            plant(make(), MASSIVE, scale), quantized(plant(make(), MASSIVE, scale), form)
+        )
+        for name, form in FORMATS.items()
+        for scale in (1.0, SCALE)
+    }
+    assert cost["static", SCALE] > 10 * cost["dynamic", SCALE]
+    for name in ("dynamic", "weights alone", "int4"):
+        assert cost[name, SCALE] < cost[name, 1.0] + 0.002
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_proven_and_every_runtime_computes_it(
+    name: str, make: Callable[[], GPT], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    model = quantized(plant(make(), MASSIVE, SCALE), FORMATS[name])
+    save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
+    recipe = Recipe(Export=ExportSettings(prompts=6, new_tokens=12))
+    folder = export(
+        recipe, tmp_path / "q", write_held_out(tmp_path / "data"), tmp_path / "onnx"
+    ).folder
+    own = open_model(folder, threads=1).model
+    found = own.metadata["proof"]["fidelity"]
+    assert found["kl"] == pytest.approx(found["torch_kl"], rel=0.3)
+    assert found["greedy_agreement"] >= (0.75 if name == "dynamic" else 0.0)
+    if name == "weights alone":
+        return  # held to float32's limit, which OpenVINO keeps only on a CPU without bfloat16
+    for runtime in RUNTIMES:  # agrees within the limit of the proof, or does not open
+        other = open_model(folder, threads=1, runtime=runtime).model
+        assert mean_difference(own, other, PROMPT) < own.metadata["proof"]["mean_limit"]
+
+
+def test_a_kernel_that_rounds_more_coarsely_than_the_plan_is_refused(
+    make: Callable[[], GPT],
+    tmp_path: Path,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Were nothing else compared, the divergence from the float model would tell."""
+    model = quantized(plant(make(), MASSIVE, SCALE), FORMATS["dynamic"])
+    save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
+    for check in ("_require_linears", "_require_logits"):
+        monkeypatch.setattr(proof, check, lambda *_: 0.0)
+    data = write_held_out(tmp_path / "data")
+    coarse = quantized(plant(make(), MASSIVE, SCALE), FORMATS["int4"])
+    original = proof.prove
+
+    def of_another(_: GPT, *rest: object) -> object:
+        return original(model, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("lathe.export.export.prove", of_another)
+    save_checkpoint(tmp_path / "coarse", coarse, byte_tokenizer, "quantize", Recipe())
+    recipe = Recipe(Export=ExportSettings(prompts=6, new_tokens=4))
+    monkeypatch.setattr(proof, "_require_greedy", lambda *_: [])
+    monkeypatch.setattr(proof, "_require_batch", lambda *_: 0.0)
+    with pytest.raises(ProofError, match="KL divergence from the float model"):
+        export(recipe, tmp_path / "coarse", data, tmp_path / "onnx")

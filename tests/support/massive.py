@@ -1,0 +1,52 @@
+"""Massive activations in a model of either family: a few tokens whose activation in one FFN channel
+is thousands of times the others', as in pretrained models, while the function stays what it was."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lathe.model.gpt import GPT
+
+FLAG = 12.0  # in the first hidden feature, of the tokens that are massive; all others have 0 there
+GAIN = 8.0  # so that the channel is open for these tokens, and shut for all others
+READ = 0.002  # what its readers make of it
+
+
+@torch.no_grad()
+def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GPT:
+    """Make the first FFN channel of a layer large for `tokens`, in place: about 20 times `scale`.
+
+    The first hidden feature becomes a flag that these tokens have, and nothing else writes to. The
+    channel reads it; its readers are divided by `scale`, so that models that differ in `scale`
+    compute the same up to rounding.
+    """
+    family = model.config.architecture
+    table = model.embedding.weight
+    table[:, 0] = 0.0
+    table[list(tokens), 0] = FLAG
+    for name in family.embeddings[1:]:
+        model.get_parameter(f"{name}.weight")[:, 0] = 0.0
+    for i in range(model.config.n_layer):
+        for units in ("heads", "channels"):
+            row = model.get_submodule(f"{family.block(i)}.{family.row(units).name}")
+            row.weight[0] = 0.0
+            if row.bias is not None:
+                row.bias[0] = 0.0
+    block = family.block(layer)
+    norm = model.get_submodule(f"{block}.{family.block_norms[1]}")
+    norm.weight[0] = 1.0
+    column, readers = (
+        model.get_submodule(f"{block}.{linear.name}")
+        for linear in model.config.linears_of("channels")
+    )
+    column.weight[:2, 0] = 0.0
+    if family.gated:  # rows are a channel's gate and its factor; others' flag is exactly 0
+        column.weight[:2] = 0.0
+        column.weight[0, 0], column.weight[1, 0] = GAIN, scale
+    else:  # GELU is linear far above 0, and 0 far below
+        norm.bias[0] = 0.0
+        column.weight[0] = 0.0
+        column.weight[0, 0], column.bias[0] = GAIN * scale, -1.5 * GAIN * scale
+    generator = torch.Generator().manual_seed(5)
+    readers.weight[1:, 0] = READ / scale * torch.randn(len(readers.weight) - 1, generator=generator)
+    return model
