@@ -136,21 +136,27 @@ stop: env ## Stop the server
 client: env ## Ask the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
+# The environments beside the tests' own: those that the chosen tests need.
+needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),serve paddle)
+
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
 # three at a time, since many wait for a server or a clock; slow ones start processes of their own.
 PYTEST := $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test
-test: dev-env serve-env paddle-env ## Run the quick tests, a few minutes (TESTS=path for some of them)
+test: ## Run the quick tests, a few minutes (TESTS=path for some of them)
+	$(call environments,dev $(needed))
 	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
-test-slow: dev-env serve-env paddle-env ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
+test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
+	$(call environments,dev $(needed))
 	$(call tests,2,"slow and not long")
 
 .PHONY: test-all
-test-all: dev-env serve-env paddle-env ## Run all tests but the soak and the containers': an hour
+test-all: ## Run all tests but the soak and the containers': an hour
+	$(call environments,dev $(needed))
 	$(call tests,2,"not soak and not containers and not cluster")
 
 .PHONY: test-containers
