@@ -92,7 +92,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
         allowed = allowed + _on_the_edge(inputs, _scales(inputs, observer), weight)
     if isinstance(observer, RoundGroups):
         allowed = allowed + _of_offsets(inputs, weight, observer.size)
-    expected, allowed = torch.broadcast_tensors(expected, allowed)  # type: ignore[no-untyped-call]
+    allowed = allowed.broadcast_to(expected.shape)
     if model.config.architecture.is_fused(name):
         expected, allowed = (
             by_projection(part.movedim(-1, 0), model.config, name).movedim(0, -1)

@@ -2,6 +2,7 @@
 is thousands of times the others', as in pretrained models, while the function stays what it was."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,13 +29,15 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
         model.get_parameter(f"{name}.weight")[:, 0] = 0.0
     for i in range(model.config.n_layer):
         for units in ("heads", "channels"):
-            row = model.get_submodule(f"{family.block(i)}.{family.row(units).name}")
+            row: Any = model.get_submodule(f"{family.block(i)}.{family.row(units).name}")
             row.weight[0] = 0.0
             if row.bias is not None:
                 row.bias[0] = 0.0
     block = family.block(layer)
-    norm = model.get_submodule(f"{block}.{family.block_norms[1]}")
+    norm: Any = model.get_submodule(f"{block}.{family.block_norms[1]}")
     norm.weight[0] = 1.0
+    column: Any
+    readers: Any
     column, readers = (
         model.get_submodule(f"{block}.{linear.name}")
         for linear in model.config.linears_of("channels")
