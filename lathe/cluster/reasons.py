@@ -125,8 +125,8 @@ def failure(
     failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
     if failed and exit_code(failed[0]) == Preempted.status:
         saved = all(exit_code(pod) == Preempted.status for pod in pods)
-        state = "all nodes have saved their state" if saved else "not all nodes saved their state"
-        return Preempted(f"node {node_of(failed[0])} was terminated; {state}")
+        state = "; all nodes have saved their state" if saved else ""
+        return Preempted(f"node {node_of(failed[0])} was terminated{state}")
     if failed:
         first = failed[0]
         return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)

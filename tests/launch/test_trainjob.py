@@ -106,11 +106,10 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
-    [(75, "all nodes have saved their state"), (137, "not all nodes saved their state")],
+    ("nodes", "said"), [(1, "; all nodes have saved their state\n"), (2, "\n")]
 )
 def test_saved_state_is_claimed_only_where_all_nodes_saved_it(
-    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, status: int, said: str
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, nodes: int, said: str
 ) -> None:
     def preempted(pod: Pod) -> None:
         if pod.attempt == 2:
@@ -120,11 +119,11 @@ def test_saved_state_is_claimed_only_where_all_nodes_saved_it(
             time.sleep(0.5)
             return pod.end(75)
         pod.told_to_end.wait()
-        pod.end(status)
+        pod.end(137)
 
     play(in_pod, preempted)
-    launch(nodes=2, restarts=0)
-    assert f"node 0 was terminated; {said}" in caplog.text
+    launch(nodes=nodes, restarts=0)
+    assert f"node 0 was terminated{said}" in caplog.text
 
 
 def test_workers_have_the_pods_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,6 @@ class Trainer(Controller):
         self.created: list[Object] = []
         self._attempts: Counter[str] = Counter()
         self._pods: dict[str, Pod] = {}
-        self._failed: set[str] = set()
         self._waiting: dict[str, Object] = {}  # deleted in the foreground
         self.pods_made = 0
 
@@ -193,12 +192,10 @@ class Trainer(Controller):
         name = labels[JOBSET_NAME]
         if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
             return  # of an earlier one of that name
-        if phase == "Failed" and name not in self._failed:  # as Job does, which waits for all
-            self._failed.add(name)
+        if phase == "Failed":
+            self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
             self._end_pods(name)
         phases = [other["status"].get("phase") for other in self._pods_of(name)]
-        if name in self._failed and set(phases) <= {"Succeeded", "Failed"}:
-            self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
         if phase == "Succeeded" and set(phases) == {"Succeeded"}:
             self._set(name, "Complete", "AllJobsCompleted", "jobset completed successfully")
 
