@@ -111,7 +111,7 @@ class _Search:
         for proposal in self.proposals(trials):
             done.append(self.attempt(proposal))
             log.info("%s", done[-1])
-        return conclude(self.goal, self.dense / EVALUATION, done, self.output)
+        return conclude(self.goal, self.base.Gate, self.dense / EVALUATION, done, self.output)
 
     def proposals(self, trials: int) -> list[Proposal]:
         """The designs to train; what was found out before a kill is recalled."""

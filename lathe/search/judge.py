@@ -52,7 +52,7 @@ def choose(
         evaluate_trial(recipe, goal, *parts, *dense)
         for parts in zip(proposals, evaluations, exports, strict=True)
     ]
-    return conclude(goal, dense[0], trials, output)
+    return conclude(goal, recipe.Gate, dense[0], trials, output)
 
 
 def evaluate_trial(

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from lathe.config.settings import GateSettings
 from lathe.errors import StageError
 from lathe.evaluate.results import read_metrics
+from lathe.evaluate.wording import PAST
 from lathe.search.goal import Goal
 from lathe.search.page import pareto_page
 from lathe.search.trial import SearchResult, Trial
@@ -17,10 +19,19 @@ PAGE = "compress.html"
 
 
 def conclude(
-    goal: Goal, dense_evaluation: Path, trials: Sequence[Trial], output: Path
+    goal: Goal,
+    settings: GateSettings,
+    dense_evaluation: Path,
+    trials: Sequence[Trial],
+    output: Path,
 ) -> SearchResult:
-    """Choose the best of the trials; write `compress.json` and `compress.html` into `output`."""
-    good = [trial for trial in trials if trial.meets(goal) and trial.verdict != "fail"]
+    """Choose the best of the trials; write `compress.json` and `compress.html` into `output`.
+
+    A trial meets the budget where that is proven, and where the data cannot decide only if
+    `Gate.on_inconclusive` is `pass`.
+    """
+    enough = {"pass", "inconclusive"} if settings.on_inconclusive == "pass" else {"pass"}
+    good = [trial for trial in trials if trial.meets(goal) and trial.verdict in enough]
     best = min(good, key=lambda trial: trial.badness(goal), default=None)
     before = read_metrics(dense_evaluation)
     dense = {
@@ -48,6 +59,7 @@ def require_met(result: SearchResult) -> Trial:
     nearest = min(result.trials, key=lambda trial: trial.reached(goal))
     raise StageError(
         f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
-        f"{goal.target} {nearest.reached(goal):.3f}, budget: {nearest.verdict}. "
-        "Allow more, finetune longer (Engine.max_steps), or try more often (--trials)"
+        f"{goal.target} {nearest.reached(goal):.3f}, budget: {PAST[nearest.verdict]}. "
+        "Allow more, evaluate on more text, finetune longer (Engine.max_steps), or try more often "
+        "(--trials)"
     )

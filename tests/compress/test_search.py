@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lathe.config.recipe import load_recipe
+from lathe.config.settings import GateSettings
 from lathe.errors import StageError, UserError
 from lathe.model.config import read_config
 from lathe.search.compress import compress
@@ -70,9 +71,13 @@ def test_the_best_trial_has_the_best_quality_of_those_that_meet_the_target(tmp_p
         trial("good", perplexity=101.0, bytes=0.19),
         trial("bad", perplexity=103.0, bytes=0.1),
         trial("worst", perplexity=99.0, bytes=0.1, verdict="fail"),
+        trial("unproven", perplexity=98.0, bytes=0.1, verdict="inconclusive"),
     ]
-    found = conclude(goal, evaluation, trials, tmp_path / "out")
+    found = conclude(goal, GateSettings(), evaluation, trials, tmp_path / "out")
     assert found.best is not None and found.best.name == "good"
+    forgiving = GateSettings(on_inconclusive="pass")
+    found = conclude(goal, forgiving, evaluation, trials, tmp_path / "forgiving")
+    assert found.best is not None and found.best.name == "unproven"
 
 
 def trial(name: str, perplexity: float, bytes: float, verdict: str = "pass") -> Trial:
