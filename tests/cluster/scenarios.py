@@ -18,19 +18,19 @@ from tests.cluster.site import Site, skip_without
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
 LONG = ("-o", "Engine.max_steps=2000", "-o", "Engine.save_load.save_steps=50")
 YEARLY = "0 0 3 1 1 *"
-# The step's own process waits for a copy of itself, which does the work.
-KILL_THE_COPY = """
+# Process 1 of a step's pod, or a child of it, supervises the step's own process.
+KILL_THE_STEP = """
 import os, signal
 lines = {}
 for name in filter(str.isdigit, os.listdir("/proc")):
     try:
-        command = open(f"/proc/{name}/cmdline").read()
+        command = open(f"/proc/{name}/cmdline").read().split(chr(0))
         parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
     except OSError:
         continue
     lines[name] = (command, parent)
-copies = [n for n, (c, p) in lines.items() if c and p in lines and lines[p][0] == c]
-os.kill(int(min(copies, key=int)), signal.SIGKILL)
+(step,) = (n for n, (_, p) in lines.items() if "components.supervise" in lines.get(p, ([], ""))[0])
+os.kill(int(step), signal.SIGKILL)
 print("killed")
 """
 PROBE = """
@@ -107,7 +107,7 @@ def killed_step(site: Site) -> str:
     run = site.submit("pretrain", *LONG)
     pod = site.step(run, "pretrain").metadata.name
     time.sleep(30 * site.poll)
-    assert "killed" in site.execute(pod, KILL_THE_COPY)
+    assert "killed" in site.execute(pod, KILL_THE_STEP)
     out = site.follow(run)
     assert "starting it again" in out, out
     return "started again in its pod, and the run succeeded"
