@@ -2,36 +2,45 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from kfp import dsl
 from kfp.dsl import structures
 from kfp.dsl.importer_component import ImporterComponent
 from kfp.dsl.placeholders import InputValuePlaceholder
-from kfp.dsl.types.type_utils import create_bundled_artifact_type
+from kfp.dsl.types.type_utils import create_bundled_artifact_type, is_parameter_type
 
 from lathe.artifacts.kinds import SHARD, checked
 from lathe.artifacts.metadata import ShardMetadata
+from lathe.errors import UserError
 from lathe.inputs import parse_json
+from lathe.search.design import Proposal
 from lathe.storage import read_text
 
 METRICS = "metrics"
 """Artifact of every step, which Pipelines stores last, when the step has succeeded."""
 TOKENIZE = "tokenize"
 """The step of a shard."""
+DESIGN = "design"
+VALUE = "Output"
+"""KFP's name of what a component returns, which is in Pipelines' database only."""
 HINT = "run the pipeline again"
 KINDS = (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
 TYPES = {kind.schema_title: kind for kind in KINDS}
-Outputs = dict[str, str]
-"""Addresses by output."""
+Outputs = dict[str, Any]
+"""By output: the address of an artifact, or the value of a parameter."""
 
 
 class Finished:
-    """Stands for the task of such a step: imports of its artifacts, and no pod of its own."""
+    """Stands for the task of such a step: imports of its artifacts, the values of its parameters,
+    and no pod of its own."""
 
     def __init__(self, component: Any, found: Outputs) -> None:
         self.outputs = {
-            name: _imported(f"import-{component.name}-{name}", found[name], spec.type)
+            name: found[name]
+            if is_parameter_type(spec.type)
+            else _imported(f"import-{component.name}-{name}", found[name], spec.type)
             for name, spec in component.component_spec.outputs.items()
             if name in found and name != METRICS
         }
@@ -41,6 +50,12 @@ class Finished:
         return self
 
     set_container_image = set_caching_options
+
+
+def can_be_taken(component: Any, found: Outputs) -> bool:
+    """Whether the values of all parameters that a step has returned are known."""
+    outputs = component.component_spec.outputs or {}
+    return all(name in found for name, spec in outputs.items() if is_parameter_type(spec.type))
 
 
 def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
@@ -62,6 +77,9 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
     }
     shards = done.pop(TOKENIZE, [])
     once = {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
+    if designed := once.pop(DESIGN, None):
+        with suppress(UserError):  # the file is another version's: the step runs again
+            once[DESIGN] = designed | {VALUE: _designs(designed["designs"])}
     return once | {turn_of(_number(outputs)): outputs for outputs in shards}
 
 
@@ -75,6 +93,13 @@ def _number(outputs: Outputs) -> int:
     where = f"{outputs['tokens']}/{SHARD.metadata_file}"
     values = parse_json(read_text(where), where, HINT)
     return checked(values, ShardMetadata, where, HINT).shard
+
+
+def _designs(where: str) -> list[str]:
+    """The designs in a file as the step has returned them, to the letter: they are in the keys of
+    Pipelines' cache."""
+    values = parse_json(read_text(where), where, HINT)
+    return [found.design.to_json() for found in checked(values, list[Proposal], where, HINT)]
 
 
 def _imported(name: str, address: str, type_name: str) -> Any:

@@ -16,7 +16,7 @@ from kfp.dsl import PipelineTask
 from components.images import PADDLE
 from lathe.provenance.keys import MOUNTED, TRUSTED_MOUNTED
 from lathe.provenance.surroundings import IMAGE
-from pipelines.finished import Finished, Outputs
+from pipelines.finished import Finished, Outputs, can_be_taken
 from pipelines.sizes import LIMIT, Sizes, quantity
 
 ACCELERATOR = "nvidia.com/gpu"
@@ -131,7 +131,9 @@ def compiled_variant() -> Variant:
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
     """The task of a step; in its place, the outputs of an earlier run that has finished it."""
     found = _VARIANT.get().finished.get(component.name)
-    return Finished(component, found) if found else _with_code(component)(**inputs)
+    if found and can_be_taken(component, found):
+        return Finished(component, found)
+    return _with_code(component)(**inputs)
 
 
 def _with_code(component: Any) -> Any:

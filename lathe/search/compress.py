@@ -19,11 +19,11 @@ from lathe.evaluate.results import METRICS
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import write_costs
-from lathe.search.design import Design
+from lathe.search.design import Design, Proposal
 from lathe.search.goal import Goal
 from lathe.search.judge import evaluate_trial, verdict_of
 from lathe.search.prices import write_prices
-from lathe.search.proposals import Proposal, write_designs
+from lathe.search.proposals import write_designs
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import atomic_file, digest, sha256

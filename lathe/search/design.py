@@ -71,6 +71,21 @@ class Design:
         return _with(recipe, "Quantization", named | {"skip_tensor_map": skips})
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """A design to train.
+
+    Attributes:
+        predicted: the share of the target that the prices predicted for it.
+        cost: the KL divergence from the dense model that is predicted before training, nats a
+            token.
+    """
+
+    design: Design
+    predicted: float
+    cost: float
+
+
 def parse_design(text: str) -> Design:
     """Read a design from the JSON of its fields.
 

@@ -11,8 +11,8 @@ from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
 from lathe.evaluate.results import read_metrics
 from lathe.model.folder import require_checkpoint
+from lathe.search.design import Proposal
 from lathe.search.goal import Goal
-from lathe.search.proposals import Proposal
 from lathe.search.result import PAGE, RESULT, conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import claim_output_file

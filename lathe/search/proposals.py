@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from lathe.artifacts.journal import Journal
@@ -12,7 +12,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.search.costs import read_costs
-from lathe.search.design import Design
+from lathe.search.design import Design, Proposal
 from lathe.search.goal import EXACT, Goal
 from lathe.search.prices import measure_design, read_prices
 from lathe.search.program import Problem
@@ -25,21 +25,6 @@ MEASUREMENTS = 6  # of designs, for one limit
 
 Measure = Callable[[Design], float]
 """Returns the share of the target that a design has, of the dense model's."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A design to train.
-
-    Attributes:
-        predicted: the share of the target that the prices predicted for it.
-        cost: the KL divergence from the dense model that is predicted before training, nats a
-            token.
-    """
-
-    design: Design
-    predicted: float
-    cost: float
 
 
 def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list[Proposal]:
