@@ -81,6 +81,16 @@ class Connections:
             for connection in late:
                 connection.expire(state)
 
+    def drain(self) -> None:
+        """Close the idle connections now, and the others after their answers.
+
+        One that is new, or has begun to send a request, stays: closing it would lose the request,
+        which is refused instead.
+        """
+        for connection in list(self._states):
+            if connection.cycle is not None and self._states[connection] != "head":
+                connection.shutdown()
+
     def _evict(self) -> bool:
         for state in ("idle", "head"):
             for connection in self._since[state]:

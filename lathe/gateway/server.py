@@ -66,6 +66,5 @@ class Server(uvicorn.Server):
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._drain_seconds
-            for connection in list(self.server_state.connections):
-                connection.shutdown()  # the idle ones now, the others after their answers
+            self._connections.drain()
         self.should_exit |= not self._gateway.inside or now > self._deadline

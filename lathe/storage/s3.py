@@ -187,7 +187,7 @@ class S3Store:
         return Stored(
             key,
             found.size or 0,
-            found.etag or "",
+            self._etag(key, found.etag),
             found.last_modified or LONG_AGO,
             (found.metadata or {}).get(PART_BYTES_HEADER),
         )
@@ -214,6 +214,7 @@ class S3Store:
     def get(self, key: str) -> bytes:
         response = self._client.get_object(self._bucket, key)
         try:
+            self._etag(key, response.headers.get("etag"))
             return bytes(response.read())
         finally:
             response.close()
@@ -270,8 +271,18 @@ class S3Store:
         # The public put_object aborts an interrupted upload; this request leaves it to be resumed.
         with _translated():
             answer = self._client._put_object(self._bucket, key, data, headers, part)
-        _check_etag(answer.etag or "", md5.hex(), answer.http_headers)
-        return answer.etag or ""
+        etag = self._etag(key, answer.etag)
+        _check_etag(etag, md5.hex(), answer.http_headers)
+        return etag
+
+    def _etag(self, key: str, etag: str | None) -> str:
+        """The ETag, which every S3 store sends with an object, and another server may not."""
+        if not etag:
+            raise UserError(
+                f"{self.address(key)}: {shown(endpoint().geturl())} answers without an ETag",
+                f"check that {ENDPOINT} is the address of an S3 store",
+            )
+        return etag
 
     @contextmanager
     def multipart(self, key: str, size: int, resume: bool) -> Iterator["S3Multipart"]:

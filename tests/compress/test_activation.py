@@ -18,8 +18,7 @@ from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat
-from tests.export.test_massive_activations import MASSIVE, SCALE, gpt2, llama
-from tests.support.massive import plant
+from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
 from tests.support.small_export import save
 from tests.support.small_run import SMALL
 

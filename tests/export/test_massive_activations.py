@@ -15,16 +15,13 @@ from lathe.export.export import export
 from lathe.export.proof import ProofError
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
-from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe.runtime.open_model import Runtime, mean_difference, open_model
-from tests.support import families
-from tests.support.massive import plant
-from tests.support.small_export import UNIFORM, make_model, write_held_out
+from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
+from tests.support.small_export import write_held_out
 
-MASSIVE = (18, 22)  # the digits 3 and 7 of the byte tokenizer, which held-out text and prompts have
-SCALE = 3000.0
 RUNTIMES: tuple[Runtime, ...] = ("onnxruntime_single_stream", "openvino")
 PROMPT = [[18, 220, *range(64, 80)]]
 TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(3))
@@ -34,15 +31,6 @@ FORMATS = {
     "weights alone": LinearFormat(activation=None),
     "int4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
 }
-
-
-def gpt2(folder: Path, tokenizer: Tokenizer) -> GPT:
-    return make_model(UNIFORM)
-
-
-def llama(folder: Path, tokenizer: Tokenizer) -> GPT:
-    hf = families.make("llama", head_dim=16)
-    return load_checkpoint(families.save(hf, folder / "hf", tokenizer)).model.eval()
 
 
 @pytest.fixture(params=[gpt2, llama])

@@ -3,18 +3,21 @@
 import json
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import requests
 
 from lathe.gateway import connections, generation
+from lathe.gateway.app import Gateway
 from lathe.gateway.connections import raise_file_limit
 from lathe.gateway.limits import Limits
+from lathe.gateway.models import read_models
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import connected, read_all, read_until, request
-from tests.support.gateways import opened
+from tests.support.gateways import opened, running
 
 
 @pytest.fixture
@@ -65,6 +68,24 @@ def test_where_all_are_busy_a_new_one_is_told(server: TritonServer) -> None:
         refused = read_all(stack.enter_context(connected(address)))
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused.lower()
         assert json.loads(refused.split(b"\r\n\r\n")[1])["error"]["code"] == "overloaded"
+
+
+def test_who_has_just_connected_is_told_that_it_ends(server: TritonServer) -> None:
+    gateway = Gateway(read_models(Path(server.state.repository)), server.state.grpc, Limits())
+    with running(gateway, []) as address, ExitStack() as stack:
+        busy, new, half, idle = (stack.enter_context(connected(address)) for _ in range(4))
+        half.sendall(request(BODY)[:30])
+        idle.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(idle, b"}]}")
+        busy.sendall(request(LONG | {"prompt": [*"abcdef"], "n": 4, "stream": True}))
+        assert b"200 OK" in busy.recv(100)
+        gateway.is_draining = True
+        assert idle.recv(1 << 16) == b""
+        new.sendall(request(BODY))
+        half.sendall(request(BODY)[30:])
+        for refused in (new, half):
+            answer = read_all(refused)
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting down" in answer
 
 
 @pytest.mark.usefixtures("impatient")

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.components.test_components import NAMES
-from tests.components.test_in_a_pod import POD, RUN, SECONDS, run_all
-from tests.support.pod_step import PodStep
+from tests.support.pod_step import POD, RUN, SECONDS, PodStep, component_names, run_all
 from tests.support.podman import RESTRICTED
 
 pytestmark = pytest.mark.containers
@@ -38,4 +36,4 @@ def test_it_ends_with_its_status_and_has_its_outputs(images: dict[str, str], wor
         return step.outputs
 
     run_all(work, run)
-    assert set(ran) == set(NAMES)
+    assert set(ran) == component_names()

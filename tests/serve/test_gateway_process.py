@@ -37,10 +37,11 @@ def completion(state: ServerState) -> int:
 
 
 def gateway_of(state: ServerState) -> int:
+    """Its process id, beside other servers' gateways before the same repository."""
     (pid,) = (
         pid
-        for pid, line in processes("-m lathe.gateway ").items()
-        if state.repository in line and "lathe.serve.guard" not in line
+        for pid, line in processes(f"--port={state.gateway_port} ").items()
+        if "-m lathe.gateway " in line and "lathe.serve.guard" not in line
     )
     return pid
 

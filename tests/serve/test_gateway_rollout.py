@@ -81,12 +81,12 @@ def test_a_rolling_update_loses_no_token(
 
 
 def test_what_has_begun_is_answered_and_the_rest_is_refused(
-    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+    triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
-    server = start(repository, serving, tmp_path, with_gateway=True)
+    server = start(lasting, serving, tmp_path, with_gateway=True)
     address = f"{server.state.openai}".removesuffix("/v1")
     expected = ask(address, ASKED)
-    body: dict[str, Any] = ASKED.body | {"max_tokens": 900, "stream": True}
+    body: dict[str, Any] = ASKED.body | {"max_tokens": 3000, "stream": True}
     with ThreadPoolExecutor(1) as pool:
         url = f"{address}/v1/completions"
         with requests.post(url, json=body, stream=True, timeout=60) as reply:

@@ -78,8 +78,8 @@ def test_a_store_that_does_not_behave(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         if kind == "a page" and verb in ("exists", "remove"):
             return  # no such thing is an answer
-        if kind == "other XML" and verb not in ("list", "fetch prefix", "remove"):
-            return  # what the answer's status says is enough
+        if kind == "trickling body" and verb == "exists":
+            return  # a HEAD's answer has no body
         error = one_message(calls[verb], 9)
     assert error.what.startswith("s3://bucket/")
     if kind in SLOW:

@@ -2,15 +2,33 @@
 is thousands of times the others', as in pretrained models, while the function stays what it was."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
+from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
+from tests.support import families
+from tests.support.small_export import UNIFORM, make_model
+
+MASSIVE = (18, 22)  # the digits 3 and 7 of the byte tokenizer, which held-out text and prompts have
+SCALE = 3000.0
 
 FLAG = 12.0  # in the first hidden feature, of the tokens that are massive; all others have 0 there
 GAIN = 8.0  # so that the channel is open for these tokens, and shut for all others
 READ = 0.002  # what its readers make of it
+
+
+def gpt2(folder: Path, tokenizer: Tokenizer) -> GPT:
+    """A model of random weights; `llama` needs the arguments."""
+    return make_model(UNIFORM)
+
+
+def llama(folder: Path, tokenizer: Tokenizer) -> GPT:
+    hf = families.make("llama", head_dim=16)
+    return load_checkpoint(families.save(hf, folder / "hf", tokenizer)).model.eval()
 
 
 @torch.no_grad()
