@@ -3,8 +3,10 @@
 from kfp import dsl
 
 from components.images import TRAIN
+from components.supervise import supervised
 
 
+@supervised
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def design(
     recipe: str,

@@ -23,6 +23,12 @@ Recompute = Literal["full", "full_attn", "core_attn"]
 class Embedding(nn.Embedding):
     """A table of vectors; the head's is one too."""
 
+    def reset_parameters(self) -> None:
+        """Draw random weights, except on the meta device, where torch 2.13 imports torch._dynamo
+        for it: a second, and 60 MB."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def table(self) -> Tensor:
         """The matrix (V, C) that lookups, or the head, use."""
         return self.weight
@@ -63,7 +69,7 @@ class GPT(nn.Module):
         family, C = config.architecture, config.n_embd
         setattr(self, family.embeddings[0], Embedding(config.vocab_size, C))
         for name in family.embeddings[1:]:
-            setattr(self, name, nn.Embedding(config.n_positions, C))
+            setattr(self, name, Embedding(config.n_positions, C))
         self.drop = nn.Dropout(hidden_dropout)
         blocks = (
             Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)

@@ -36,6 +36,12 @@ def test_interface(name):
     assert all(part.description for part in spec.inputs.values())
 
 
+def test_its_steps_run_under_the_supervisor(name):
+    component = getattr(importlib.import_module(f"components.{name}.component"), name)
+    command = " ".join(component.component_spec.implementation.container.command)
+    assert "python3 -m components.supervise -m kfp.dsl.executor_main" in command
+
+
 def test_body_is_short_and_calls_lathe(name):
     source = (FOLDER / name / "component.py").read_text()
     tree = ast.parse(source)

@@ -199,11 +199,12 @@ def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> N
     found, samples = {}, {}
     for engine in ("paddle", "torch"):
         output = tmp_path / engine
-        settings = recipe("base", "Generation.decode_strategy=greedy_search", engine=engine)
-        evaluate(settings, int8, output, text=text)
+        simulated = "Offline_Eval.quantized=simulated"
+        greedy = "Generation.decode_strategy=greedy_search"
+        evaluate(recipe("base", greedy, simulated, engine=engine), int8, output, text=text)
         found[engine] = json.loads((output / "metrics.json").read_text())
         samples[engine] = json.loads((output / "samples.json").read_text())
-        assert found[engine]["model"]["engine"] == engine
+        assert found[engine]["model"]["engine"] == f"{engine}, fake quantization"
     ours, theirs = (found[engine]["text"] for engine in ("torch", "paddle"))
     assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
     assert theirs["tokens"] == ours["tokens"]

@@ -102,9 +102,14 @@ def run_all(folder: Path, run: Run) -> None:
     rehearsed = {"exported": found["int8_export"], "model": int8, "data": data}
     deployed = run("deploy", **given, **rehearsed)["deployed"]
     run("report", **given, **found, deployed=deployed)
-    chosen = {"target": "bytes=0.99", "budget": "perplexity=99", "ratios": [0.5]}
-    chosen |= {name: found[name] for name in ("dense_evaluation", "dense_export")}
-    chosen |= {"models": [int8], "evaluations": [found["int8_evaluation"]]}
+    searched = given | {"qat_recipe": given["recipe"], "model": dense}
+    prices = run("price", **searched, data=data, exported=found["dense_export"])["prices"]
+    costs = run("estimate", **given, model=dense, data=data)["costs"]
+    goal = {"target": "bytes=0.99", "budget": "perplexity=99"}
+    searched |= goal | {"prune_recipe": given["recipe"], "trials": 1, "costs": costs}
+    designs = run("design", **searched, prices=prices, exported=found["dense_export"])["designs"]
+    chosen = goal | {name: found[name] for name in ("dense_evaluation", "dense_export")}
+    chosen |= {"models": [int8], "evaluations": [found["int8_evaluation"]], "designs": designs}
     run("choose", **given, **chosen, exports=[found["int8_export"]])
     live = {"deployed": deployed, "evaluation": found["int8_evaluation"], "gate": verdict}
     live |= {"production": f"file://{folder}/nowhere", "model": int8, "data": data}
