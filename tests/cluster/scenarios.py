@@ -93,7 +93,8 @@ def _two(site: Site, labels: str, without: Collection[str] = ()) -> list[Any]:
 
 def cancel(site: Site) -> str:
     """A run that is terminated leaves nothing that works on."""
-    run = site.submit("pretrain", *LONG, nodes=2)
+    # With the seed of the preempted run, training would be taken from the cache.
+    run = site.submit("pretrain", *LONG, "-o", "Global.seed=2", nodes=2)
     site.step(run, "pretrain")
     began = time.monotonic()
     site.terminate(run)
