@@ -145,7 +145,7 @@ PYTEST := $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test
-test: ## Run the quick tests, a few minutes (TESTS=path for some of them)
+test: ## Run the quick tests, 6 minutes (TESTS=path for some of them)
 	$(call environments,dev $(needed))
 	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
 
