@@ -146,16 +146,28 @@ def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str,
     return list(metadata_files), [(key, [proof.get(key, "-") for proof in figures]) for key in keys]
 
 
+_FIDELITY = {
+    "kl": "KL from float, nats a token",
+    "torch_kl": "the same of fake quantization",
+    "argmax_agreement": "argmax agreement with float",
+    "greedy_agreement": "greedy agreement with float",
+    "flips": "greedy texts that leave float's",
+}
+"""What the figures of an export beside the float model are called on the page."""
+
+
 def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Figures of a metadata file as text; of a list, its length."""
-    shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | metadata.get(
-        "proof", {}
-    )
+    proof = dict(metadata.get("proof", {}))
+    fidelity = proof.pop("fidelity", None) or {}
+    shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | proof
+    named = {key.replace("_", " "): value for key, value in shown.items()}
+    named |= {label: fidelity[key] for key, label in _FIDELITY.items() if key in fidelity}
     return {
-        key.replace("_", " "): f"{value:.3g}"
+        key: f"{value:.3g}"
         if isinstance(value, float)
         else str(len(value) if isinstance(value, list) else value)
-        for key, value in shown.items()
+        for key, value in named.items()
     }
 
 

@@ -46,7 +46,12 @@ def make_candidate(
         write_json(evaluation / "metrics.json", metrics)
         samples = [{"prompt": "In the beginning", "text": f" {HOSTILE} said {name}"}]
         write_json(evaluation / "samples.json", samples)
-        proof = {"max_error": 3.2e-05, "ties": []}
+        fidelity = {
+            "kl": 0.00412,
+            "greedy_agreement": 0.98,
+            "flips": [{"prompt": 3}, {"prompt": 9}],
+        }
+        proof = {"max_error": 3.2e-05, "ties": [], "fidelity": fidelity}
         write_json(exported / "export.json", {"flavour": "fp32", "opset": 21, "proof": proof})
         (exported / "model.onnx").write_bytes(bytes(int(mb * 1e6)))
         return Candidate(name, model, evaluation, exported)

@@ -91,11 +91,14 @@ def test_a_whole_run_is_one_self_contained_page(
         "7 of 8 greedy texts",
         "max error",
         "3.2e-05",
+        "greedy texts that leave float's",
+        "0.00412",
         "c" * 64,
         "max_lr",  # of the recipe
     ):
         assert expected in page.text
     assert HOSTILE not in output.read_text()
+    assert "{'" not in page.text  # no figure is a Python value
 
 
 def test_a_model_that_is_let_through_without_proof_is_said_to_be(
