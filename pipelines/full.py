@@ -1,6 +1,6 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
-from pipelines.groups import groups, judge_and_release
+from pipelines.groups import groups
 from pipelines.steps import Steps, look_up
 
 
@@ -31,13 +31,14 @@ def full(
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
     found = look_up([recipe, prune_recipe, qat_recipe], overrides, **given)
-    read = {key: found[key] for key in ("corpus", "text", "weights")}
-    start = {"tokenizer": tokenizer, "model": model}
-    trained = groups().train(recipe=recipe, overrides=overrides, **start, **read).outputs
-    data, dense = trained["data"], trained["model"]
-    pruned = Steps(overrides, found).prune(prune_recipe, model=dense, data=data).outputs["pruned"]
+    steps = Steps(overrides, found)
+    data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
+    dense = steps.pretrain(recipe, data=data, init=model).outputs["model"]
+    pruned = steps.prune(prune_recipe, model=dense, data=data).outputs["pruned"]
     inputs = {"model": pruned, "data": data, "weights": found["weights"]}
     quantized = groups().quantization(recipe=qat_recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "pruned": pruned, "int8": quantized["model"]}
-    made = {"sensitivity": quantized["sensitivity"], "data": data}
-    judge_and_release(recipe, overrides, models, made, found, cloze, production)
+    given = {"data": data, "sensitivity": quantized["sensitivity"]}
+    given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
+    given |= {key: found[key] for key in ("weights", "scored")}
+    groups().judge(models, **given)

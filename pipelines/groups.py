@@ -1,7 +1,7 @@
 """The parts of the larger pipelines, each a pipeline of its own and one node of the graph."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -10,13 +10,6 @@ from kfp import dsl
 from kfp.dsl.graph_component import GraphComponent
 
 from pipelines.steps import Steps
-
-
-class Trained(NamedTuple):
-    """What `train` gives."""
-
-    data: dsl.Dataset
-    model: dsl.Model
 
 
 class Measured(NamedTuple):
@@ -33,22 +26,6 @@ class Quantized(NamedTuple):
 
     model: dsl.Model
     sensitivity: dsl.Dataset
-
-
-def train(
-    recipe: str,
-    overrides: list[str],
-    corpus: str,
-    tokenizer: str,
-    model: str,
-    text: dict,  # type: ignore[type-arg]
-    weights: dict,  # type: ignore[type-arg]
-) -> Trained:
-    """Prepare the data and train a GPT on it."""
-    steps = Steps(overrides, {"corpus": corpus, "text": text, "weights": weights})
-    data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
-    trained = steps.pretrain(recipe, data=data, init=model)
-    return Trained(data=data, model=trained.outputs["model"])
 
 
 def quantization(
@@ -89,61 +66,70 @@ def measure(
     )
 
 
-def judge(variants: tuple[str, ...]) -> Callable[..., Any]:
-    """The pipeline that measures these models, the dense one first and the INT8 one last.
+def judge(variants: tuple[str, ...]) -> Callable[..., None]:
+    """The pipeline that judges these models, of which the first is the dense one.
 
-    It evaluates and exports all alike, rehearses the deployment of the last, and compares the last
-    with the first.
+    It evaluates and exports all alike, and reports. If the last is the INT8 one, it also rehearses
+    its deployment, compares it with the dense one, and makes it live if it is as good and
+    `production` names the releases. All of that is one group, as it hands on so much: in the graph
+    of a whole run these artifacts would be lines between its parts.
     """
-    outputs = {f"{v}_evaluation": dsl.Dataset for v in variants}
-    outputs |= {f"{v}_export": dsl.Model for v in variants} | {"deployed": dsl.Model}
-    outputs |= {"verdict": dsl.Artifact}
-    # KFP reads the inputs and outputs from the signature, which depends on the variants.
-    judged = NamedTuple("Judged", [*outputs.items(), ("passed", bool)])  # type: ignore[misc]
-
-    def judge(recipe, overrides, cloze, data, weights, scored, *given):  # type: ignore[no-untyped-def]
-        """Measure the models, rehearse the deployment of the INT8 one, and say whether it is as
-        good as the dense one."""
-        steps = Steps(overrides, {"weights": weights, "scored": scored})
-        models = dict(zip(variants, given, strict=True))
-        results = steps.compare(recipe, models, data, cloze)
-        last = {"exported": results["int8_export"], "model": models["int8"]}
-        rehearsed = steps.rehearse(recipe, data=data, **last)
-        compared = steps.gate(
-            recipe, baseline=results["dense_evaluation"], candidate=results["int8_evaluation"]
-        )
-        return judged(
-            **results,
-            deployed=rehearsed.outputs["deployed"],
-            verdict=compared.outputs["verdict"],
-            passed=compared.outputs["Output"],
-        )
-
     inputs: dict[str, Any] = {"recipe": str, "overrides": list[str], "cloze": str}
     inputs |= {"data": dsl.Input[dsl.Dataset], "weights": dict, "scored": dict}
+    if "int8" in variants:
+        inputs |= {"production": str, "sensitivity": dsl.Input[dsl.Dataset]}
     inputs |= {v: dsl.Input[dsl.Model] for v in variants}
+
+    def judge(*values):  # type: ignore[no-untyped-def]
+        """Evaluate, export and compare the models, and report on them."""
+        given = dict(zip(inputs, values, strict=True))
+        recipe, data, cloze = (given[key] for key in ("recipe", "data", "cloze"))
+        steps = Steps(given["overrides"], {key: given[key] for key in ("weights", "scored")})
+        models = {v: given[v] for v in variants}
+        results = steps.compare(recipe, models, data, cloze)
+        if "int8" in models:
+            results["sensitivity"] = given["sensitivity"]
+            results["deployed"] = _try_out(steps, given, results)
+        steps.report(recipe, models, **results)
+
+    # KFP reads the inputs from the signature, which depends on the variants.
     keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
     judge.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, keyword, annotation=kind) for name, kind in inputs.items()],
-        return_annotation=judged,
+        [inspect.Parameter(name, keyword, annotation=kind) for name, kind in inputs.items()]
     )
     return judge
 
 
-JUDGED = (("dense", "int8"), ("dense", "pruned", "int8"))
+def _try_out(steps: Steps, given: dict[str, Any], results: dict[str, Any]) -> Any:
+    """Rehearse the deployment of the INT8 model, and make it live if it may be; returns the
+    rehearsal's artifact."""
+    recipe, model = given["recipe"], given["int8"]
+    read = {"data": given["data"], "model": model}
+    deployed = steps.rehearse(recipe, exported=results["int8_export"], **read).outputs["deployed"]
+    evaluation, dense = results["int8_evaluation"], results["dense_evaluation"]
+    compared = steps.gate(recipe, baseline=dense, candidate=evaluation).outputs
+    with (
+        dsl.If(given["production"] != "", "to-production"),
+        dsl.If(compared["Output"] == True, "gate-passed"),  # noqa: E712
+    ):
+        read |= {"deployed": deployed, "evaluation": evaluation, "gate": compared["verdict"]}
+        steps.release(recipe, production=given["production"], cloze=given["cloze"], **read)
+    return deployed
+
+
+JUDGED = (("dense", "pruned"), ("dense", "int8"), ("dense", "pruned", "int8"))
 
 
 class Groups:
     """All of them, traced for the variant that is being compiled."""
 
     def __init__(self) -> None:
-        self.train = _traced(train)
         self.quantization = _traced(quantization)
         self.measure = _traced(measure)
         self._judges = {variants: _traced(judge(variants)) for variants in JUDGED}
 
     def judge(self, models: dict[str, Any], **inputs: Any) -> dsl.PipelineTask:
-        """The task that judges these models, the dense one first and the INT8 one last."""
+        """The task that judges these models, the dense one first."""
         return self._judges[tuple(models)](**models, **inputs)
 
 
@@ -164,38 +150,6 @@ def with_groups() -> Iterator[None]:
 def groups() -> Groups:
     """The groups of the pipeline that is being traced."""
     return _GROUPS.get()
-
-
-def judge_and_release(
-    recipe: str,
-    overrides: list[str],
-    models: dict[str, Any],
-    made: dict[str, Any],
-    found: Mapping[str, Any],
-    cloze: str,
-    production: str,
-) -> None:
-    """Judge the models, report on them, and make the INT8 one live if it is as good as the dense
-    one and `production` names the releases.
-
-    Args:
-        made: the outputs `data` and `sensitivity` of earlier steps.
-        found: what the run reads from outside; see `look_up`.
-    """
-    steps, given = Steps(overrides, found), {"data": made["data"], "cloze": cloze}
-    read = {key: found[key] for key in ("weights", "scored")}
-    judged = dict(
-        groups().judge(models, recipe=recipe, overrides=overrides, **given, **read).outputs
-    )
-    passed, verdict = judged.pop("passed"), judged.pop("verdict")
-    steps.report(recipe, models, sensitivity=made["sensitivity"], **judged)
-    with (
-        dsl.If(production != "", "to-production"),
-        dsl.If(passed == True, "gate-passed"),  # noqa: E712
-    ):
-        candidate = {"deployed": judged["deployed"], "evaluation": judged["int8_evaluation"]}
-        candidate |= {"gate": verdict, "model": models["int8"]}
-        steps.release(recipe, production=production, **candidate, **given)
 
 
 def _traced(function: Callable[..., Any]) -> GraphComponent:

@@ -1,5 +1,6 @@
 """Model -> pruned model beside the dense one."""
 
+from pipelines.groups import groups
 from pipelines.steps import Steps, imported, look_up
 
 
@@ -22,9 +23,11 @@ def prune(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    steps = Steps(overrides, look_up([recipe], overrides, **given))
+    found = look_up([recipe], overrides, **given)
+    steps = Steps(overrides, found)
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
-    models = {"dense": dense, "pruned": pruned}
-    steps.report(recipe, models, **steps.compare(recipe, models, data, cloze))
+    given = {"recipe": recipe, "overrides": overrides, "data": data, "cloze": cloze}
+    given |= {key: found[key] for key in ("weights", "scored")}
+    groups().judge({"dense": dense, "pruned": pruned}, **given)

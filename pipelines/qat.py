@@ -1,6 +1,6 @@
 """Model -> INT8 model on Triton."""
 
-from pipelines.groups import groups, judge_and_release
+from pipelines.groups import groups
 from pipelines.steps import Steps, imported, look_up
 
 
@@ -33,5 +33,7 @@ def qat(
     inputs = {"model": dense, "data": data, "weights": found["weights"]}
     quantized = groups().quantization(recipe=recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "int8": quantized["model"]}
-    given = {"sensitivity": quantized["sensitivity"], "data": data}
-    judge_and_release(recipe, overrides, models, given, found, cloze, production)
+    given = {"data": data, "sensitivity": quantized["sensitivity"]}
+    given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
+    given |= {key: found[key] for key in ("weights", "scored")}
+    groups().judge(models, **given)

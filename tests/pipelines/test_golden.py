@@ -27,17 +27,29 @@ def test_no_drift(compiled, name):
 @pytest.mark.parametrize("name", ["qat", "full"])
 def test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it(compiled, name):
     spec = load(compiled[name])
-    named = {task["taskInfo"]["name"]: task for task in spec["root"]["dag"]["tasks"].values()}
+    judge = tasks_of(spec, spec["root"]["dag"]["tasks"]["judge"])
+    named = {task["taskInfo"]["name"]: task for task in judge.values()}
     outer = named["to-production"]
     (inner,) = tasks_of(spec, outer).values()
     (last,) = tasks_of(spec, inner).values()
     assert [task["triggerPolicy"]["condition"] for task in (outer, inner)] == [
         "inputs.parameter_values['pipelinechannel--production'] != ''",
-        "inputs.parameter_values['pipelinechannel--judge-passed'] == true",
+        "inputs.parameter_values['pipelinechannel--gate-Output'] == true",
     ]
     assert inner["taskInfo"]["name"] == "gate-passed" and last["taskInfo"]["name"] == "release"
     assert "enableCache" not in last["cachingOptions"]
     assert not last.get("retryPolicy", {}).get("maxRetryCount")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_graph_of_a_run_fits_on_a_screen(compiled, name):
+    """Pipelines draws a node for each task and artifact, and a line for each use of one."""
+    tasks = load(compiled[name])["root"]["dag"]["tasks"].values()
+    used = [given for task in tasks for given in task["inputs"].get("artifacts", {}).values()]
+    lines = sum("taskOutputArtifact" in given for given in used)
+    # The search of `compress` compares its trials with each other, in the graph as well.
+    most_tasks, most_lines = (9, 25) if name == "compress" else (6, 12)
+    assert len(tasks) <= most_tasks and lines <= most_lines
 
 
 def test_full_compresses_the_pruned_model_and_judges_all_three(compiled):
@@ -48,27 +60,19 @@ def test_full_compresses_the_pruned_model_and_judges_all_three(compiled):
         given = tasks[task]["inputs"]["artifacts"][name]
         return given.get("taskOutputArtifact", {}).get("producerTask")
 
-    assert producer(tasks, "prune", "model") == "train"
+    assert producer(tasks, "prune", "model") == "pretrain"
     assert producer(tasks, "quantization", "model") == "prune"
     models = {v: producer(tasks, "judge", v) for v in ("dense", "pruned", "int8")}
-    assert models == {"dense": "train", "pruned": "prune", "int8": "quantization"}
+    assert models == {"dense": "pretrain", "pruned": "prune", "int8": "quantization"}
     judge = tasks_of(spec, tasks["judge"])
     assert producer(judge, "gate", "baseline") == "evaluate-dense"
     assert producer(judge, "gate", "candidate") == "evaluate-int8"
     assert producer(judge, "rehearse", "exported") == "export-int8"
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_graph_in_the_ui_fits_on_a_screen(compiled, name):
-    spec = load(compiled[name])
-    assert len(spec["root"]["dag"]["tasks"]) <= 9
-    if name not in ("pretrain", "compress"):
-        assert "report" in spec["root"]["dag"]["tasks"]
-
-
-def test_a_run_of_full_that_is_released_starts_24_pods_one_after_the_other(compiled):
+def test_a_run_of_full_that_is_released_starts_23_pods_one_after_the_other(compiled):
     spec = load(compiled["full"])
-    assert pods_in_sequence(spec, spec["root"]) == 24
+    assert pods_in_sequence(spec, spec["root"]) == 23
 
 
 def pods_in_sequence(spec, component):

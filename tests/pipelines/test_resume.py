@@ -75,8 +75,8 @@ def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
     assert {"prune", "gate", "report"} < steps and not {"prepare", "pretrain"} & steps
     tasks = spec["root"]["dag"]["tasks"]
     assert tasks["prune"]["inputs"]["artifacts"]["model"]["taskOutputArtifact"] == {
-        "producerTask": "train",
-        "outputArtifactKey": "model",
+        "producerTask": "import-pretrain-model",
+        "outputArtifactKey": "artifact",
     }
 
 

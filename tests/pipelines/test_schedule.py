@@ -40,7 +40,7 @@ def test_made_updated_and_removed(kfp):
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
     tasks = spec["root"]["dag"]["tasks"]
     assert "enableCache" not in tasks["inputs"]["cachingOptions"]  # every run looks them up itself
-    read = tasks["train"]["inputs"]["parameters"]["text"]["taskOutputParameter"]
+    read = tasks["prepare"]["inputs"]["parameters"]["contents"]["taskOutputParameter"]
     assert read == {"outputParameterKey": "text", "producerTask": "inputs"}
 
     result = schedule("set", "full", "--cron", DAILY, *corpus)
