@@ -79,8 +79,13 @@ class _Trial:
         self.recipe, self.model, self.formats = recipe, model, formats
         self.settings: QuantizationSettings = recipe.Compress.Quantization
         usual: Format = "int4" if self.settings.weight_bits == 4 else "int8"
+        undecided: set[Format] = {"int8"}
+        if self.settings.activation_quantize_type == "moving_average_abs_max":
+            undecided.add(
+                "static_int8"
+            )  # which an analysis may have chosen: the warning is due too
         plan = make_plan(model.config, self.settings, formats)
-        self.names = [name for name in plan.linears if formats.get(name, usual) == "int8"]
+        self.names = [name for name in plan.linears if formats.get(name, usual) in undecided]
         self.limit = SHARE * math.log1p(recipe.Gate.max_perplexity_increase)
         rows = max(1, TOKENS // batches[0].shape[1])
         self.sample = torch.cat(list(batches))[:rows]

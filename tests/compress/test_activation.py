@@ -77,7 +77,7 @@ def test_static_scales_that_must_be_and_cost_too_much_are_warned_of(
 ) -> None:
     model = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
     formats = chosen(model, override)
-    assert set(formats.values()) <= {"int8", "static_int8"}
+    assert set(formats.values()) == {"static_int8"}
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "nats a token before training" in warning and hint in warning
 
@@ -119,3 +119,15 @@ def test_quantization_follows_what_the_analysis_chose(
     assert static == set(plan.activation_scales) != set()
     dynamic = LinearFormat(WeightFormat.grouped(64, 8), "dynamic_int8")
     assert {form for name, form in plan.linears.items() if name not in static} == {dynamic}
+
+
+def test_a_choice_that_is_made_already_is_not_measured_again_but_warned_of(
+    tmp_path: Path, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lathe")
+    model = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
+    named: dict[str, Format] = dict.fromkeys(model.config.linear_names(), "static_int8")
+    auto, static = (load_recipe("tiny", (*SMALL, f"{SCALES}={x}")) for x in ("auto", STATIC))
+    assert with_int8_formats(auto, model, [TOKENS], named) == named and not caplog.records
+    assert with_int8_formats(static, model, [TOKENS], named) == named
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
