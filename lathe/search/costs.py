@@ -23,6 +23,7 @@ from lathe.compress.sensitivity.analyze import TorchModel
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.storage import atomic_file
 
@@ -75,7 +76,10 @@ def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
 
 def read_costs(path: Path) -> Costs:
     """Read the file of `write_costs`."""
-    return read_as(path, Costs, HINT)
+    found = read_as(path, Costs, HINT)
+    if "float" not in found.formats:
+        raise UserError(f"{path}: formats have no costs of float", HINT)
+    return found
 
 
 def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:
