@@ -38,11 +38,12 @@ def main() -> None:
     settings, checkpoint = recipe.Compress.Quantization, load_checkpoint(given.model)
     config = checkpoint.model.config
     random = np.random.default_rng(0)
-    designs = [drawn(random, config, formats(settings)) for _ in range(given.designs)]
+    forms = formats(settings)
+    designs = [drawn(random, config, forms) for _ in range(given.designs)]
     with TemporaryDirectory() as scratch:
         dense = Path(scratch) / "dense"
         write_sample(checkpoint, checkpoint.model, dense, recipe.Export)
-        prices = measure_prices(checkpoint, dense, settings, recipe.Export)
+        prices = measure_prices(checkpoint, dense, forms, settings, recipe.Export)
         measured = [
             measure_design(checkpoint, dense, design, settings, recipe.Export) for design in designs
         ]

@@ -57,7 +57,7 @@ def measure(
     evaluated = steps.evaluate("dense", recipe, model=model, data=data, cloze=cloze)
     exported = steps.export("dense", recipe, model=model, data=data).outputs["exported"]
     costs = steps.estimate(qat_recipe, model=model, data=data).outputs["costs"]
-    priced = steps.price(recipe, qat_recipe=qat_recipe, model=model, data=data, exported=exported)
+    priced = steps.price(recipe, qat_recipe=qat_recipe, model=model, costs=costs, exported=exported)
     return Measured(
         evaluation=evaluated.outputs["evaluation"],
         exported=exported,

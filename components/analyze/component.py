@@ -25,7 +25,7 @@ def analyze(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to examine.
         data: Token data set to calibrate and measure on.
-        sensitivity: Folder with the ranked list and the layers to skip.
+        sensitivity: Folder with the ranked list and the format of every layer.
         page: The cost of INT8 in every layer, and the distributions of weights and inputs.
         metrics: Baseline, budget, predicted cost, and rank correlation with the estimate.
         contents: What identifies the weights that the run starts from, by address, on which the

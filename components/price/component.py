@@ -13,7 +13,7 @@ def price(
     qat_recipe: str,
     overrides: list[str],
     model: dsl.Input[dsl.Model],
-    data: dsl.Input[dsl.Dataset],
+    costs: dsl.Input[dsl.Artifact],
     exported: dsl.Input[dsl.Model],
     prices: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
@@ -26,7 +26,7 @@ def price(
         qat_recipe: Name or path of the quantization recipe (group Compress.Quantization).
         overrides: Settings that replace both recipes', as `Group.key=value`.
         model: Dense checkpoint folder.
-        data: Token data set that calibrates.
+        costs: The costs of all choices, of which `estimate` has decided the formats.
         exported: Its ONNX folder.
         prices: JSON file with the prices of all parts, shares of the dense model's, by target.
         metrics: The share of each target that no design can save.
@@ -42,5 +42,5 @@ def price(
 
     with stage(recipe, overrides, contents) as settings:
         recipes = settings, load_recipe(qat_recipe, overrides)
-        found = write_prices(*recipes, *local(model, data, exported), Path(prices.path))
+        found = write_prices(*recipes, *local(model, costs, exported), Path(prices.path))
         record({target: own.of.get("fixed", 0.0) for target, own in found.items()}, metrics, prices)

@@ -30,7 +30,7 @@ def quantize(
         quantized: Checkpoint folder with the quantization plan.
         page: The loss curve.
         metrics: Loss and perplexity.
-        sensitivity: The analysis that names the layers to leave in float.
+        sensitivity: The analysis whose choice of formats is followed.
         design: A design of the component `design`, whose formats replace the recipe's and the
             analysis.
         contents: What identifies the weights that the run starts from, by address, on which the

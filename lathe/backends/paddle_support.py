@@ -8,6 +8,7 @@ from lathe.errors import UserError
 from lathe.evaluate.measure import require_float32
 
 CRITERIA = ("l1_norm", "l2_norm")
+STATIC = "PaddleSlim quantizes the weight and the input of a linear together, with static scales"
 HINT = "or use Compress.engine=torch"
 
 
@@ -28,12 +29,17 @@ def require_supported(verb: str, recipe: Recipe) -> None:
         )
     if verb == "prune":
         _require_pruner(recipe.Compress.Prune)
-    kind = recipe.Compress.Quantization.activation_quantize_type
+    settings = recipe.Compress.Quantization
+    kind = settings.activation_quantize_type
     if verb == "quantize" and kind not in ("auto", "moving_average_abs_max"):
         raise UserError(
-            f"Compress.Quantization.activation_quantize_type is {kind}: PaddleSlim quantizes the "
-            "weight and the input of a linear together, with static scales",
+            f"Compress.Quantization.activation_quantize_type is {kind}: {STATIC}",
             f"-o Compress.Quantization.activation_quantize_type=moving_average_abs_max, {HINT}",
+        )
+    if verb == "quantize" and (others := settings.named & {"dynamic_int8", "weight_only_int8"}):
+        raise UserError(
+            f"Compress.Quantization names the format {min(others)}: {STATIC}",
+            f"name int8 or float instead, {HINT}",
         )
     if verb in ("prune", "quantize"):
         _require_training(recipe)

@@ -76,7 +76,7 @@ def quantize(
     model: Model = RUN / "pruned",
     data: Data = RUN / "data",
     sensitivity: Annotated[
-        Path | None, input_option("Folder of `lathe analyze`: its choice stays in float.")
+        Path | None, input_option("Folder of `lathe analyze`, whose choice of formats is followed.")
     ] = None,
     recipe: RecipeName = "tiny-qat",
     override: Overrides = None,

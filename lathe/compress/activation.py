@@ -9,39 +9,40 @@ reads prompts faster with static scales.
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from lathe.compress.plan import make_plan
+from lathe.compress.plan import INT8_FORMATS, make_plan
+from lathe.compress.sensitivity.choice import choose_formats
+from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.statistics import weight_of
 from lathe.config.settings import QuantizationSettings, Recipe
-from lathe.config.settings.types import ActivationScales, Format
+from lathe.config.settings.types import Format
 from lathe.model import fake_quant
 from lathe.model.gpt import GPT
+from lathe.model.quantization import QuantizationPlan
 
 log = logging.getLogger("lathe")
 
-TOKENS = 2048  # on which costs are measured: three passes over them take seconds
+TOKENS = 2048  # on which costs are measured: a pass over them takes a second
 SHARE = 0.1
 """Largest cost of static scales, as a share of the increase of log perplexity that the gate
 allows: the rest is left to rounding weights, to pruning, and to the gate's own uncertainty."""
+ATTEMPTS = 4  # to meet that limit with some of the scales static
+
+Formats = Mapping[str, Format]
 
 
-def with_activation_scales(
-    recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Mapping[str, Format]
-) -> QuantizationSettings:
-    """The recipe's `Compress.Quantization` with `activation_quantize_type: auto` decided."""
-    kind = choose_activation_scales(recipe, model, batches, formats)
-    return recipe.Compress.Quantization.model_copy(update={"activation_quantize_type": kind})
-
-
-def choose_activation_scales(
-    recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Mapping[str, Format]
-) -> ActivationScales:
-    """`activation_quantize_type`, with `auto` replaced by static or dynamic scales and a line of
-    log that says why; warns of static scales that are asked for and cost too much.
+def int8_candidates(
+    recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
+) -> Sequence[Format]:
+    """The INT8 formats to choose from, and a line of log that says why: for
+    `activation_quantize_type: auto` static ones alone if they cost little enough. Warns of static
+    scales that are asked for and cost too much.
 
     The cost is KL(float || quantized without training) in nats a token, on calibration text.
 
@@ -50,39 +51,116 @@ def choose_activation_scales(
         batches: tokens (B, T) each.
         formats: of single linears, for `make_plan`.
     """
-    settings = recipe.Compress.Quantization
-    kind = settings.activation_quantize_type
-    if kind not in ("auto", "moving_average_abs_max"):
-        return kind
-    plan = make_plan(model.config, settings, formats)
-    int8 = [name for name, form in plan.linears.items() if form.weight.bits == 8]
-    if not int8:
-        return "moving_average_abs_max"
-    limit = SHARE * math.log1p(recipe.Gate.max_perplexity_increase)
-    rows = max(1, TOKENS // batches[0].shape[1])
-    sample = torch.cat(list(batches))[:rows]
-    measure = Measure("kl", [sample.cpu().numpy()], model)
+    return _Trial(recipe, model, batches, formats).candidates()
 
-    def cost(scales: ActivationScales) -> float:
-        asked = settings.model_copy(update={"activation_quantize_type": scales})
-        plan = make_plan(model.config, asked, formats)
-        with fake_quant.inserted(model, plan.part(int8)):
-            fake_quant.calibrate(model, [sample])
-            return fmean(measure(model))
 
-    static = cost("moving_average_abs_max")
-    found = f"INT8 with static activation scales costs {static:.2g} nats a token before training"
-    allowed = f"{limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
-    if static <= limit:
-        log.info("%s (limit %s): static", found, allowed)
-        return "moving_average_abs_max"
-    if kind == "auto" and (hindrance := _hindrance(recipe)) is None:
-        dynamic = cost("dynamic")
-        log.info("%s (limit %s), with dynamic ones %.2g: dynamic", found, allowed, dynamic)
-        return "dynamic" if dynamic < static else "moving_average_abs_max"
-    hint = "set activation_quantize_type=auto" if kind != "auto" else f"{hindrance} excludes others"
-    log.warning("%s, more than %s: %s", found, allowed, hint)
-    return "moving_average_abs_max"
+def with_int8_formats(
+    recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
+) -> dict[str, Format]:
+    """`formats`, with `activation_quantize_type: auto` decided for every linear that is `int8`: as
+    many weights as the limit allows have static scales. See `int8_candidates`."""
+    trial = _Trial(recipe, model, batches, formats)
+    candidates = trial.candidates()
+    chosen = trial.choose(candidates) if len(candidates) > 1 else trial.all_in(candidates[0])
+    return {**formats, **chosen}
+
+
+class _Trial:
+    """A model to quantize in different ways, and the text to measure them on.
+
+    Attributes:
+        names: the linears whose kind of INT8 is to be found.
+        limit: largest cost in nats a token.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
+    ) -> None:
+        self.recipe, self.model, self.formats = recipe, model, formats
+        self.settings: QuantizationSettings = recipe.Compress.Quantization
+        usual: Format = "int4" if self.settings.weight_bits == 4 else "int8"
+        undecided: set[Format] = {"int8"}
+        if self.settings.activation_quantize_type == "moving_average_abs_max":
+            undecided.add(
+                "static_int8"
+            )  # which an analysis may have chosen: the warning is due too
+        plan = make_plan(model.config, self.settings, formats)
+        self.names = [name for name in plan.linears if formats.get(name, usual) in undecided]
+        self.limit = SHARE * math.log1p(recipe.Gate.max_perplexity_increase)
+        rows = max(1, TOKENS // batches[0].shape[1])
+        self.sample = torch.cat(list(batches))[:rows]
+
+    def all_in(self, form: Format) -> dict[str, Format]:
+        return dict.fromkeys(self.names, form)
+
+    def candidates(self) -> Sequence[Format]:
+        kind = self.settings.activation_quantize_type
+        both = INT8_FORMATS[kind]
+        if both[0] != "static_int8" or not self.names:
+            return both[:1]
+        static = self.cost(self.all_in("static_int8"))
+        found = (
+            f"INT8 with static activation scales costs {static:.2g} nats a token before training"
+        )
+        allowed = f"{self.limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
+        if static <= self.limit:
+            log.info("%s (limit %s): static", found, allowed)
+            return both[:1]
+        hindrance = _hindrance(self.recipe)
+        if kind == "auto" and hindrance is None:
+            log.info("%s (limit %s): dynamic scales where it costs most", found, allowed)
+            return both
+        advice = "set activation_quantize_type=auto"
+        hint = f"{hindrance} excludes others" if kind == "auto" else advice
+        log.warning("%s, more than %s: %s", found, allowed, hint)
+        return both[:1]
+
+    def choose(self, forms: Sequence[Format]) -> dict[str, Format]:
+        """The formats with the fewest bytes that cost at most the limit; the last of `forms` for
+        all where none do.
+
+        Costs are estimated from gradients, and scaled to what having all linears in one format
+        is measured to cost.
+        """
+        plans = {form: self.plan(self.all_in(form)) for form in forms}
+        rows = torch.split(
+            self.sample, 1
+        )  # one at a time: gradients need all activations of a pass
+        estimates = estimate_costs(self.model, plans, self.names, rows)
+        totals = {form: self.cost(self.all_in(form)) for form in forms}
+        scales = {form: totals[form] / sum(estimates[form].values()) for form in forms}
+        costs = {n: [estimates[f][n] * scales[f] for f in forms] for n in self.names}
+        sizes = {name: weight_of(self.model, name).numel() for name in self.names}
+        budget = self.limit
+        for _ in range(ATTEMPTS):
+            chosen, _ = choose_formats(costs, forms, sizes, self.settings.group_size, budget, 0)
+            cost = self.cost(chosen)
+            if cost <= self.limit:
+                break
+            budget *= self.limit / cost
+        else:
+            chosen, cost = self.all_in(forms[-1]), totals[forms[-1]]
+        n_static = sum(form == "static_int8" for form in chosen.values())
+        words = "%d of %d INT8 linears have static scales: %.2g nats a token, %.2g with none"
+        log.info(words, n_static, len(chosen), cost, totals[forms[-1]])
+        return chosen
+
+    def plan(self, formats: Formats) -> QuantizationPlan:
+        """The calibrated plan of these linears alone."""
+        every = make_plan(self.model.config, self.settings, {**self.formats, **formats})
+        plan = every.part(formats)
+        with fake_quant.inserted(self.model, plan):
+            return plan.with_scales(fake_quant.calibrate(self.model, [self.sample]))
+
+    @cached_property
+    def measure(self) -> Measure:
+        return Measure("kl", [self.sample.cpu().numpy()], self.model)
+
+    def cost(self, formats: Formats) -> float:
+        """KL(float || these linears quantized), nats a token."""
+        measure, plan = self.measure, self.plan(formats)
+        with fake_quant.inserted(self.model, plan):
+            return fmean(measure(self.model))
 
 
 def _hindrance(recipe: Recipe) -> str | None:

@@ -7,11 +7,12 @@ the scales that rounding to nearest has.
 Shapes: B batch, T tokens, C hidden size, O output channels and I inputs of a linear.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lathe.model.block import Block
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, weight_scale
 from lathe.model.gpt import GPT
 from lathe.model.groups import integer_range, split, weight_scales
@@ -39,22 +40,20 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
         round_columns(head.weight, head.quantized.form, hessian_of(finals))
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
-        for linear in block.modules():
-            if isinstance(linear, FakeQuantLinear):
-                found = hessian_of(_inputs(block, linear, hidden))
-                round_columns(linear.weight, linear.quantized.form, found)
-        hidden = [block(x) for x in hidden]
+        assert isinstance(block, Block)
+        for norm, part in block.halves:
+            first, second = (getattr(part, name) for name in part.names)
+            _round_linear(first, (norm(x) for x in hidden))
+            inner = [part.inner(norm(x)) for x in hidden]
+            _round_linear(second, inner)
+            hidden = [x + second(y) for x, y in zip(hidden, inner, strict=True)]
 
 
-def _inputs(
-    block: nn.Module, linear: FakeQuantLinear, hidden: Sequence[Tensor]
-) -> Iterator[Tensor]:
-    """The rounded inputs (B, T, I) of a linear in a block that is given `hidden`."""
-    caught: list[Tensor] = []
-    with linear.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])):
-        for x in hidden:
-            block(x)
-            yield _rounded(linear.observer, caught.pop())
+def _round_linear(linear: nn.Module, inputs: Iterable[Tensor]) -> None:
+    """Round the weight of a linear, if it is quantized, for its inputs (B, T, I)."""
+    if isinstance(linear, FakeQuantLinear):
+        rounded = (_rounded(linear.observer, x) for x in inputs)
+        round_columns(linear.weight, linear.quantized.form, hessian_of(rounded))
 
 
 def _rounded(observer: nn.Module | None, x: Tensor) -> Tensor:

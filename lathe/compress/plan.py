@@ -1,12 +1,13 @@
 """The format of every linear: that of the recipe, except where an analysis or the recipe names
 another."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import QuantizationSettings
-from lathe.config.settings.types import Format
+from lathe.config.settings.types import ActivationScales, Format
 from lathe.errors import UserError
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
@@ -29,9 +30,28 @@ def all_int8(config: GPTConfig, settings: QuantizationSettings) -> dict[str, For
     return dict.fromkeys(quantizable(config, settings), "int8")
 
 
-def formats(settings: QuantizationSettings) -> list[Format]:
-    """The formats that a linear may have, the narrowest first."""
-    return ["int4", "int8", "float"] if settings.has_int4 else ["int8", "float"]
+INT8_FORMATS: Mapping[ActivationScales, Sequence[Format]] = {
+    "auto": ("static_int8", "dynamic_int8"),
+    "moving_average_abs_max": ("static_int8",),
+    "dynamic": ("dynamic_int8",),
+    "none": ("weight_only_int8",),
+}
+"""The formats that `int8` stands for; of `auto`, both to choose from, the usual one first."""
+
+
+def formats(
+    settings: QuantizationSettings, int8: Sequence[Format] = (), named: bool = True
+) -> list[Format]:
+    """The formats that a linear may have, the narrowest first.
+
+    Args:
+        int8: those of INT8 that are to be chosen from; by default all that the recipe allows.
+        named: whether to include those that the recipe names for single linears.
+    """
+    offered = {"float", *(int8 or INT8_FORMATS[settings.activation_quantize_type])}
+    offered |= {"int4"} if settings.weight_bits == 4 else set()
+    offered |= settings.named if named else set()
+    return [form for form in get_args(Format) if form in offered and form != "int8"]
 
 
 def make_plan(
@@ -46,14 +66,15 @@ def make_plan(
     usual: Format = "int4" if settings.weight_bits == 4 else "int8"
     chosen = {name: (formats or {}).get(name, usual) for name in quantizable(config, settings)}
     in_float = settings.activation_quantize_type == "none"
-    is_dynamic = settings.activation_quantize_type == "dynamic"
 
     def linear(name: str, form: Format) -> LinearFormat:
-        if form == "int4" or is_dynamic:
+        if form == "int8":
+            form = INT8_FORMATS[settings.activation_quantize_type][0]
+        if form in ("int4", "dynamic_int8"):
             grouped = WeightFormat.grouped(settings.group_size, 4 if form == "int4" else 8)
-            return LinearFormat(grouped, None if in_float else "dynamic_int8")
+            return LinearFormat(grouped, None if in_float and form == "int4" else "dynamic_int8")
         weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
-        return LinearFormat(weight, None if in_float else "int8")
+        return LinearFormat(weight, "int8" if form == "static_int8" else None)
 
     return QuantizationPlan({n: linear(n, form) for n, form in chosen.items() if form != "float"})
 
@@ -70,8 +91,9 @@ def named_formats(
     known, named = quantizable(config, settings), dict[str, Format]()
     if sensitivity is not None:
         found = read_analysis(sensitivity)
+        allowed = formats(settings)
+        named.update({name: form for name, form in found.formats.items() if form in allowed})
         named.update(dict.fromkeys(found.skip, "float"))
-        named.update(dict.fromkeys(found.int8, "int8"))
         if unknown := named.keys() - {*known, HEAD}:
             raise UserError(
                 f"{sensitivity}: chooses formats of {sorted(unknown)}, which this model does not "

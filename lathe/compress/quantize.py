@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from lathe.compress.activation import with_activation_scales
+from lathe.compress.activation import with_int8_formats
 from lathe.compress.enabled import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
@@ -40,7 +40,7 @@ def quantize(
 
     Args:
         sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s, and
-            whose choice of INT8 among INT4 is followed.
+            whose choice of formats is followed.
 
     Raises:
         UserError: `model` is already quantized, the analysis is of another one, a skip names no
@@ -61,10 +61,10 @@ def quantize(
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
-        formats = named_formats(config, settings, sensitivity)
-        chosen = with_activation_scales(recipe, start.model, batches, formats)
+        named = named_formats(config, settings, sensitivity)
+        formats = with_int8_formats(recipe, start.model, batches, named)
         plan = replace(
-            make_plan(config, chosen, formats),
+            make_plan(config, settings, formats),
             position_embedding=settings.quantize_embedding
             and config.architecture.positions == "learned",
         )

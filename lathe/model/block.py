@@ -11,7 +11,7 @@ Those of a gated FFN's first matrix are ordered by channels, each one's gate fir
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,17 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Self-attention of x (B, T, C), after the cached tokens if there is a cache."""
+        out: Tensor = self.out(self.inner(x, mask, cache, positions))
+        return out
+
+    def inner(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The heads' outputs (B, T, H D), which the second linear reads."""
         q, k, v = self._heads(self.qkv(x))
         if self.rope is not None:
             start = cache.length if cache else 0
@@ -101,8 +112,8 @@ class Attention(nn.Module):
             y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
         else:
             y = self._core(q, k, v, mask)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
+        heads: Tensor = y.transpose(1, 2).flatten(2)
+        return heads
 
     def _heads(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Queries (B, H, T, D), keys and values (B, G, T, D) of the rows (B, T, (H + 2 G) D)."""
@@ -133,12 +144,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        column, row = (getattr(self, name) for name in self.names)
-        rows: Tensor = column(x)
+        out: Tensor = getattr(self, self.names[1])(self.inner(x))
+        return out
+
+    def inner(self, x: Tensor) -> Tensor:
+        """The channels (B, T, F), which the second linear reads."""
+        rows: Tensor = getattr(self, self.names[0])(x)
         if self.gated:
             gate, up = rows.view(*rows.shape[:2], -1, 2).unbind(3)
-            return row(self.activate(gate) * up)  # type: ignore[no-any-return]
-        return row(self.activate(rows))  # type: ignore[no-any-return]
+            return self.activate(gate) * up
+        return self.activate(rows)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -187,6 +202,12 @@ class Block(nn.Module):
     def attention(self) -> Attention:
         """Its self-attention."""
         return getattr(self, self.names[1])  # type: ignore[no-any-return]
+
+    @property
+    def halves(self) -> Sequence[tuple[nn.Module, "Attention | MLP"]]:
+        """The two parts that add to the residual stream, each with the norm before it."""
+        norm, attention, mlp_norm, mlp = (getattr(self, name) for name in self.names)
+        return (norm, attention), (mlp_norm, mlp)
 
     def forward(
         self,

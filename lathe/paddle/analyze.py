@@ -20,6 +20,7 @@ from lathe.compress.sensitivity.rank import (
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.config.settings import Recipe
+from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
 from lathe.model.architecture import HEAD
 from lathe.model.quantization import QuantizationPlan
@@ -46,7 +47,8 @@ class PaddleModel:
     """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
 
     engine = "paddle"
-    bits: Sequence[int] = (8,)
+    forms: Sequence[Format] = ("static_int8",)
+    group_size = 0
 
     def __init__(
         self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
@@ -63,12 +65,12 @@ class PaddleModel:
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
-    def measure(self, formats: Mapping[str, int]) -> list[float]:
+    def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears in INT8."""
         with fake_quant.inserted(self.model, self.plan.part(formats)):
             return self._measure(self.model)
 
-    def estimates(self, bits: int) -> dict[str, float]:
+    def estimates(self) -> dict[Format, dict[str, float]]:
         """The estimate of `lathe.compress.sensitivity.fisher`."""
         costs = dict.fromkeys(self.names, 0.0)
         n_tokens = 0
@@ -92,7 +94,7 @@ class PaddleModel:
                     costs[name] += _half_square(weight.grad, error)
                 self.model.clear_gradients()
                 n_tokens += targets
-        return {name: cost / n_tokens for name, cost in costs.items()}
+        return {"static_int8": {name: cost / n_tokens for name, cost in costs.items()}}
 
     @paddle.no_grad()
     def weights(self) -> dict[str, Distribution]:

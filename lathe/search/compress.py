@@ -121,7 +121,7 @@ class _Search:
         if not costs.is_file():
             write_costs(self.quantization, self.model, self.data, costs)
         if not prices.is_file():
-            write_prices(self.base, self.quantization, self.model, self.data, dense, prices)
+            write_prices(self.base, self.quantization, self.model, costs, dense, prices)
         inputs = self.model, dense, costs, prices
         return write_designs(self.goal, recipes, *inputs, trials, designs)
 

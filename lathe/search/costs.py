@@ -23,6 +23,7 @@ from lathe.compress.sensitivity.analyze import TorchModel
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.storage import atomic_file
 
@@ -35,7 +36,9 @@ class Costs:
 
     Attributes:
         heads, channels: by layer and by the number of units kept, from 0 to all.
-        formats: by format and linear, of all its weights.
+        formats: by format and linear, of all its weights. These are the formats that designs may
+            have: dynamic INT8 is among them if static scales alone would cost too much (see
+            `lathe.compress.activation`).
     """
 
     heads: Sequence[Sequence[float]]
@@ -59,7 +62,7 @@ def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
     """Estimate all costs and write them to a JSON file; a killed estimate resumes.
 
     Args:
-        recipe: of quantization; `Compress.Quantization.weight_bits` says which formats there are.
+        recipe: of quantization; `Compress.Quantization` says which formats there are.
     """
     checkpoint, tokens = load_checkpoint(model), TokenDataset.open(data)
     findings = output.with_name(f"{output.name}.findings.jsonl")
@@ -73,20 +76,21 @@ def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
 
 def read_costs(path: Path) -> Costs:
     """Read the file of `write_costs`."""
-    return read_as(path, Costs, HINT)
+    found = read_as(path, Costs, HINT)
+    if "float" not in found.formats:
+        raise UserError(f"{path}: formats have no costs of float", HINT)
+    return found
 
 
 def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:
-    """Estimate all costs, with a pass over the calibration batches for each format and one more."""
-    model = TorchModel(recipe, checkpoint, data, journal)
+    """Estimate all costs, with two passes over the calibration batches."""
+    model = TorchModel(recipe, checkpoint, data, journal, named=True)
     slopes = gate_slopes(model.model, model.calibration)
     tokens = model.calibration[0].shape[1] - 1
-    names: dict[int, Format] = {4: "int4", 8: "int8"}
-    formats = {names[bits]: model.estimates(bits) for bits in model.bits}
     return Costs(
         heads=[_removed(layer, tokens) for layer in slopes.heads],
         channels=[_removed(layer, tokens) for layer in slopes.channels],
-        formats={**formats, "float": dict.fromkeys(model.names, 0.0)},
+        formats={**model.estimates(), "float": dict.fromkeys(model.names, 0.0)},
     )
 
 

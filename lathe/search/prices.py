@@ -7,7 +7,7 @@ this machine, where weights come from memory and not from a cache.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -18,12 +18,10 @@ import scipy  # type: ignore[import-untyped]
 import torch
 
 from lathe.artifacts.kinds import checked, read_json
-from lathe.compress.activation import with_activation_scales
-from lathe.compress.plan import all_int8, formats, make_plan
+from lathe.compress.plan import make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
 from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
-from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
@@ -33,9 +31,9 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.progress import track
+from lathe.search.costs import read_costs
 from lathe.search.design import Design
 from lathe.storage import atomic_file
-from lathe.train.batches import calibration_batches
 
 ROUNDS = 9
 PROMPT = 128  # tokens
@@ -81,7 +79,7 @@ def linear_parts(shape: tuple[int, int], form: Format, group_size: int) -> Parts
     n_in, n_out = shape
     if form == "float":
         return Counter({"weights float": n_in * n_out})
-    if form == "int4":
+    if form in ("int4", "dynamic_int8"):
         n_in = ceil(n_in / group_size) * group_size
     return Counter(
         {f"linears {form}": 1, f"weights {form}": n_in * n_out, f"outputs {form}": n_out}
@@ -94,20 +92,18 @@ def head_parts(form: Format) -> Parts:
 
 
 def write_prices(
-    base: Recipe, quantization: Recipe, model: Path, data: Path, dense: Path, output: Path
+    base: Recipe, quantization: Recipe, model: Path, costs: Path, dense: Path, output: Path
 ) -> dict[str, Prices]:
     """Measure the prices for each target of a `Goal` and write them to a JSON file.
 
     Args:
         base: the recipe that exports.
         model, dense: the dense checkpoint and its export.
-        data: token data set that `auto` scales of activations are decided on.
+        costs: what `write_costs` wrote, which says which formats there are.
     """
-    checkpoint, tokens = load_checkpoint(model), TokenDataset.open(data)
-    batches = [torch.from_numpy(part) for part in calibration_batches(quantization, tokens)]
-    int8 = all_int8(checkpoint.model.config, quantization.Compress.Quantization)
-    settings = with_activation_scales(quantization, checkpoint.model, batches, int8)
-    found = measure_prices(checkpoint, dense, settings, base.Export)
+    checkpoint, forms = load_checkpoint(model), list(read_costs(costs).formats)
+    settings = quantization.Compress.Quantization
+    found = measure_prices(checkpoint, dense, forms, settings, base.Export)
     with atomic_file(output) as work:
         prices = {target: asdict(prices) for target, prices in found.items()}
         work.write_text(json.dumps(prices) + "\n", encoding="utf-8")
@@ -124,11 +120,15 @@ def read_prices(path: Path) -> dict[str, Prices]:
 
 
 def measure_prices(
-    checkpoint: Checkpoint, dense: Path, settings: QuantizationSettings, export: ExportSettings
+    checkpoint: Checkpoint,
+    dense: Path,
+    forms: Sequence[Format],
+    settings: QuantizationSettings,
+    export: ExportSettings,
 ) -> dict[str, Prices]:
     """The prices for each target of a `Goal`; see `write_prices`."""
     config = checkpoint.model.config
-    samples = list(_samples(config, settings))
+    samples = list(_samples(config, forms, settings.quantize_embedding))
     shares = [
         measure_design(checkpoint, dense, sample, settings, export)
         for sample in track(samples, "prices")
@@ -164,16 +164,16 @@ def shares_of(dense: Path, other: Path) -> dict[str, float]:
     return {t: found["other"][f] / found["dense"][f] for t, f in FIGURES.items() if f}
 
 
-def _samples(config: GPTConfig, settings: QuantizationSettings) -> Iterator[Design]:
+def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iterator[Design]:
     """Designs that differ enough for every part's price to be told from the others'."""
     heads, channels, linears = config.n_kv_head, config.n_inner, config.linear_names()
     half_heads, half_channels = (tuple(-(-n // 2) for n in part) for part in (heads, channels))
-    for form in formats(settings):
+    for form in forms:
         every = dict.fromkeys(linears, form)
         yield Design(heads, channels, every)
         yield Design(half_heads, channels, every)
         yield Design(heads, half_channels, every)
-        if settings.quantize_embedding and form != "float":
+        if has_head and form != "float":
             yield Design(heads, channels, {**every, HEAD: form})
     some = config.n_layer // 2
     if some:

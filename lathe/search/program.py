@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # type: ignore[import-untyped]
 
-from lathe.compress.plan import formats, named_formats, quantizable
+from lathe.compress.plan import INT8_FORMATS, named_formats, quantizable
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD, Units
@@ -50,15 +50,19 @@ class Problem:
     ) -> "Problem":
         """The designs that the recipes allow for a model with this dense shape."""
         settings = quantization.Compress.Quantization
-        given = named_formats(config, settings, None)
+        given, possible = named_formats(config, settings, None), list(costs.formats)
+        int8 = INT8_FORMATS[settings.activation_quantize_type]
+
+        def options(form: Format | None) -> list[Format]:
+            if form == "int8":
+                return [own for own in possible if own in int8]
+            return [form] if form else possible
+
         return cls(
             config,
             costs,
             prices,
-            {
-                name: [given[name]] if name in given else formats(settings)
-                for name in quantizable(config, settings)
-            },
+            {name: options(given.get(name)) for name in quantizable(config, settings)},
             settings.group_size,
             pruning.Compress.Prune.channel_multiple,
             prunes=pruning.Compress.Prune.enable is not False,

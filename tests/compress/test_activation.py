@@ -9,16 +9,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.compress.activation import with_activation_scales
+from lathe.compress.activation import with_int8_formats
 from lathe.compress.plan import all_int8
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.config.recipe import load_recipe
+from lathe.config.settings.types import Format
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat
-from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
+from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import save
 from tests.support.small_run import SMALL
 
@@ -28,14 +29,14 @@ QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Engine.max
 STATIC = "moving_average_abs_max"
 
 
-def chosen(model: GPT, *overrides: str) -> str:
+def chosen(model: GPT, *overrides: str) -> dict[str, Format]:
     recipe = load_recipe("tiny", (*QUANTIZE, *overrides))
     int8 = all_int8(model.config, recipe.Compress.Quantization)
-    return with_activation_scales(recipe, model, [TOKENS], int8).activation_quantize_type
+    return with_int8_formats(recipe, model, [TOKENS], int8)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_dynamic_scales_are_for_models_that_static_ones_cost_too_much(
+def test_dynamic_scales_are_for_the_linears_where_static_ones_cost_too_much(
     make: Callable[[Path, Tokenizer], GPT],
     tmp_path: Path,
     byte_tokenizer: Tokenizer,
@@ -45,10 +46,16 @@ def test_dynamic_scales_are_for_models_that_static_ones_cost_too_much(
     model = plant(make(tmp_path, byte_tokenizer), MASSIVE, SCALE)
     with torch.no_grad():
         before = model(TOKENS)
-    assert chosen(model) == "dynamic"
-    (line,) = caplog.messages
-    assert line.startswith("INT8 with static activation scales costs") and "dynamic" in line
-    assert chosen(model, "Gate.max_perplexity_increase=1e4") == STATIC  # a tenth is 0.92 nats
+    formats = chosen(model)
+    dynamic = {name for name, form in formats.items() if form == "dynamic_int8"}
+    assert massive_reader(model) in dynamic and len(dynamic) <= 2
+    assert set(formats.values()) == {"static_int8", "dynamic_int8"}
+    first, second = caplog.messages
+    assert first.startswith("INT8 with static activation scales costs") and "dynamic" in first
+    words = f"{len(formats) - len(dynamic)} of {len(formats)} INT8 linears have static scales"
+    assert second.startswith(words)
+    lenient = chosen(model, "Gate.max_perplexity_increase=1e4")  # a tenth of it is 0.92 nats
+    assert set(lenient.values()) == {"static_int8"}
     with torch.no_grad():
         assert torch.equal(model(TOKENS), before)
 
@@ -69,7 +76,8 @@ def test_static_scales_that_must_be_and_cost_too_much_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
-    assert chosen(model, override) == STATIC
+    formats = chosen(model, override)
+    assert set(formats.values()) == {"static_int8"}
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "nats a token before training" in warning and hint in warning
 
@@ -89,7 +97,7 @@ def test_a_trained_toy_keeps_static_scales(
     assert {form.weight for form in plan.linears.values()} == {INT8}
 
 
-def test_analysis_and_quantization_choose_the_same(
+def test_quantization_follows_what_the_analysis_chose(
     small_data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     model = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
@@ -99,11 +107,27 @@ def test_analysis_and_quantization_choose_the_same(
     worst = max(result.linears, key=lambda linear: linear.inputs.token_spread or 0)
     assert worst.name == "h.1.mlp.c_proj" and (worst.inputs.token_spread or 0) > 1000
     assert result.predicted < 0.01 and not result.skip
+    assert result.formats[worst.name] == "dynamic_int8"
+    assert [*worst.scores] == ["static_int8", "dynamic_int8"]
     page = (tmp_path / "analysis" / "sensitivity.html").read_text()
     assert "largest over median token" in page
     assert json.loads((tmp_path / "analysis" / "sensitivity.json").read_text())["linears"]
     quantize(recipe, dense, small_data, tmp_path / "q", tmp_path / "analysis")
     plan = load_checkpoint(tmp_path / "q").model.config.quantization
-    assert plan is not None and not plan.activation_scales
+    assert plan is not None
+    static = {name for name, form in result.formats.items() if form == "static_int8"}
+    assert static == set(plan.activation_scales) != set()
     dynamic = LinearFormat(WeightFormat.grouped(64, 8), "dynamic_int8")
-    assert set(plan.linears.values()) == {dynamic}
+    assert {form for name, form in plan.linears.items() if name not in static} == {dynamic}
+
+
+def test_a_choice_that_is_made_already_is_not_measured_again_but_warned_of(
+    tmp_path: Path, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lathe")
+    model = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
+    named: dict[str, Format] = dict.fromkeys(model.config.linear_names(), "static_int8")
+    auto, static = (load_recipe("tiny", (*SMALL, f"{SCALES}={x}")) for x in ("auto", STATIC))
+    assert with_int8_formats(auto, model, [TOKENS], named) == named and not caplog.records
+    assert with_int8_formats(static, model, [TOKENS], named) == named
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -1,5 +1,6 @@
 """GPTQ against the algorithm that it speeds up, Optimal Brain Quantization, written in numpy."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -15,9 +16,10 @@ from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.measure import Measure
 from lathe.config.recipe import load_recipe
 from lathe.model import fake_quant
+from lathe.model.architecture import GPT2, LLAMA, QWEN3, Architecture
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.fake_quant import fake_quantize_weight
+from lathe.model.fake_quant import FakeQuantLinear, fake_quantize_weight
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, WeightFormat
 from lathe.train.batches import EvalBatches, open_data
@@ -113,6 +115,43 @@ def test_every_linear_of_the_plan_is_rounded_and_no_other() -> None:
     assert changed == {
         "wte.weight" if name == "lm_head" else f"{name}.weight" for name in plan.linears
     }
+
+
+@pytest.mark.parametrize("family", [GPT2, LLAMA, QWEN3], ids=lambda family: family.model_type)
+def test_it_is_bit_for_bit_what_running_whole_blocks_for_every_linear_finds(
+    family: Architecture,
+) -> None:
+    groups = () if family is GPT2 else (2, 2)
+    config = GPTConfig(50, 16, 64, 16, (4, 4), (96, 96), architecture=family, kv_heads=groups)
+    models = [GPT(config), GPT(config)]
+    settings = load_recipe("tiny", ["Compress.Quantization.weight_bits=4"]).Compress.Quantization
+    plan = make_plan(config, settings, {f"{family.block(1)}.{family.row('heads').name}": "float"})
+    batches = list(torch.randint(50, (4, 2, 16)))
+    for model in models:
+        model.initialize(0.2, 1)
+        fake_quant.insert(model, plan)
+    gptq(models[0], batches)
+    gptq_of_whole_blocks(models[1], batches)
+    found, expected = (model.state_dict() for model in models)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@torch.no_grad()
+def gptq_of_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
+    """GPTQ of the blocks, each of which is run once for every linear and once after the last."""
+    model.eval()
+    hidden = [model.embed(tokens) for tokens in batches]
+    for block in model.blocks:
+        for linear in block.modules():
+            if isinstance(linear, FakeQuantLinear):
+                caught: list[Tensor] = []
+                with linear.register_forward_pre_hook(lambda _, x, c=caught: c.append(x[0])):
+                    for x in hidden:
+                        block(x)
+                assert linear.observer is not None
+                h = hessian_of(linear.observer(x) for x in caught)
+                round_columns(linear.weight, linear.quantized.form, h)
+        hidden = [block(x) for x in hidden]
 
 
 def test_post_training_quantization_as_a_stage(

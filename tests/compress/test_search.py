@@ -115,7 +115,9 @@ def test_search_meets_the_target_and_resumes(
     best = require_met(found)
     assert best.meets(goal) and best.design is not None and best.predicted is not None
     assert best.bytes == pytest.approx(best.predicted, rel=0.03)
-    assert sum(best.design.channels) < 2 * 128 and set(best.design.formats.values()) == {"int8"}
+    assert sum(best.design.channels) < 2 * 128 and set(best.design.formats.values()) == {
+        "static_int8"
+    }
     assert json.loads((tmp_path / "out" / "compress.json").read_text())["best"]["name"] == best.name
     page = (tmp_path / "out" / "compress.html").read_text()
     assert best.name in page and "data:image/svg+xml" in page and "mlp.c_proj" in page

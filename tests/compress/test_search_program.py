@@ -34,13 +34,16 @@ from tests.support.small_run import SMALL
 
 SHAPE = GPTConfig(96, 32, 32, 8, (4, 4), (64, 64))
 INT4 = QuantizationSettings(weight_bits=4, group_size=32, quantize_embedding=True)
+FORMS = formats(INT4)
 RECIPE = load_recipe("tiny", (*SMALL, "Sensitivity.calibration_batches=8"))
 LINEARS = [*SHAPE.linear_names(), HEAD]
 PRICES = {
     "fixed": 0.01, "layers": 0.01, "heads": 0.001, "channels": 0.0001,
-    "weights float": 4e-5, "weights int8": 1e-5, "weights int4": 5e-6,
-    "linears int8": 1e-3, "linears int4": 1e-3, "outputs int8": 1e-5, "outputs int4": 2e-5,
-    "head float": 0.2, "head int8": 0.06, "head int4": 0.03,
+    "weights float": 4e-5, "weights static_int8": 1e-5, "weights dynamic_int8": 1.1e-5,
+    "weights int4": 5e-6, "linears dynamic_int8": 1e-3, "outputs dynamic_int8": 1e-5,
+    "linears static_int8": 1e-3, "linears int4": 1e-3, "outputs static_int8": 1e-5,
+    "outputs int4": 2e-5,
+    "head float": 0.2, "head static_int8": 0.06, "head dynamic_int8": 0.065, "head int4": 0.03,
 }  # fmt: skip
 
 
@@ -58,10 +61,11 @@ def a_problem(seed: int, width: int = 2, one_layer: bool = True) -> Problem:
         [falling(n) for n in config.n_inner],
         {
             "int4": {name: random.gamma(0.5, 0.1) for name in names},
-            "int8": {name: random.gamma(0.5, 0.01) for name in names},
+            "static_int8": {name: random.gamma(0.5, 0.01) for name in names},
+            "dynamic_int8": {name: random.gamma(0.5, 0.005) for name in names},
         },
     )
-    return Problem(config, costs, Prices(PRICES), dict.fromkeys(names, formats(INT4)), 32)
+    return Problem(config, costs, Prices(PRICES), dict.fromkeys(names, FORMS), 32)
 
 
 @settings(max_examples=20)
@@ -72,7 +76,7 @@ def test_no_design_within_the_limit_is_better(seed: int, limit: float) -> None:
     every = (
         Design((heads,), (channels,), dict(zip(names, chosen, strict=True)))
         for heads, channels in product((1, 2), repeat=2)
-        for chosen in product(formats(INT4), repeat=len(names))
+        for chosen in product(FORMS, repeat=len(names))
     )
     within = [design for design in every if problem.price(design) <= limit]
     found = problem.solve(limit)
@@ -125,14 +129,13 @@ def test_prices_are_those_of_files_that_were_not_measured(
     checkpoint = load_checkpoint(small_dense)
     config = checkpoint.model.config
     dense = size(checkpoint, tmp_path / "dense")
-    found = measure_prices(checkpoint, tmp_path / "dense", INT4, ExportSettings())
+    found = measure_prices(checkpoint, tmp_path / "dense", FORMS, INT4, ExportSettings())
     problem = Problem(config, a_problem(0).costs, found["bytes"], dict.fromkeys(LINEARS), 32)
     parameters = replace(problem, prices=found["parameters"])
     random = np.random.default_rng(0)
     for i in range(6):
         form: dict[str, Format] = {
-            name: random.choice(["int4", "int8", "float"])
-            for name in (*config.linear_names(), HEAD)
+            name: random.choice(FORMS) for name in (*config.linear_names(), HEAD)
         }
         design = Design(
             tuple(random.integers(1, n + 1) for n in config.n_head),
@@ -202,7 +205,7 @@ def test_a_design_that_misses_is_corrected_before_it_is_trained() -> None:
 
 
 def test_trials_for_a_time_aim_below_each_other() -> None:
-    problem = a_problem(0, one_layer=False)
+    problem = a_problem(1, one_layer=False)
     goal = Goal("latency", 0.3, "perplexity", 0.1)
     prices = [p.predicted for p in propose(problem, goal, 3, problem.price)]
     assert len(prices) == 3 and prices == sorted(prices, reverse=True)

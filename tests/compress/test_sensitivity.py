@@ -256,19 +256,21 @@ def test_int4_int8_and_float_beside_each_other(
         for bits in (8, 4)
     }
     int4, int8 = (sorted(alone[bits].linears, key=lambda x: x.name) for bits in (4, 8))
-    assert [x.int8_score for x in int4] == [x.score for x in int8]
-    assert all(x.int8_score is None for x in int8)
+    assert [x.scores["static_int8"] for x in int4] == [x.score for x in int8]
+    assert [x.scores["int4"] for x in int4] == [x.score for x in int4]
+    assert all(x.scores == {} for x in int8)
     assert sum(x.score for x in int4) > 10 * sum(x.score for x in int8)
 
     budget = sum(x.score for x in int4) / 2
     settings = ("Compress.Quantization.weight_bits=4", f"Sensitivity.budget={budget}")
     recipe = load_recipe("tiny", (*changes, *settings, "Sensitivity.max_skips=1"))
     chosen = analyze(recipe, loud, small_data, tmp_path / "s")
-    assert chosen.int8 and chosen.predicted <= budget
+    int8_names = {name for name, form in chosen.formats.items() if form == "static_int8"}
+    assert int8_names and chosen.predicted <= budget
     quantize(recipe, loud, small_data, tmp_path / "q", tmp_path / "s")
     plan = load_checkpoint(tmp_path / "q").model.config.quantization
     assert plan is not None and set(plan.linears).isdisjoint(chosen.skip)
-    assert {name for name, x in plan.linears.items() if x.weight.bits == 8} == set(chosen.int8)
+    assert {name for name, x in plan.linears.items() if x.weight.bits == 8} == int8_names
 
 
 def test_the_estimate_ranks_as_the_divergence_does(

@@ -1,5 +1,6 @@
 """The choice of formats is the best of all, by trying all."""
 
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import numpy as np
@@ -7,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.compress.sensitivity.choice import BYTES, choose, choose_skips
+from lathe.compress.sensitivity.choice import bytes_of, choose, choose_skips
 from lathe.compress.sensitivity.result import Distribution, LinearScore
 from lathe.config.settings import SensitivitySettings
+from lathe.config.settings.types import Format
 
 FLAT = Distribution(-1, -0.5, 0, 0.5, 1, 1, None, None)
 
@@ -26,7 +28,7 @@ def test_no_smaller_choice_meets_the_budget(
         LinearScore(str(i), s, 1, s, FLAT, FLAT) for i, s in enumerate(sorted(scores, reverse=True))
     ]
     settings = SensitivitySettings(budget=budget, max_skips=max_skips)
-    choice = choose_skips(ranked, settings)
+    choice = choose_skips(ranked, "static_int8", settings)
     skip, predicted = choice.skip, choice.predicted
 
     def cost(left_in_float: tuple[int, ...]) -> float:
@@ -68,44 +70,47 @@ def test_skips_follow_the_stated_rule(
         LinearScore(n, s, 1, s, FLAT, FLAT)
         for n, s in (("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", -0.3))
     ]
-    choice = choose(ranked, settings)
-    assert choice.skip == skip and choice.int8 == []
+    choice = choose(ranked, ["static_int8"], settings, 64)
+    assert choice.skip == skip and set(choice.quantized.values()) <= {"static_int8"}
     assert choice.predicted == pytest.approx(predicted)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(-5, 100), st.integers(0, 30), st.integers(1, 50)),
+        st.tuples(st.integers(-5, 100), st.integers(0, 50), st.integers(0, 30), st.integers(1, 50)),
         min_size=1,
-        max_size=5,
+        max_size=4,
     ),
     st.integers(0, 200),
     st.integers(0, 5),
 )
 def test_formats_take_the_fewest_bytes_within_the_budget(
-    linears: list[tuple[int, int, int]], budget: int, max_skips: int
+    linears: list[tuple[int, int, int, int]], budget: int, max_skips: int
 ) -> None:
     """Costs are whole thousandths, so that none falls within rounding of the budget."""
+    forms: list[Format] = ["int4", "static_int8", "dynamic_int8"]
     ranked = [
-        LinearScore(str(i), int4 / 1000, size, 0.0, FLAT, FLAT, int8_score=int8 / 1000)
-        for i, (int4, int8, size) in enumerate(sorted(linears, reverse=True))
-    ]
+        LinearScore(
+            str(i), scores[0] / 1000, size, 0.0, FLAT, FLAT,
+            scores={form: x / 1000 for form, x in zip(forms, scores, strict=True)},
+        )
+        for i, (*scores, size) in enumerate(sorted(linears, reverse=True))
+    ]  # fmt: skip
     settings = SensitivitySettings(budget=(budget + 0.5) / 1000, max_skips=max_skips)
-    choice = choose(ranked, settings)
+    choice = choose(ranked, forms, settings, 64)
 
-    def figures(formats: tuple[int, ...]) -> tuple[float, float]:
+    def figures(formats: Sequence[Format]) -> tuple[float, float]:
         chosen = list(zip(ranked, formats, strict=True))
-        costs = [(max(x.score, 0), x.int8_score, 0.0)[f] for x, f in chosen]
-        return float(np.sum(costs)), sum(x.n_params * BYTES[f] for x, f in chosen)
+        costs = [max(x.scores.get(form, 0.0), 0.0) for x, form in chosen]
+        return float(np.sum(costs)), sum(x.n_params * bytes_of(form, 64) for x, form in chosen)
 
-    every = product(range(3), repeat=len(ranked))
-    possible = [figures(formats) for formats in every if formats.count(2) <= max_skips]
-    chosen = [2 if x.name in choice.skip else int(x.name in choice.int8) for x in ranked]
-    assert chosen.count(2) <= max_skips
-    cost, n_bytes = figures(tuple(chosen))
+    every = product([*forms, "float"], repeat=len(ranked))
+    possible = [figures(formats) for formats in every if formats.count("float") <= max_skips]
+    assert list(choice.formats) == [x.name for x in ranked] and len(choice.skip) <= max_skips
+    cost, n_bytes = figures(list(choice.formats.values()))
     assert choice.predicted == pytest.approx(cost, abs=1e-12)
     within = [size for c, size in possible if c <= settings.budget]
     if within:
-        assert cost <= settings.budget and n_bytes == min(within)
+        assert cost <= settings.budget and n_bytes == pytest.approx(min(within))
     else:
         assert cost == pytest.approx(min(possible)[0], abs=1e-6)

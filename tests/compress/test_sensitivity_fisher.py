@@ -1,5 +1,7 @@
 """The estimate from gradients, by hand."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lathe.compress.sensitivity.fisher import estimate_costs
+from lathe.config.settings.types import Format
 from lathe.model.gpt import GPT
-from lathe.model.quantization import LinearFormat, QuantizationPlan
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from tests.support.small_models import small_config
 
 SCALES = {"h.0.mlp.c_proj": 0.03, "lm_head": 0.05}
@@ -27,6 +30,10 @@ def tiny() -> GPT:
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(11, (2, 8), generator=generator) for _ in range(3)]
+
+
+def estimates(model: GPT, plan: QuantizationPlan, names: Sequence[str]) -> dict[str, float]:
+    return estimate_costs(model, {"int8": plan}, names, batches())["int8"]
 
 
 def rounded(x: np.ndarray, scale: np.ndarray | float, low: int) -> np.ndarray:
@@ -62,7 +69,7 @@ def test_it_is_half_the_squared_gradients_times_squared_errors(tiny: GPT) -> Non
         expected += 0.5 * float((weight_slope**2 * weight_error**2).sum())
         expected += 0.5 * float((input_slope**2 * input_error**2).sum())
         n_tokens += len(x)
-    found = estimate_costs(tiny, PLAN, ["h.0.mlp.c_proj"], batches())
+    found = estimates(tiny, PLAN, ["h.0.mlp.c_proj"])
     assert found == {"h.0.mlp.c_proj": pytest.approx(expected / n_tokens, rel=1e-3)}
     assert expected > 0
 
@@ -86,14 +93,14 @@ def test_the_tied_head_counts_both_uses_of_its_table(tiny: GPT) -> None:
         expected += 0.5 * float((by_table * table_error).square().sum())
         expected += 0.5 * float((by_hidden * error).square().sum())
         n_tokens += tokens[:, 1:].numel()
-    found = estimate_costs(tiny, PLAN, ["lm_head"], batches())
+    found = estimates(tiny, PLAN, ["lm_head"])
     assert found["lm_head"] == pytest.approx(expected / n_tokens, rel=1e-4)
 
 
 def test_it_leaves_the_model_as_it_was(tiny: GPT) -> None:
     tokens = batches()[0]
     before = tiny(tokens[:, :-1])
-    estimate_costs(tiny, PLAN, list(SCALES), batches())
+    estimates(tiny, PLAN, list(SCALES))
     assert all(p.grad is None for p in tiny.parameters())
     assert torch.equal(tiny(tokens[:, :-1]), before)
     tiny(tokens[:, :-1]).sum().backward()
@@ -102,7 +109,21 @@ def test_it_leaves_the_model_as_it_was(tiny: GPT) -> None:
 
 def test_a_float_input_costs_nothing(tiny: GPT) -> None:
     alone = QuantizationPlan(dict.fromkeys(SCALES, LinearFormat(activation=None)))
-    costs = estimate_costs(tiny, alone, list(SCALES), batches())
-    both = estimate_costs(tiny, PLAN, list(SCALES), batches())
+    costs = estimates(tiny, alone, list(SCALES))
+    both = estimates(tiny, PLAN, list(SCALES))
     for name in SCALES:
         assert 0 < costs[name] < both[name], name
+
+
+def test_one_pass_estimates_several_formats_as_passes_of_their_own_do(tiny: GPT) -> None:
+    forms: dict[Format, WeightFormat] = {
+        "int4": WeightFormat.int4(32),
+        "dynamic_int8": WeightFormat.grouped(32, 8),
+    }
+    plans: dict[Format, QuantizationPlan] = {"static_int8": PLAN}
+    for form, weight in forms.items():
+        plans[form] = QuantizationPlan(dict.fromkeys(SCALES, LinearFormat(weight, "dynamic_int8")))
+    found = estimate_costs(tiny, plans, list(SCALES), batches())
+    assert found == {form: estimates(tiny, plan, list(SCALES)) for form, plan in plans.items()}
+    for name in SCALES:
+        assert 0 < found["dynamic_int8"][name] < found["int4"][name]

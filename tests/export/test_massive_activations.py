@@ -19,7 +19,7 @@ from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe.runtime.open_model import Runtime, mean_difference, open_model
-from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
+from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
 
 RUNTIMES: tuple[Runtime, ...] = ("onnxruntime_single_stream", "openvino")
@@ -40,8 +40,14 @@ def make(
     return lambda: request.param(tmp_path, byte_tokenizer)
 
 
-def quantized(model: GPT, form: LinearFormat) -> GPT:
+MIXED = "static, dynamic where activations are massive"
+
+
+def quantized(model: GPT, name: str) -> GPT:
+    form = FORMATS["static" if name == MIXED else name]
     plan = QuantizationPlan(dict.fromkeys((*model.config.linear_names(), HEAD), form))
+    if name == MIXED:
+        plan.linears[massive_reader(model)] = FORMATS["dynamic"]
     fake_quant.insert(model, plan)
     scales = fake_quant.calibrate(model, [TOKENS])
     model.config = model.config.with_quantization(plan.with_scales(scales))
@@ -60,8 +66,7 @@ def test_the_function_is_the_same_at_any_scale(make: Callable[[], GPT]) -> None:
     with torch.no_grad():
         torch.testing.assert_close(large(TOKENS), small(TOKENS), rtol=1e-3, atol=2e-3)
     peaks = []
-    name = f"{large.config.architecture.block(1)}.{large.config.architecture.row('channels').name}"
-    readers = large.get_submodule(name)
+    readers = large.get_submodule(massive_reader(large))
     watch = readers.register_forward_pre_hook(lambda _, args: peaks.append(args[0].abs().amax(-1)))
     with watch, torch.no_grad():
         large(TOKENS)
@@ -71,21 +76,22 @@ def test_the_function_is_the_same_at_any_scale(make: Callable[[], GPT]) -> None:
 def test_static_scales_lose_what_dynamic_ones_keep(make: Callable[[], GPT]) -> None:
     cost = {
         (name, scale): divergence(
-            plant(make(), MASSIVE, scale), quantized(plant(make(), MASSIVE, scale), form)
+            plant(make(), MASSIVE, scale), quantized(plant(make(), MASSIVE, scale), name)
         )
-        for name, form in FORMATS.items()
+        for name in (*FORMATS, MIXED)
         for scale in (1.0, SCALE)
     }
     assert cost["static", SCALE] > 10 * cost["dynamic", SCALE]
+    assert cost["static", SCALE] > 10 * cost[MIXED, SCALE]
     for name in ("dynamic", "weights alone", "int4"):
         assert cost[name, SCALE] < cost[name, 1.0] + 0.002
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, MIXED])
 def test_every_format_is_proven_and_every_runtime_computes_it(
     name: str, make: Callable[[], GPT], tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    model = quantized(plant(make(), MASSIVE, SCALE), FORMATS[name])
+    model = quantized(plant(make(), MASSIVE, SCALE), name)
     save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
     recipe = Recipe(Export=ExportSettings(prompts=6, new_tokens=12))
     folder = export(
@@ -94,7 +100,7 @@ def test_every_format_is_proven_and_every_runtime_computes_it(
     own = open_model(folder, threads=1).model
     found = own.metadata["proof"]["fidelity"]
     assert found["kl"] == pytest.approx(found["torch_kl"], rel=0.3)
-    assert found["greedy_agreement"] >= (0.75 if name == "dynamic" else 0.0)
+    assert found["greedy_agreement"] >= (0.75 if name in ("dynamic", MIXED) else 0.0)
     if name == "weights alone":
         return  # held to float32's limit, which OpenVINO keeps only on a CPU without bfloat16
     for runtime in RUNTIMES:  # agrees within the limit of the proof, or does not open
@@ -109,12 +115,12 @@ def test_a_kernel_that_rounds_more_coarsely_than_the_plan_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Were nothing else compared, the divergence from the float model would tell."""
-    model = quantized(plant(make(), MASSIVE, SCALE), FORMATS["dynamic"])
+    model = quantized(plant(make(), MASSIVE, SCALE), "dynamic")
     save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
     for check in ("_require_linears", "_require_logits"):
         monkeypatch.setattr(proof, check, lambda *_: 0.0)
     data = write_held_out(tmp_path / "data")
-    coarse = quantized(plant(make(), MASSIVE, SCALE), FORMATS["int4"])
+    coarse = quantized(plant(make(), MASSIVE, SCALE), "int4")
     original = proof.prove
 
     def of_another(_: GPT, *rest: object) -> object:

@@ -39,7 +39,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "estimate": {"recipe": QAT, "model": "dense", "data": "data"},
     "price": {
         **{"recipe": SMALL, "qat_recipe": QAT},
-        **{"model": "dense", "data": "data", "exported": "dense-onnx"},
+        **{"model": "dense", "costs": "costs.json", "exported": "dense-onnx"},
     },
     "design": {
         **{"recipe": SMALL, "prune_recipe": PRUNE, "qat_recipe": QAT, "trials": 1},

@@ -22,13 +22,15 @@ def test_ranking_marks_the_skips(theme: Theme) -> None:
     linears = [
         {"name": f"h.{i}.mlp.c_proj", "score": 0.1 / (i + 1), "stderr": None} for i in range(40)
     ]
-    svg = ranking_chart(linears, ["h.0.mlp.c_proj"], [], "nats per token", theme)
+    formats = {str(linear["name"]): "" for linear in linears}
+    svg = ranking_chart(linears, formats | {"h.0.mlp.c_proj": "float"}, "nats per token", theme)
     found = words(svg)
     assert {"left in float", "quantized", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
     assert "h.24.mlp.c_proj" not in found
     assert "<pattern" in svg  # hatched: told apart without colour
-    mixed = ranking_chart(linears, [], ["h.1.mlp.c_proj"], "nats per token", theme)
-    assert {"INT4", "INT8"} <= words(mixed) and "quantized" not in words(mixed)
+    formats = dict.fromkeys(formats, "int4") | {"h.1.mlp.c_proj": "dynamic_int8"}
+    mixed = words(ranking_chart(linears, formats, "nats per token", theme))
+    assert {"INT4", "INT8, dynamic scales"} <= mixed and "quantized" not in mixed
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_ranking_marks_the_skips(theme: Theme) -> None:
 )
 def test_the_axis_of_costs_has_figures_that_can_be_read(worst: float, fraction: str) -> None:
     linears = [{"name": "h.0.mlp.c_fc", "score": worst, "stderr": worst / 9}]
-    found = words(ranking_chart(linears, [], [], "nats per token", LIGHT))
+    found = words(ranking_chart(linears, {"h.0.mlp.c_fc": ""}, "nats per token", LIGHT))
     assert f"cost ({fraction}nats per token)" in found
 
 

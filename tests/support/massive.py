@@ -71,3 +71,9 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
     generator = torch.Generator().manual_seed(5)
     readers.weight[1:, 0] = READ / scale * torch.randn(len(readers.weight) - 1, generator=generator)
     return model
+
+
+def massive_reader(model: GPT) -> str:
+    """The linear of layer 1 that reads the planted activations."""
+    family = model.config.architecture
+    return f"{family.block(1)}.{family.row('channels').name}"

@@ -103,8 +103,9 @@ def run_all(folder: Path, run: Run) -> None:
     deployed = run("deploy", **given, **rehearsed)["deployed"]
     run("report", **given, **found, deployed=deployed)
     searched = given | {"qat_recipe": given["recipe"], "model": dense}
-    prices = run("price", **searched, data=data, exported=found["dense_export"])["prices"]
     costs = run("estimate", **given, model=dense, data=data)["costs"]
+    priced = {"costs": costs, "exported": found["dense_export"]}
+    prices = run("price", **searched, **priced)["prices"]
     goal = {"target": "bytes=0.99", "budget": "perplexity=99"}
     searched |= goal | {"prune_recipe": given["recipe"], "trials": 1, "costs": costs}
     designs = run("design", **searched, prices=prices, exported=found["dense_export"])["designs"]

@@ -1,19 +1,17 @@
-"""The analyze stage: rank linears by what INT8 or INT4 costs, and choose those to leave in float
-or, with INT4, in INT8.
+"""The analyze stage: rank linears by what INT8 or INT4 costs, and choose their formats.
 
 The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lathe.artifacts.journal import Journal
-from lathe.compress.activation import with_activation_scales
-from lathe.compress.plan import all_int8, make_plan, quantizable
+from lathe.compress.activation import int8_candidates
+from lathe.compress.plan import all_int8, formats, make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import (
@@ -23,6 +21,7 @@ from lathe.compress.sensitivity.rank import (
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
 from lathe.config.settings import QuantizationSettings, Recipe
+from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
@@ -58,7 +57,12 @@ class TorchModel:
     engine = "torch"
 
     def __init__(
-        self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
+        self,
+        recipe: Recipe,
+        checkpoint: Checkpoint,
+        data: TokenDataset,
+        journal: Journal,
+        named: bool = False,
     ) -> None:
         validation = validation_batches(recipe, data)
         device = choose_device(recipe)
@@ -67,31 +71,32 @@ class TorchModel:
         self.model = without_quantization(checkpoint.model).to(device).eval()
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
-        if plan is None:
-            int8 = all_int8(self.model.config, settings)
-            settings = with_activation_scales(recipe, self.model, self.calibration, int8)
-        wanted = [4, 8] if settings.weight_bits == 4 else [8]
-        self.bits: Sequence[int] = [plan.weight_bits] if plan else wanted
-        self.plans = {
-            bits: plan or _calibrated(settings, bits, self.model, self.calibration, journal)
-            for bits in self.bits
-        }
-        self.plan = self.plans[self.bits[0]]
-        self.names: Sequence[str] = list(self.plan.linears)
+        self.group_size: int = settings.group_size
         possible = quantizable(self.model.config, settings)
+        self.forms: Sequence[Format]
+        if plan:
+            self.forms = ["int4" if plan.weight_bits == 4 else "int8"]
+            self.plans = {self.forms[0]: plan}
+        else:
+            every = all_int8(self.model.config, settings)
+            int8 = int8_candidates(recipe, self.model, self.calibration, every)
+            self.forms = [x for x in formats(settings, int8, named) if x != "float"]
+            self.plans = {form: self._calibrated(settings, form, journal) for form in self.forms}
+        self.plan = self.plans[self.forms[0]]
+        self.names: Sequence[str] = list(self.plan.linears)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
         self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
 
-    def measure(self, formats: Mapping[str, int]) -> list[float]:
+    def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears quantized."""
-        linears = {name: self.plans[bits].linears[name] for name, bits in formats.items()}
+        linears = {name: self.plans[form].linears[name] for name, form in formats.items()}
         plan = QuantizationPlan(linears, self.plan.position_embedding)
         with fake_quant.inserted(self.model, plan):
             return self._measure(self.model)
 
-    def estimates(self, bits: int) -> dict[str, float]:
-        """KL estimated from gradients, nats per token, by name."""
-        return estimate_costs(self.model, self.plans[bits], self.names, self.calibration)
+    def estimates(self) -> dict[Format, dict[str, float]]:
+        """KL estimated from gradients, nats per token, by format and name."""
+        return estimate_costs(self.model, self.plans, self.names, self.calibration)
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
@@ -107,6 +112,19 @@ class TorchModel:
             return self.model.output.weight.numel()
         return sum(parameter.numel() for parameter in self.model.get_submodule(name).parameters())
 
+    def _calibrated(
+        self, settings: QuantizationSettings, form: Format, journal: Journal
+    ) -> QuantizationPlan:
+        """A plan with all linears of the float model in one format."""
+        names = quantizable(self.model.config, settings)
+        plan = make_plan(self.model.config, settings, dict.fromkeys(names, form))
+
+        def find() -> dict[str, float]:
+            with fake_quant.inserted(self.model, plan):
+                return fake_quant.calibrate(self.model, self.calibration)
+
+        return plan.with_scales(journal.recall(f"scales of {form}", find, dict))
+
 
 def without_quantization(model: GPT) -> GPT:
     """A float model that shares the weights."""
@@ -115,20 +133,3 @@ def without_quantization(model: GPT) -> GPT:
         bare = GPT(replace(model.config, quantization=None))
     bare.load_state_dict({name: weights[name] for name in bare.state_dict()}, assign=True)
     return bare
-
-
-def _calibrated(
-    settings: QuantizationSettings,
-    bits: int,
-    model: GPT,
-    batches: Iterable[Tensor],
-    journal: Journal,
-) -> QuantizationPlan:
-    """A plan for all linears of a float model."""
-    plan = make_plan(model.config, settings.model_copy(update={"weight_bits": bits}))
-
-    def find() -> dict[str, float]:
-        with fake_quant.inserted(model, plan):
-            return fake_quant.calibrate(model, batches)
-
-    return plan.with_scales(journal.recall(f"scales {bits} bits", find, dict))

@@ -1,8 +1,9 @@
-"""Choose the format of every linear from what it costs: which stay float, which need INT8."""
+"""Choose the format of every linear from what it costs: which stay float, which need more bits or
+dynamic scales than the others."""
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from lathe.compress.sensitivity.result import LinearScore
 from lathe.config.settings import SensitivitySettings
+from lathe.config.settings.types import Format
 
 log = logging.getLogger("lathe")
 
@@ -20,32 +22,52 @@ SKIPS = (
     "does), or Sensitivity.max_skips are float"
 )
 FORMATS = (
-    "what single linears cost is taken to add up; of all ways to make every linear INT4, INT8 or, "
-    "of at most Sensitivity.max_skips, float, the one with the fewest bytes that is predicted to "
-    "cost at most Sensitivity.budget; where none does, the one that costs least"
+    "what single linears cost is taken to add up; of all ways to give every linear one of the "
+    "formats or, to at most Sensitivity.max_skips, float, the one with the fewest bytes, scales "
+    "included, that is predicted to cost at most Sensitivity.budget; where none does, the one that "
+    "costs least"
 )
 Figures = NDArray[np.float64]  # of (linears, formats)
-BYTES = (0.5, 1.0, 4.0)  # of a weight in INT4, INT8 and float32
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The linears that stay float, those that are INT8 where the others are INT4, the cost that is
-    predicted for all that are quantized, and the rule."""
+    """The formats of all linears, the cost that is predicted for all that are quantized, and the
+    rule."""
 
-    skip: list[str]
-    int8: list[str]
+    formats: dict[str, Format]
     predicted: float
     rule: str
 
+    @property
+    def skip(self) -> list[str]:
+        """The linears that stay float."""
+        return [name for name, form in self.formats.items() if form == "float"]
 
-def choose(ranked: Sequence[LinearScore], settings: SensitivitySettings) -> Choice:
-    """Choose the formats of linears that are sorted worst first; warns if the budget is exceeded.
+    @property
+    def quantized(self) -> dict[str, Format]:
+        """The formats of the others."""
+        return {name: form for name, form in self.formats.items() if form != "float"}
+
+
+def choose(
+    ranked: Sequence[LinearScore],
+    forms: Sequence[Format],
+    settings: SensitivitySettings,
+    group_size: int,
+) -> Choice:
+    """Choose among `forms` and float for linears that are sorted worst first; warns if the budget
+    is exceeded.
 
     Negative scores are noise, not gains, and count as zero.
     """
-    has_two = all(linear.int8_score is not None for linear in ranked)
-    choice = choose_formats(ranked, settings) if has_two else choose_skips(ranked, settings)
+    if len(forms) > 1:
+        costs = {x.name: [x.scores[form] for form in forms] for x in ranked}
+        sizes = {x.name: x.n_params for x in ranked}
+        limits = settings.budget, settings.max_skips
+        choice = Choice(*choose_formats(costs, forms, sizes, group_size, *limits), FORMATS)
+    else:
+        choice = choose_skips(ranked, forms[0], settings)
     if choice.predicted > settings.budget:
         log.warning(
             "quantization is predicted to cost %.2g, above Sensitivity.budget %.2g, with "
@@ -57,28 +79,55 @@ def choose(ranked: Sequence[LinearScore], settings: SensitivitySettings) -> Choi
     return choice
 
 
-def choose_skips(ranked: Sequence[LinearScore], settings: SensitivitySettings) -> Choice:
+def choose_skips(
+    ranked: Sequence[LinearScore], form: Format, settings: SensitivitySettings
+) -> Choice:
     """Apply the rule `SKIPS`."""
     costs = [max(linear.score, 0.0) for linear in ranked]
     for n in range(len(ranked) + 1):
         predicted = math.fsum(costs[n:])
         if predicted <= settings.budget or n == settings.max_skips:
             break
-    return Choice([linear.name for linear in ranked[:n]], [], predicted, SKIPS)
+    in_float: Format = "float"
+    formats = {x.name: in_float if i < n else form for i, x in enumerate(ranked)}
+    return Choice(formats, predicted, SKIPS)
 
 
-def choose_formats(ranked: Sequence[LinearScore], settings: SensitivitySettings) -> Choice:
-    """Apply the rule `FORMATS`, as an integer program with a 0 or 1 for each linear and format."""
-    costs = np.array([[x.score, x.int8_score, 0.0] for x in ranked], float).clip(0)
-    n_bytes = np.array([x.n_params for x in ranked])[:, None] * BYTES
-    one_each = np.kron(np.eye(len(ranked)), np.ones(3))
-    n_float = np.tile([0, 0, 1], len(ranked))
+def bytes_of(form: Format, group_size: int) -> float:
+    """Bytes of a weight, with its share of the scales of groups."""
+    bits = {"int4": 4, "float": 32}.get(form, 8)
+    return bits / 8 + (4 / group_size if form in ("int4", "dynamic_int8") else 0.0)
+
+
+def choose_formats(
+    costs_of: Mapping[str, Sequence[float]],
+    forms: Sequence[Format],
+    sizes: Mapping[str, int],
+    group_size: int,
+    budget: float,
+    max_float: int,
+) -> tuple[dict[str, Format], float]:
+    """Apply the rule `FORMATS`, as an integer program with a 0 or 1 for each linear and format.
+
+    Args:
+        costs_of: by linear, in each of `forms`; float costs nothing.
+        sizes: numbers of weights.
+
+    Returns:
+        The format of every linear, and the cost of all together.
+    """
+    forms = [*forms, "float"]
+    names, n = list(costs_of), len(forms)
+    costs = np.array([[*costs_of[name], 0.0] for name in names], float).clip(0)
+    n_bytes = np.outer([sizes[name] for name in names], [bytes_of(x, group_size) for x in forms])
+    one_each = np.kron(np.eye(len(names)), np.ones(n))
+    n_float = np.tile(np.eye(n)[-1], len(names))
     limits = [
         scipy.optimize.LinearConstraint(one_each, 1, 1),
-        scipy.optimize.LinearConstraint(n_float, 0, settings.max_skips),
+        scipy.optimize.LinearConstraint(n_float, 0, max_float),
     ]
-    unit = settings.budget or 1.0  # the solver's tolerance is absolute
-    within = scipy.optimize.LinearConstraint(costs.ravel() / unit, 0, settings.budget / unit)
+    unit = budget or 1.0  # the solver's tolerance is absolute
+    within = scipy.optimize.LinearConstraint(costs.ravel() / unit, 0, budget / unit)
 
     def solve(goal: Figures, *constraints: object) -> Figures | None:
         found = scipy.optimize.milp(
@@ -95,11 +144,6 @@ def choose_formats(ranked: Sequence[LinearScore], settings: SensitivitySettings)
     if chosen is None:
         chosen = solve(costs / costs.max() + 1e-6 * size, *limits)
     assert chosen is not None
-    formats = chosen.argmax(1)
-    named = list(zip([linear.name for linear in ranked], formats, strict=True))
-    return Choice(
-        skip=[name for name, form in named if form == 2],
-        int8=[name for name, form in named if form == 1],
-        predicted=math.fsum(costs[np.arange(len(ranked)), formats]),
-        rule=FORMATS,
-    )
+    taken = chosen.argmax(1)
+    predicted = math.fsum(costs[np.arange(len(names)), taken])
+    return {name: forms[i] for name, i in zip(names, taken, strict=True)}, predicted

@@ -1,4 +1,5 @@
-"""Estimate what INT8 costs in each linear, for all linears at once, from gradients.
+"""Estimate what quantizing costs in each linear, for all linears and formats at once, from
+gradients.
 
 A small change d of a model's weights or activations changes its predictions by
 KL = 1/2 d'Fd nats a token, F the Fisher information. Approximating F by its
@@ -15,7 +16,7 @@ The first-order term, E[g] d, is omitted: for a trained model it is mostly sampl
 would dominate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from lathe.compress.sensitivity.statistics import (
     fake_quantize_input,
     weight_of,
 )
+from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
@@ -33,39 +35,49 @@ from lathe.train.loss import linear_cross_entropy
 
 
 def estimate_costs(
-    model: GPT, plan: QuantizationPlan, names: Sequence[str], batches: Iterable[Tensor]
-) -> dict[str, float]:
-    """Estimated KL(float || INT8 in this linear alone), nats a token, by name.
+    model: GPT,
+    plans: Mapping[Format, QuantizationPlan],
+    names: Sequence[str],
+    batches: Iterable[Tensor],
+) -> dict[Format, dict[str, float]]:
+    """Estimated KL(float || this linear alone quantized), nats a token, by format and name.
 
-    Takes one forward and backward pass per batch; weight gradients are freed as soon as they are
-    squared.
+    Takes one forward and backward pass per batch for all formats; weight gradients are freed as
+    soon as they are squared.
 
     Args:
         model: in float; its parameters' gradients are None afterwards.
-        plan: the formats and scales of `names`.
+        plans: the formats and scales of `names`, by the format that they are to be named by.
         batches: tokens (B, T + 1) each.
     """
-    costs = {name: torch.zeros((), dtype=torch.float64) for name in names}
+    costs = {form: dict.fromkeys(names, 0.0) for form in plans}
     n_tokens = 0
     handles: list[Any] = []
 
-    def add(name: str, gradient: Tensor, error: Tensor) -> None:
-        costs[name] += 0.5 * (gradient * error).square().sum(dtype=torch.float64).cpu()
+    def add(form: Format, name: str, gradient: Tensor, error: Tensor) -> None:
+        costs[form][name] += float((gradient * error).square().sum(dtype=torch.float64)) / 2
 
     def watch_weight(name: str) -> None:
         def consume(weight: Tensor) -> None:
             assert weight.grad is not None
             with torch.no_grad():
-                quantized = fake_quantize_weight(weight, plan.linears[name].weight)
-                add(name, weight.grad, quantized - weight)
+                for form, plan in plans.items():
+                    quantized = fake_quantize_weight(weight, plan.linears[name].weight)
+                    add(form, name, weight.grad, quantized - weight)
             weight.grad = None
 
         weight: Any = weight_of(model, name)
         handles.append(weight.register_post_accumulate_grad_hook(consume))
 
     def watch_input(name: str, x: Any) -> None:
-        error = fake_quantize_input(x.detach(), plan.linears[name]) - x.detach()
-        x.register_hook(lambda gradient: add(name, gradient, error))
+        values = x.detach()
+
+        def consume(gradient: Tensor) -> None:
+            for form, plan in plans.items():
+                error = fake_quantize_input(values, plan.linears[name]) - values
+                add(form, name, gradient, error)
+
+        x.register_hook(consume)
 
     for name in names:
         watch_weight(name)
@@ -89,4 +101,4 @@ def estimate_costs(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: float(cost) / n_tokens for name, cost in costs.items()}
+    return {form: {n: cost / n_tokens for n, cost in own.items()} for form, own in costs.items()}

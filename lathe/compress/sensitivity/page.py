@@ -19,6 +19,15 @@ UNITS = {
     "accuracy": "share of next tokens",
 }
 FRACTIONS = ((1.0, ""), (1e3, "thousandths of "), (1e6, "millionths of "))
+FORMATS = {
+    "": "quantized",
+    "int4": "INT4",
+    "static_int8": "INT8, static scales",
+    "weight_only_int8": "INT8 weights alone",
+    "dynamic_int8": "INT8, dynamic scales",
+    "float": "left in float",
+}
+HATCHES = "", "..", "xx", "++"
 Linears = Sequence[Mapping[str, Any]]
 
 
@@ -44,12 +53,16 @@ class Achieved:
 
 @dataclass(frozen=True)
 class Section:
-    """The template's view of `sensitivity.json`."""
+    """The template's view of `sensitivity.json`.
+
+    Attributes:
+        wider: the linears that do not have the narrowest of several formats, by their format.
+    """
 
     analysis: Mapping[str, Any]
     unit: str
     baseline: str
-    int8: Sequence[str]
+    wider: Mapping[str, Sequence[str]]
     ranking: Picture
     weights: Picture
     inputs: Picture
@@ -59,7 +72,10 @@ class Section:
 def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Section:
     """The pictures and figures of an analysis, for the templates."""
     linears, unit = analysis["linears"], UNITS[analysis["metric"]]
-    int8 = analysis.get("int8", ())  # earlier versions knew no choice between two formats
+    formats = analysis.get("formats", {})  # earlier versions knew no choice between several
+    measured = [*linears[0].get("scores", {})]
+    chosen = {x["name"]: formats.get(x["name"], "") if measured else "" for x in linears}
+    chosen |= dict.fromkeys(analysis["skip"], "float")
     worst = ", ".join(f"{linear['name']} {linear['score']:.2g}" for linear in linears[:3])
     title = "Cost of quantizing one linear"
     boxes = {
@@ -74,10 +90,13 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
         analysis=analysis,
         unit=unit,
         baseline=("quantized " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
-        int8=int8,
+        wider={
+            FORMATS[form]: [name for name, own in chosen.items() if own == form]
+            for form in measured[1:]
+        },
         ranking=picture(
             title, f"{title}, worst first: {worst}",
-            partial(ranking_chart, linears, analysis["skip"], int8, unit),
+            partial(ranking_chart, linears, chosen, unit),
         ),
         **boxes,
         achieved=achieved,
@@ -93,19 +112,16 @@ def sensitivity_page(analysis: Mapping[str, Any]) -> str:
     )
 
 
-def ranking_chart(
-    linears: Linears, skip: Sequence[str], int8: Sequence[str], unit: str, theme: Theme
-) -> str:
+def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme: Theme) -> str:
     """Bar chart of the cost of quantizing each linear; those left in float are highlighted.
 
     Args:
         linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their
             95 % intervals.
-        skip: names of those left in float.
-        int8: names of those that are INT8 where the others are INT4.
+        formats: what they were given, by name, a key of `FORMATS`.
     """
     shown = linears[:MAX_LINEARS]
-    in_float, in_int8 = (np.array([x["name"] in names for x in shown]) for names in (skip, int8))
+    forms = np.array([formats[x["name"]] for x in shown])
     scores = np.array([linear["score"] for linear in shown], dtype=float)
     factor, fraction = next(
         (f for f in FRACTIONS if f[0] * np.abs(scores).max() >= 1), FRACTIONS[-1]
@@ -114,16 +130,15 @@ def ranking_chart(
     rows = np.arange(len(shown))
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for mask, color, hatch, label in (
-            (in_float, theme.accent, "////", "left in float"),
-            (in_int8, theme.series[1], "..", "INT8"),
-            (~in_float & ~in_int8, theme.series[0], "", "INT4" if in_int8.any() else "quantized"),
-        ):
-            if mask.any():
-                axes.barh(
-                    rows[mask], factor * scores[mask], 0.68, color=color, hatch=hatch, label=label,
-                    edgecolor=theme.grid, linewidth=0,
-                )  # fmt: skip
+        present = [form for form in FORMATS if form in forms]
+        looks = dict(zip(present, zip(theme.series, HATCHES, strict=False), strict=False))
+        for form in present:
+            color, hatch = (theme.accent, "////") if form == "float" else looks[form]
+            mask = forms == form
+            axes.barh(
+                rows[mask], factor * scores[mask], 0.68, color=color, hatch=hatch,
+                label=FORMATS[form], edgecolor=theme.grid, linewidth=0,
+            )  # fmt: skip
         if errors.any():
             axes.errorbar(
                 factor * scores, rows, xerr=1.96 * factor * errors,

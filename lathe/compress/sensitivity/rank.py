@@ -25,6 +25,7 @@ from lathe.compress.sensitivity.result import (
     SensitivityResult,
 )
 from lathe.config.settings import Recipe, SensitivitySettings
+from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.score import mean_stderr
@@ -46,21 +47,24 @@ class AnalyzedModel(Protocol):
     Attributes:
         names: its quantizable linears.
         float_already: those that the checkpoint already leaves in float.
-        bits: those of the weights; of a float model that is to be INT4, 4 and 8.
+        forms: the formats to measure, the narrowest first; of a quantized model one, which stands
+            for those of its plan.
+        group_size: of formats with groups.
         engine: the framework that computes.
     """
 
     names: Sequence[str]
     float_already: Sequence[str]
-    bits: Sequence[int]
+    forms: Sequence[Format]
+    group_size: int
     engine: str
 
-    def measure(self, formats: Mapping[str, int]) -> list[float]:
-        """The metric of every validation batch, with only these linears quantized, to so many
-        bits."""
+    def measure(self, formats: Mapping[str, Format]) -> list[float]:
+        """The metric of every validation batch, with only these linears quantized."""
 
-    def estimates(self, bits: int) -> dict[str, float]:
-        """KL that quantizing each linear alone adds, nats a token, estimated from gradients."""
+    def estimates(self) -> dict[Format, dict[str, float]]:
+        """KL that quantizing each linear alone adds, nats a token, estimated from gradients, by
+        format and name."""
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
@@ -129,8 +133,8 @@ def run_analysis(
     error = f" ± {worst.stderr:.1g}" if worst.stderr is not None else ""
     cost = f"{worst.score:.2g}{error}"
     log.info("most sensitive: %s costs %s; float: %s", worst.name, cost, result.skip)
-    if result.int8:
-        log.info("INT8: %s", result.int8)
+    for form in subject.forms[1:]:
+        log.info("%s: %s", form, [name for name, own in result.formats.items() if own == form])
     return result
 
 
@@ -138,37 +142,34 @@ def rank(
     settings: SensitivitySettings, model: str, subject: AnalyzedModel, journal: Journal
 ) -> SensitivityResult:
     """Rank the linears by what the metric or the gradients say, and choose their formats."""
-    names, bits = subject.names, subject.bits
-    estimates = {
-        b: journal.recall(f"estimates {b} bits", lambda b=b: subject.estimates(b), dict)  # type: ignore[misc]
-        for b in bits
-    }
-    scores: dict[int, Costs] = {}
+    names, forms = subject.names, subject.forms
+    estimates = journal.recall("estimates", subject.estimates, dict)
+    scores: dict[Format, Costs] = {}
+    is_qat = settings.mode == "qat"
     if settings.mode == "fisher":
         baseline = fmean(journal.recall("baseline", lambda: subject.measure({}), list))
-        scores = {b: {name: (estimates[b][name], None) for name in names} for b in bits}
+        scores = {form: {name: (estimates[form][name], None) for name in names} for form in forms}
     else:
-        is_qat = settings.mode == "qat"
-        start = dict.fromkeys(names, bits[0]) if is_qat else {}
+        start = dict.fromkeys(names, forms[0]) if is_qat else {}
         values = journal.recall("baseline", lambda: subject.measure(start), list)
         baseline = fmean(values)
-        for b in bits:
-            scores[b] = _one_at_a_time(settings, subject, journal, start, values, b)
+        for form in forms:
+            scores[form] = _one_at_a_time(settings, subject, journal, start, values, form)
     weights, inputs = subject.weights(), subject.inputs()
     linears = [
         LinearScore(
             name,
             score,
             subject.n_params(name),
-            estimates[bits[0]][name],
+            estimates[forms[0]][name],
             weights[name],
             inputs[name],
             error,
-            scores[8][name][0] if len(bits) > 1 else None,
+            {form: scores[form][name][0] for form in forms} if len(forms) > 1 else {},
         )
-        for name, (score, error) in sorted(scores[bits[0]].items(), key=lambda item: -item[1][0])
+        for name, (score, error) in sorted(scores[forms[0]].items(), key=lambda item: -item[1][0])
     ]
-    choice = choose(linears, settings)
+    choice = choose(linears, forms, settings, subject.group_size)
     return SensitivityResult(
         mode=settings.mode,
         metric=settings.metric,
@@ -176,7 +177,7 @@ def rank(
         baseline=baseline,
         linears=linears,
         skip=[*choice.skip, *subject.float_already],
-        int8=choice.int8,
+        formats={} if is_qat else choice.quantized,
         rule=choice.rule,
         budget=settings.budget,
         predicted=choice.predicted,
@@ -189,11 +190,11 @@ def _one_at_a_time(
     settings: SensitivitySettings,
     subject: AnalyzedModel,
     journal: Journal,
-    start: Mapping[str, int],
+    start: Mapping[str, Format],
     baseline: Sequence[float],
-    bits: int,
+    form: Format,
 ) -> Costs:
-    """How much worse each linear makes the metric, quantized alone to `bits` (mode ptq) or
+    """How much worse each linear makes the metric, quantized alone to `form` (mode ptq) or
     compared with all quantized but it (qat), and the standard error of that.
 
     Args:
@@ -202,10 +203,10 @@ def _one_at_a_time(
     is_qat = settings.mode == "qat"
     sign = WORSE[settings.metric] * (-1 if is_qat else 1)
     found: Costs = {}
-    for name in track(subject.names, f"sensitivity to INT{bits}", len(subject.names)):
-        without = {other: width for other, width in start.items() if other != name}
-        changed = without if is_qat else {name: bits}
-        key = f"{name} {bits} bits"
+    for name in track(subject.names, f"sensitivity to {form}", len(subject.names)):
+        without = {other: own for other, own in start.items() if other != name}
+        changed = without if is_qat else {name: form}
+        key = f"{name} {form}"
         values = journal.recall(key, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]
         mean, error = mean_stderr(sign * (np.array(values) - np.array(baseline)))
         found[name] = mean + 0.0, None if math.isnan(error) else error  # no -0.0

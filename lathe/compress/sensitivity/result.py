@@ -8,6 +8,7 @@ from pydantic import Field
 
 from lathe.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
 from lathe.artifacts.metadata import Files
+from lathe.config.settings.types import Format
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.storage import sha256
@@ -45,11 +46,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class LinearScore:
-    """The cost of quantizing one linear, to the bits that the recipe asks for.
+    """The cost of quantizing one linear, to the first of the analyzed formats.
 
     Attributes:
         score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
-        int8_score: the same in INT8, where INT4 is asked for.
+        scores: the same by format, where there are several, the narrowest first.
         estimate: KL added, nats a token, estimated from gradients.
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
@@ -61,7 +62,7 @@ class LinearScore:
     weights: Distribution
     inputs: Distribution
     stderr: float | None = None
-    int8_score: float | None = None
+    scores: dict[Format, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class SensitivityResult:
         model: digest of the analyzed checkpoint.
         baseline: the metric of the float model; in mode qat of the quantized one.
         skip: the linears to leave in float, including those that the checkpoint already does.
-        int8: those to make INT8 where the others are to be INT4.
+        formats: of the other linears, by name; empty in mode qat.
         predicted: cost of all quantized ones together.
         rank_correlation: Spearman's, of scores and estimates; None where nothing was measured to
             correlate.
@@ -89,7 +90,7 @@ class SensitivityResult:
     predicted: float
     rank_correlation: float | None
     engine: str = "torch"
-    int8: list[str] = field(default_factory=list)
+    formats: dict[str, Format] = field(default_factory=dict)
 
 
 def read_analysis(folder: Path) -> SensitivityResult:

@@ -97,8 +97,9 @@ class QuantizationSettings(Settings):
     the largest absolute value, and reads prompts fastest. `dynamic` gives every token and group of
     `group_size` inputs a scale of its own when the model runs, as INT4 linears always do, and
     weights a scale in the same groups; pretrained models, which have a few tokens with huge
-    activations, need it. `auto` measures what static scales cost on calibration text, and takes
-    dynamic ones where that is more than a tenth of what `Gate.max_perplexity_increase` allows.
+    activations, need it. `auto` measures what static scales cost on calibration text; where that is
+    more than a tenth of what `Gate.max_perplexity_increase` allows, it gives as many layers dynamic
+    ones as it takes to stay within that.
     `none` leaves activations in float and quantizes the weights alone: the file shrinks as much,
     and nothing is computed in integers."""
     activation_preprocess_type: Literal["PACT"] | None = None
@@ -126,7 +127,8 @@ class QuantizationSettings(Settings):
     """Linear layers to leave in float, by block: `{block_0: [qkv, linear2]}`."""
     formats: dict[BlockName, dict[LinearName, Format]] = Field(default={})
     """Formats of single linear layers, by block: `{block_0: {qkv: int8, linear2: float}}`; the
-    others' is that of `weight_bits`."""
+    others' is that of `weight_bits`. `int8` is the kind that `activation_quantize_type` says, and
+    `static_int8`, `dynamic_int8` and `weight_only_int8` name one."""
     head_format: Format | None = None
     """Format of the output layer, which is the token embedding too; null means that of
     `weight_bits`."""
@@ -138,7 +140,8 @@ class QuantizationSettings(Settings):
                 "activation_preprocess_type PACT clips activations that activation_quantize_type "
                 "none leaves in float: leave it empty"
             )
-        if self.activation_preprocess_type and self.activation_quantize_type == "dynamic":
+        is_dynamic = self.activation_quantize_type == "dynamic" or "dynamic_int8" in self.named
+        if self.activation_preprocess_type and is_dynamic:
             raise ValueError(
                 "activation_preprocess_type PACT clips activations at one bound, but "
                 "activation_quantize_type dynamic gives every token's groups scales of their own: "
@@ -152,10 +155,15 @@ class QuantizationSettings(Settings):
         return self
 
     @property
+    def named(self) -> set[Format]:
+        """The formats that are named for single linears."""
+        found = {form for block in self.formats.values() for form in block.values()}
+        return found | ({self.head_format} if self.head_format else set())
+
+    @property
     def has_int4(self) -> bool:
         """Whether a linear may be INT4."""
-        named = {form for block in self.formats.values() for form in block.values()}
-        return self.weight_bits == 4 or "int4" in named | {self.head_format}
+        return self.weight_bits == 4 or "int4" in self.named
 
 
 class CompressSettings(Settings):

@@ -17,7 +17,8 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]  # of logits, which float32 ha
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
-Format = Literal["int4", "int8", "float"]
+Format = Literal["int4", "int8", "static_int8", "weight_only_int8", "dynamic_int8", "float"]
+"""Of a linear, the narrowest first; `int8` is the kind that `activation_quantize_type` says."""
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]

@@ -1,0 +1,45 @@
+"""The formats that a recipe names for single linears."""
+
+import pytest
+
+from lathe.backends.paddle_support import require_supported
+from lathe.compress.plan import formats, make_plan, named_formats
+from lathe.config.recipe import load_recipe
+from lathe.errors import UserError
+from lathe.model.quantization import INT8, LinearFormat, WeightFormat
+from tests.support.small_models import small_config
+
+CONFIG = small_config(n_embd=32, head_dim=8, n_head=(4, 4), n_inner=(64, 64))
+NAMED = "Compress.Quantization.formats={block_0: {qkv: %s}}"
+SCALES = "Compress.Quantization.activation_quantize_type="
+STATIC, ALONE = LinearFormat(), LinearFormat(INT8, None)
+DYNAMIC = LinearFormat(WeightFormat.grouped(64, 8), "dynamic_int8")
+KINDS = {"static_int8": STATIC, "dynamic_int8": DYNAMIC, "weight_only_int8": ALONE}
+
+
+@pytest.mark.parametrize("named", KINDS)
+@pytest.mark.parametrize(
+    ("scales", "usual"),
+    [("moving_average_abs_max", STATIC), ("dynamic", DYNAMIC), ("none", ALONE)],
+)
+def test_a_linear_has_the_format_that_is_named_and_others_that_of_the_recipe(
+    named: str, scales: str, usual: LinearFormat
+) -> None:
+    settings = load_recipe("tiny", (NAMED % named, SCALES + scales)).Compress.Quantization
+    plan = make_plan(CONFIG, settings, named_formats(CONFIG, settings, None))
+    first, *others = plan.linears.values()
+    assert (first, set(others)) == (KINDS[named], {usual})
+    assert {named, "float"} <= set(formats(settings)) and "int8" not in formats(settings)
+
+
+@pytest.mark.parametrize("named", ["dynamic_int8", "weight_only_int8"])
+def test_paddle_knows_static_scales_alone(named: str) -> None:
+    recipe = load_recipe("tiny", ("Compress.engine=paddle", NAMED % named))
+    with pytest.raises(UserError, match=f"names the format {named}.*static scales"):
+        require_supported("quantize", recipe)
+
+
+def test_pact_has_no_bound_for_a_linear_with_dynamic_scales() -> None:
+    pact = "Compress.Quantization.activation_preprocess_type=PACT"
+    with pytest.raises(UserError, match="dynamic gives every token"):
+        load_recipe("tiny", (pact, NAMED % "dynamic_int8"))
