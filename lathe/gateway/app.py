@@ -23,6 +23,7 @@ from lathe.gateway.models import Model
 from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.slots import Slots
 from lathe.gateway.triton import Triton
+from lathe.gateway.web import Web
 
 PATHS = "/v1/models, /v1/completions and /v1/chat/completions"
 
@@ -45,11 +46,12 @@ class Gateway:
         self.metrics.watch(self._door, self._slots)
         self._triton: Triton | None = None
 
-    def app(self, origins: Sequence[str] = ()) -> Starlette:
+    def app(self, origins: Sequence[str] = (), is_local: bool = True) -> Starlette:
         """The application.
 
         Args:
             origins: of web pages that may ask it (CORS).
+            is_local: whether it listens on loopback only.
         """
         door, metrics = self._door, self.metrics
         completions = Endpoint("/v1/completions", self._completion, door, metrics)
@@ -60,19 +62,27 @@ class Gateway:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-        return Starlette(
-            routes=[
-                Route("/v1/models", self._list),
-                Route("/v1/models/{name}", self._model),
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/chat/completions", chat, methods=["POST"]),
-                Route("/health", self._health),
-                Route("/metrics", self._page),
-            ],
-            middleware=[cors] if origins else [],
+        handlers: dict[str, tuple[Any, str]] = {
+            "/v1/models": (self._list, "GET"),
+            "/v1/models/{name}": (self._model, "GET"),
+            "/v1/completions": (completions, "POST"),
+            "/v1/chat/completions": (chat, "POST"),
+            "/health": (self._health, "GET"),
+            "/metrics": (self._page, "GET"),
+        }
+        routes = [
+            Route(path + end, handler, methods=[method])
+            for path, (handler, method) in handlers.items()
+            for end in ("", "/")
+        ]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Web, origins, is_local), *([cors] if origins else [])],
             exception_handlers={HTTPException: _refused, ApiError: _refused},
             lifespan=self._lifespan,
         )
+        app.router.redirect_slashes = False  # it would redirect to whatever host was named
+        return app
 
     @property
     def limits(self) -> Limits:
@@ -147,7 +157,9 @@ class Gateway:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"{error.detail}: {PATHS} are there")
-    assert isinstance(error, ApiError)
-    return error.response()
+    if isinstance(error, ApiError):
+        return error.response()
+    assert isinstance(error, HTTPException)
+    response = ApiError(error.status_code, f"{error.detail}: {PATHS} are there").response()
+    response.headers.update(error.headers or {})  # Allow
+    return response
