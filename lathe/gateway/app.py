@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lathe.gateway.chat import Chat
+from lathe.gateway.chat import Chat, prompt_of
 from lathe.gateway.completions import Completion
 from lathe.gateway.endpoint import Answer, Endpoint
 from lathe.gateway.errors import ApiError
@@ -20,6 +20,7 @@ from lathe.gateway.keys import ApiKeys
 from lathe.gateway.limits import Door, Limits
 from lathe.gateway.metrics import GatewayMetrics
 from lathe.gateway.models import Model
+from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.slots import Slots
 from lathe.gateway.triton import Triton
@@ -112,10 +113,13 @@ class Gateway:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._triton = Triton(self._url)
+        self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
         yield
+        for renderer in self._renderers.values():
+            renderer.close()
         await self._triton.close()
 
-    def _completion(self, given: Any) -> Answer:
+    async def _completion(self, given: Any) -> Answer:
         request = CompletionRequest.model_validate(given)
         most = self._door.limits.prompts
         if len(request.prompts) > most:
@@ -124,10 +128,11 @@ class Gateway:
         model = self._named(request.model)
         return Completion(request, model, self.triton, self._slots[model.name])
 
-    def _chat(self, given: Any) -> Answer:
+    async def _chat(self, given: Any) -> Answer:
         request = ChatRequest.model_validate(given)
         model = self._named(request.model)
-        return Chat(request, model, self.triton, self._slots[model.name])
+        prompt = await prompt_of(request, model, self._renderers[model.name])
+        return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
     def _named(self, name: str) -> Model:
         if name in self._models:

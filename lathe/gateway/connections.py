@@ -173,6 +173,9 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         if self._all.state(self) == "idle":
             self._all.put(self, "head")
         super().data_received(data)
+        may_switch = self.conn.their_state is h11.MIGHT_SWITCH_PROTOCOL  # type: ignore[attr-defined]
+        if may_switch and not self.conn.trailing_data[0]:
+            self.flow.resume_reading()  # so that it is seen when the client leaves
         if self._is_answering and self._all.state(self) == "head":
             self._all.put(self, "answer")
 

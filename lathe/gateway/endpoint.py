@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from lathe.gateway.answers import Json, Usage, event
 from lathe.gateway.errors import ApiError, of_backend, of_validation
 from lathe.gateway.limits import Door
 from lathe.gateway.metrics import GatewayMetrics
+from lathe.gateway.requests import Unsupported
 from lathe.gateway.web import REQUEST_ID
 
 log = logging.getLogger("lathe")
@@ -60,7 +61,11 @@ class Endpoint:
     """
 
     def __init__(
-        self, path: str, read: Callable[[Any], Answer], door: Door, metrics: GatewayMetrics
+        self,
+        path: str,
+        read: Callable[[Any], Awaitable[Answer]],
+        door: Door,
+        metrics: GatewayMetrics,
     ) -> None:
         self._path, self._read, self._door, self._metrics = path, read, door, metrics
 
@@ -71,7 +76,7 @@ class Endpoint:
             _require_json(scope)
             body = await self._door.body(scope, receive)
             with self._door.place():
-                answer = self._read(_parsed(body))
+                answer = await self._read(_parsed(body))
                 usage = answer.usage
                 status = await _unless_left(_send(answer, scope, receive, send), receive)
         except Exception as error:
@@ -93,6 +98,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case ValidationError():
             return of_validation(error)
+        case Unsupported():
+            return ApiError(400, str(error), param=error.field, code="unsupported_parameter")
         case UserError() | StageError():
             return of_backend(error)
     log.error("a request failed", exc_info=error)

@@ -176,7 +176,7 @@ def bodies() -> Iterator[Case]:
     yield Case("a prompt as long as fits", posted(GOOD | {"prompt": "x" * 1021}), BAD)
     yield Case("10,000 prompts", posted(GOOD | {"prompt": ["x"] * 10_000}), BAD)
     yield Case("10,000 strings to stop at", posted(GOOD | {"stop": ["x"] * 10_000}), BAD)
-    yield Case("a long string to stop at", posted(GOOD | {"stop": "x" * 1_000_000}), (200, 400))
+    yield Case("a long string to stop at", posted(GOOD | {"stop": "x" * 1_000_000}), BAD)
     yield Case("100,000 unknown fields", posted({str(i): i for i in range(10**5)} | GOOD), (200,))
     yield Case("a chat with no template", posted(GOOD, "/v1/chat/completions"), BAD)
 

@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import subprocess
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import requests
 
 from lathe.gateway import endpoint
 from lathe.gateway.limits import Limits
+from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
-from tests.gateway.test_limits import BODY, post
-from tests.support.connection import HEAD, connected, read_all
+from tests.gateway.test_limits import BODY, LONG, post
+from tests.support.connection import HEAD, connected, read_all, request
 from tests.support.gateways import opened
+from tests.support.server_metrics import cut_short
 
 JSON = {"Content-Type": "application/json"}
 SLOW = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -55,6 +58,18 @@ def test_javas_client_is_answered(address: str, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     replies = found.stdout.splitlines()
     assert len(replies) == 2 and all(reply.startswith("200 HTTP_1_1 {") for reply in replies)
+
+
+def test_a_client_that_offers_http_2_and_leaves_frees_its_rows(
+    server: TritonServer, address: str, client: Client
+) -> None:
+    offer = b"HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    body = LONG | {"prompt": [*"abcdef"], "n": 4}
+    with cut_short(server, 6 * 4 * 1000):
+        with connected(address) as leaving:
+            leaving.sendall(request(body).replace(b"HTTP/1.1\r\n", offer))
+            time.sleep(0.1)
+        client.generate("b", max_tokens=1)
 
 
 def test_a_stream_over_http_1_0_is_not_in_chunks(address: str) -> None:
@@ -117,7 +132,9 @@ def test_the_page_that_is_allowed_may_name_its_host(server: TritonServer) -> Non
 def test_a_request_keeps_its_name(address: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lathe"):
         assert post(address, **{"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
-    assert any("request mine-7" in line and " 200 " in line for line in caplog.messages)
+        while not any("mine-7" in line for line in caplog.messages):
+            time.sleep(0.01)  # it is written after the answer
+    assert any(" 200 in " in line for line in caplog.messages if "request mine-7" in line)
     ones = [post(address).headers["x-request-id"] for _ in range(2)]
     assert ones[0] != ones[1]
     odd = post(address, **{"X-Request-Id": "a b\tc"}).headers["x-request-id"]
