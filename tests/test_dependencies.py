@@ -30,7 +30,6 @@ PACKAGES = {  # of modules that are named otherwise
 }
 PROVIDED = {"triton_python_backend_utils"}  # by Triton, to the backends that it starts
 NOT_BY_NAME = {
-    "httptools",  # uvicorn takes it where it is
     "kfp-kubernetes",  # is the module kfp.kubernetes
     "nvidia-pytriton",  # carries the program tritonserver
     "pyopenssl",  # model_signing imports it without declaring it

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lathe.gateway.chat import Chat
+from lathe.gateway.chat import Chat, prompt_of
 from lathe.gateway.completions import Completion
 from lathe.gateway.endpoint import Answer, Endpoint
 from lathe.gateway.errors import ApiError
@@ -20,9 +20,11 @@ from lathe.gateway.keys import ApiKeys
 from lathe.gateway.limits import Door, Limits
 from lathe.gateway.metrics import GatewayMetrics
 from lathe.gateway.models import Model
+from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.slots import Slots
 from lathe.gateway.triton import Triton
+from lathe.gateway.web import Web
 
 PATHS = "/v1/models, /v1/completions and /v1/chat/completions"
 
@@ -45,11 +47,12 @@ class Gateway:
         self.metrics.watch(self._door, self._slots)
         self._triton: Triton | None = None
 
-    def app(self, origins: Sequence[str] = ()) -> Starlette:
+    def app(self, origins: Sequence[str] = (), is_local: bool = True) -> Starlette:
         """The application.
 
         Args:
             origins: of web pages that may ask it (CORS).
+            is_local: whether it listens on loopback only.
         """
         door, metrics = self._door, self.metrics
         completions = Endpoint("/v1/completions", self._completion, door, metrics)
@@ -60,19 +63,27 @@ class Gateway:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-        return Starlette(
-            routes=[
-                Route("/v1/models", self._list),
-                Route("/v1/models/{name}", self._model),
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/chat/completions", chat, methods=["POST"]),
-                Route("/health", self._health),
-                Route("/metrics", self._page),
-            ],
-            middleware=[cors] if origins else [],
+        handlers: dict[str, tuple[Any, str]] = {
+            "/v1/models": (self._list, "GET"),
+            "/v1/models/{name}": (self._model, "GET"),
+            "/v1/completions": (completions, "POST"),
+            "/v1/chat/completions": (chat, "POST"),
+            "/health": (self._health, "GET"),
+            "/metrics": (self._page, "GET"),
+        }
+        routes = [
+            Route(path + end, handler, methods=[method])
+            for path, (handler, method) in handlers.items()
+            for end in ("", "/")
+        ]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Web, origins, is_local), *([cors] if origins else [])],
             exception_handlers={HTTPException: _refused, ApiError: _refused},
             lifespan=self._lifespan,
         )
+        app.router.redirect_slashes = False  # it would redirect to whatever host was named
+        return app
 
     @property
     def limits(self) -> Limits:
@@ -102,10 +113,13 @@ class Gateway:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._triton = Triton(self._url)
+        self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
         yield
+        for renderer in self._renderers.values():
+            renderer.close()
         await self._triton.close()
 
-    def _completion(self, given: Any) -> Answer:
+    async def _completion(self, given: Any) -> Answer:
         request = CompletionRequest.model_validate(given)
         most = self._door.limits.prompts
         if len(request.prompts) > most:
@@ -114,10 +128,11 @@ class Gateway:
         model = self._named(request.model)
         return Completion(request, model, self.triton, self._slots[model.name])
 
-    def _chat(self, given: Any) -> Answer:
+    async def _chat(self, given: Any) -> Answer:
         request = ChatRequest.model_validate(given)
         model = self._named(request.model)
-        return Chat(request, model, self.triton, self._slots[model.name])
+        prompt = await prompt_of(request, model, self._renderers[model.name])
+        return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
     def _named(self, name: str) -> Model:
         if name in self._models:
@@ -147,7 +162,9 @@ class Gateway:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"{error.detail}: {PATHS} are there")
-    assert isinstance(error, ApiError)
-    return error.response()
+    if isinstance(error, ApiError):
+        return error.response()
+    assert isinstance(error, HTTPException)
+    response = ApiError(error.status_code, f"{error.detail}: {PATHS} are there").response()
+    response.headers.update(error.headers or {})  # Allow
+    return response

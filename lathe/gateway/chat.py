@@ -7,11 +7,30 @@ from lathe.gateway.answers import DONE, REASONS, Head, Json, bytes_of, event
 from lathe.gateway.errors import ApiError
 from lathe.gateway.generation import Generation, Task
 from lathe.gateway.models import Model
+from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest
 from lathe.gateway.slots import Slots
-from lathe.gateway.template import ChatTemplate
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
+
+
+async def prompt_of(request: ChatRequest, model: Model, renderer: Renderer) -> list[int]:
+    """Token ids of the prompt that the model's template makes of the messages.
+
+    Raises:
+        ApiError: the model has no chat template, or it refuses the messages.
+    """
+    if not model.has_chat_template:
+        what = f"{model.name} has no chat template: ask /v1/completions instead"
+        raise ApiError(400, what, param="model", code="no_chat_template")
+    return await renderer.ids(
+        {
+            "messages": [message.model_dump() for message in request.messages],
+            "add_generation_prompt": request.add_generation_prompt is not False,
+            "continue_final_message": request.continue_final_message,
+            "variables": request.chat_template_kwargs,
+        }
+    )
 
 
 class Chat:
@@ -21,18 +40,24 @@ class Chat:
         is_stream: whether a stream is asked for.
         usage: the tokens so far.
 
+    Args:
+        prompt: token ids that `prompt_of` has made of the messages.
+
     Raises:
-        ApiError: the model has no chat template, or it refuses the messages; more sequences than
-            the model generates at a time.
+        ApiError: the prompt leaves no room; more sequences than the model generates at a time.
     """
 
-    def __init__(self, request: ChatRequest, model: Model, triton: Triton, slots: Slots) -> None:
-        if model.chat_template is None:
-            what = f"{model.name} has no chat template: ask /v1/completions instead"
-            raise ApiError(400, what, param="model", code="no_chat_template")
-        messages = [message.model_dump() for message in request.messages]
-        prompt = ChatTemplate(model.chat_template).render(messages)
-        task = Task([prompt], request.of_backend(), request.n, request.n)
+    def __init__(
+        self, request: ChatRequest, prompt: list[int], model: Model, triton: Triton, slots: Slots
+    ) -> None:
+        room = model.n_positions - len(prompt)
+        if room < (request.limit if request.limit is not None else 1):
+            asked = "" if request.limit is None else f" and {request.limit} of the answer"
+            what = (
+                f"{len(prompt)} tokens of messages{asked} exceed the {model.n_positions} positions"
+            )
+            raise ApiError(400, what, param="messages", code="context_length_exceeded")
+        task = Task([prompt], request.of_backend(room), request.n, request.n)
         self._request = request
         self._generation = Generation(task, model, triton, slots)
         self._whole = Head("chat.completion", model, "chatcmpl")
@@ -57,8 +82,17 @@ class Chat:
                 if index not in begun:
                     begun.add(index)
                     delta = {"role": "assistant", **delta}
-                choice = self._choice(index, chunk) | {"delta": delta}
-                yield event(self._piece.to_json([choice], **usage))
+                choice = self._choice(index, chunk) | {"delta": delta, "finish_reason": None}
+                if chunk.text or chunk.names or "role" in delta:
+                    yield event(self._piece.to_json([choice], **usage))
+                if reason := REASONS[chunk.finish_reason]:
+                    end: Json = {
+                        "index": index,
+                        "logprobs": None,
+                        "delta": {},
+                        "finish_reason": reason,
+                    }
+                    yield event(self._piece.to_json([end], **usage))
         if usage:
             yield event(self._piece.to_json([], usage=self.usage.to_json()))
         yield DONE

@@ -11,14 +11,16 @@ import socket
 import struct
 import time
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import h11
 
 from lathe.gateway.errors import ApiError
 
 if TYPE_CHECKING:
     HTTPProtocol: Any = object
 else:
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol as HTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol
 
 log = logging.getLogger("lathe")
 
@@ -29,6 +31,9 @@ and not take what is left after the last answer. How long an answer takes is up 
 
 MOST_HEAD = 2**15
 """Bytes of a request's line and headers."""
+
+MOST_PIECES = 2**14
+"""Pieces of a request's body: each takes some time, however short it is."""
 
 SPARE_FILES = 64
 """File descriptors for all but connections."""
@@ -100,13 +105,59 @@ class Connections:
         return False
 
 
+class _Requests(h11.Connection):
+    """The server's side of a connection, with limits that h11 has no option for.
+
+    Attributes:
+        refusal: what the client is told of what it has sent, if not that it is no request.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, max_incomplete_event_size=MOST_HEAD)
+        self.refusal = ApiError(400, "not an HTTP request")
+        self._pieces = 0
+
+    def next_event(self) -> Any:
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:
+                self.refusal = ApiError(431, f"the headers exceed {MOST_HEAD} bytes")
+            raise
+        if isinstance(event, h11.Request):
+            self._pieces = 0
+            self._check(event)
+        elif isinstance(event, h11.Data):
+            self._pieces += 1
+            if self._pieces > MOST_PIECES:
+                self._refuse(ApiError(413, f"the body comes in more than {MOST_PIECES} pieces"))
+        return event
+
+    def _check(self, head: h11.Request) -> None:
+        if head.http_version not in (b"1.0", b"1.1"):
+            self._refuse(ApiError(505, "the HTTP version is neither 1.0 nor 1.1"))
+        if len(head.target) + sum(len(n) + len(value) for n, value in head.headers) > MOST_HEAD:
+            self._refuse(ApiError(431, f"the headers exceed {MOST_HEAD} bytes"))
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
+            # A proxy may take the other one for the length, and see another request after it.
+            self._refuse(ApiError(400, "the body has two lengths"))
+
+    def _refuse(self, error: ApiError) -> NoReturn:
+        self.refusal = error
+        raise h11.RemoteProtocolError(error.message)
+
+
 class Connection(HTTPProtocol):  # type: ignore[misc]
-    """One connection, as uvicorn's protocol; httptools' or, where that is not installed, h11's."""
+    """One connection, as uvicorn's protocol.
+
+    It is h11's and not the faster httptools': the latter loses the body of a request that offers to
+    go on in HTTP/2, as every request of Java's client does, and answers HTTP/1.0 in chunks.
+    """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
         super().__init__(**given)
+        self.conn = _Requests()
         self._all = connections
-        self._in_head, self._head = False, 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -121,12 +172,11 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
             return
         if self._all.state(self) == "idle":
             self._all.put(self, "head")
-        was_in_head = self._in_head
         super().data_received(data)
-        self._head += len(data) if was_in_head and self._in_head else 0
-        if self._head > MOST_HEAD:
-            self.send_400_response("")
-        elif self._is_answering and self._all.state(self) == "head":
+        may_switch = self.conn.their_state is h11.MIGHT_SWITCH_PROTOCOL  # type: ignore[attr-defined]
+        if may_switch and not self.conn.trailing_data[0]:
+            self.flow.resume_reading()  # so that it is seen when the client leaves
+        if self._is_answering and self._all.state(self) == "head":
             self._all.put(self, "answer")
 
     def refuse(self, error: ApiError) -> None:
@@ -153,10 +203,8 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         """What uvicorn calls when it does not understand what came."""
         if self._is_writing:
             self.transport.abort()  # no second answer in the middle of the first
-        elif self._head > MOST_HEAD:
-            self.refuse(ApiError(431, f"the headers exceed {MOST_HEAD} bytes"))
         else:
-            self.refuse(ApiError(400, "not an HTTP request"))
+            self.refuse(self.conn.refusal)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -180,28 +228,13 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         if self._all.state(self) == "blocked":
             self._all.put(self, "answer")
 
-    # httptools' parser calls these; h11 limits the head itself.
-    def on_message_begin(self) -> None:
-        self._in_head, self._head = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._head = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
-        if self._head > MOST_HEAD:
-            raise ValueError("the headers are too long")
-        self._head = 0
-        super().on_headers_complete()
-
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _is_writing(self) -> bool:
-        return self._is_answering and (
-            self.cycle.response_started or bool(getattr(self, "pipeline", ()))
-        )
+        return self._is_answering and bool(self.cycle.response_started)
 
 
 def raise_file_limit() -> int:

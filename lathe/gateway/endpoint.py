@@ -4,11 +4,12 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -17,8 +18,15 @@ from lathe.gateway.answers import Json, Usage, event
 from lathe.gateway.errors import ApiError, of_backend, of_validation
 from lathe.gateway.limits import Door
 from lathe.gateway.metrics import GatewayMetrics
+from lathe.gateway.requests import Unsupported
+from lathe.gateway.web import REQUEST_ID
 
 log = logging.getLogger("lathe")
+
+COMMENT = b": still at work\n\n"
+COMMENT_SECONDS = 15.0
+FIRST_SECONDS = 2.0
+"""How long the headers of a stream wait for its first piece."""
 
 LEFT = 499  # nginx's status for a client that has closed the connection
 STREAM_START: Message = {
@@ -53,7 +61,11 @@ class Endpoint:
     """
 
     def __init__(
-        self, path: str, read: Callable[[Any], Answer], door: Door, metrics: GatewayMetrics
+        self,
+        path: str,
+        read: Callable[[Any], Awaitable[Answer]],
+        door: Door,
+        metrics: GatewayMetrics,
     ) -> None:
         self._path, self._read, self._door, self._metrics = path, read, door, metrics
 
@@ -61,16 +73,20 @@ class Endpoint:
         started, usage = time.perf_counter(), Usage()
         try:
             self._door.check(scope)
+            _require_json(scope)
             body = await self._door.body(scope, receive)
             with self._door.place():
-                answer = self._read(_parsed(body))
+                answer = await self._read(_parsed(body))
                 usage = answer.usage
                 status = await _unless_left(_send(answer, scope, receive, send), receive)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
             await told.response()(scope, receive, send)
-        self._metrics.answered(self._path, status, time.perf_counter() - started, usage)
+        seconds = time.perf_counter() - started
+        self._metrics.answered(self._path, status, seconds, usage)
+        name, tokens = scope["state"][REQUEST_ID], f"{usage.prompt} + {usage.completion} tokens"
+        log.info("%s %d in %.3f s, %s, request %s", self._path, status, seconds, tokens, name)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -82,10 +98,19 @@ def as_api_error(error: BaseException) -> ApiError:
             return error
         case ValidationError():
             return of_validation(error)
+        case Unsupported():
+            return ApiError(400, str(error), param=error.field, code="unsupported_parameter")
         case UserError() | StageError():
             return of_backend(error)
     log.error("a request failed", exc_info=error)
     return ApiError(500, "the gateway failed")
+
+
+def _require_json(scope: Scope) -> None:
+    """Without this, any page could make a browser send what it likes."""
+    kind = Headers(scope=scope).get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
 
 
 def _parsed(body: bytes) -> Any:
@@ -118,18 +143,36 @@ async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> i
         return 200
     status = 200
     async with aclosing(answer.stream()) as events:
-        first = await anext(events)  # until then an error has a status of its own
-        await send(STREAM_START)
-        await _send_piece(send, first)
+        first = asyncio.ensure_future(anext(events))
+        comments = None
         try:
-            async for piece in events:
-                await _send_piece(send, piece)
-        except Exception as error:
-            told = as_api_error(error)
-            status = told.status
-            await _send_piece(send, event(told.to_json()))
+            await asyncio.wait({first}, timeout=FIRST_SECONDS)
+            if first.done():
+                first.result()  # an error that comes soon has a status of its own
+            await send(STREAM_START)
+            comments = asyncio.create_task(_comment(send))
+            try:
+                await _send_piece(send, await first)
+                async for piece in events:
+                    await _send_piece(send, piece)
+            except Exception as error:
+                told = as_api_error(error)
+                status = told.status
+                await _send_piece(send, event(told.to_json()))
+        finally:
+            tasks = [task for task in (first, comments) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
     return status
+
+
+async def _comment(send: Send) -> None:
+    """Send comments, which clients skip: proxies close a connection that is silent for long."""
+    while True:
+        await asyncio.sleep(COMMENT_SECONDS)
+        await _send_piece(send, COMMENT)
 
 
 async def _send_piece(send: Send, piece: bytes) -> None:

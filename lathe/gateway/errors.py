@@ -1,5 +1,7 @@
 """Errors as OpenAI's interface shows them."""
 
+from collections.abc import Sequence
+
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
@@ -85,6 +87,12 @@ def of_validation(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
         return ApiError(400, message)
-    param = str(first["loc"][0])
+    param = _path(first["loc"])
     value = "" if first["type"] == "missing" else f" (given: {str(first['input'])[:100]!r})"
     return ApiError(400, f"{param}: {message}{value}", param=param)
+
+
+def _path(place: Sequence[int | str]) -> str:
+    """As OpenAI writes it: `messages[1].role`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return "".join(parts).removeprefix(".")

@@ -1,6 +1,7 @@
 """What a request has to pass before it is answered: a key, a place, and a body of some size."""
 
 import asyncio
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from lathe.gateway.errors import ENDING, ApiError
 from lathe.gateway.keys import ApiKeys
 
 BODY_SECONDS = 30.0
+GZIP = 16  # zlib's flag for the format
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,25 @@ class Door:
                     if self._bodies > self.limits.bodies:
                         raise ApiError(503, "too much is being sent", code="overloaded")
                     if not message.get("more_body"):
-                        return b"".join(parts)
+                        return self._decoded(b"".join(parts), scope)
         except TimeoutError:
             raise ApiError(408, f"no body within {BODY_SECONDS:g} s") from None
         finally:
             self._bodies -= size
+
+    def _decoded(self, body: bytes, scope: Scope) -> bytes:
+        coding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
+        if coding == "identity":
+            return body
+        if coding not in ("gzip", "x-gzip"):
+            raise ApiError(415, f"the content encoding is {coding[:100]!r}: send gzip or none")
+        decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP)
+        try:
+            plain = decoder.decompress(body, self.limits.body + 1)
+        except zlib.error as error:
+            raise ApiError(400, f"the body is not gzip: {error}") from None
+        if len(plain) > self.limits.body:
+            raise ApiError(413, f"the body exceeds {self.limits.body} bytes")
+        if not decoder.eof:
+            raise ApiError(400, "the gzip body ends early")
+        return plain

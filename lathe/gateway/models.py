@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
@@ -20,15 +21,19 @@ class Model:
         max_running: sequences that it generates at a time.
         max_wait: seconds that a request may be expected to wait for a slot; None is half the time
             that a prompt has taken recently.
-        chat_template: makes a prompt of messages; None if the checkpoint came without one.
+        folder: its export.
+        n_positions: of its context.
+        has_chat_template: whether the checkpoint came with one.
     """
 
     name: str
     created: int
     digest: str
     max_running: int
+    folder: Path
+    n_positions: int
     max_wait: float | None = None
-    chat_template: str | None = None
+    has_chat_template: bool = False
 
     def to_json(self) -> dict[str, object]:
         """Its entry in the list of models."""
@@ -37,6 +42,7 @@ class Model:
             "object": "model",
             "created": self.created,
             "owned_by": "lathe",
+            "max_model_len": self.n_positions,  # as in vLLM
         }
 
 
@@ -71,14 +77,22 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
         max_wait = json.loads(settings.get("max_wait_seconds", "null"))
     except (KeyError, ValueError):
         raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
-    created, template = int(path.stat().st_mtime), _chat_template(path.parent / "1")
-    return Model(config.name, created, digest, max_running, max_wait, template)
+    created, folder = int(path.stat().st_mtime), path.parent / "1"
+    template = _setting(folder / "config.json", "lathe").get("chat_template")
+    return Model(
+        config.name,
+        created,
+        digest,
+        max_running,
+        folder,
+        _setting(folder / "export.json", "n_positions"),
+        max_wait,
+        isinstance(template, str),
+    )
 
 
-def _chat_template(exported: Path) -> str | None:
-    path = exported / "config.json"
+def _setting(path: Path, key: str) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["lathe"].get("chat_template")
-    except (OSError, ValueError, KeyError, AttributeError):
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
-    return found if isinstance(found, str) else None

@@ -11,25 +11,71 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
 
-from lathe.runtime.params import MAX_INT, MAX_TOP
+from lathe.runtime.params import LONGEST_STOP, MAX_INT, MAX_TOP, MOST_STOPS
 from lathe.serve.transport import Parameter
 
 DEFAULT_TOKENS = 16
 MOST_CHOICES = 128
-MOST_STOPS = 16
+MOST_MESSAGES = 4096
+
+CHANGING: dict[str, Any] = {
+    # OpenAI's.
+    "audio": None,
+    "function_call": "none",
+    "functions": [],
+    "logit_bias": {},
+    "modalities": ["text"],
+    "reasoning_effort": "none",
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+    "tools": [],
+    "web_search_options": None,
+    # vLLM's, and of others.
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "grammar": None,
+    "guided_choice": None,
+    "guided_grammar": None,
+    "guided_json": None,
+    "guided_regex": None,
+    "include_stop_str_in_output": False,
+    "json_schema": None,
+    "length_penalty": 1.0,
+    "min_p": 0.0,
+    "prompt_logprobs": None,
+    "stop_token_ids": [],
+    "structured_outputs": None,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+}
+"""Fields that would change the answer and are not supported; and the value that changes nothing."""
 
 Prompt = str | list[int]
 Parameters = dict[str, Parameter | Sequence[str]]
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
+
+
+class Unsupported(Exception):
+    """A request has a field of CHANGING.
+
+    Args:
+        field: its name.
+    """
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field} is not supported")
+        self.field = field
 
 
 class StreamOptions(BaseModel):
@@ -49,13 +95,12 @@ class Sampling(BaseModel):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[Text], Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[str, float] | None = None
     # As in vLLM.
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
     min_tokens: Tokens = 0
@@ -67,18 +112,15 @@ class Sampling(BaseModel):
     def _null_is_absent(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise ValueError("the body is not a JSON object")
+        for name, harmless in CHANGING.items():
+            if given.get(name) not in (None, harmless):
+                raise Unsupported(name)
         return {name: value for name, value in given.items() if value is not None}
 
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _no_bias(cls, value: dict[str, float] | None) -> None:
-        if value:
-            raise ValueError("not supported")
 
     @property
     def includes_usage(self) -> bool:
@@ -117,19 +159,27 @@ class Part(BaseModel):
     text: str
 
 
+PARTS = TypeAdapter(list[Part])
+
+
 class Message(BaseModel):
     """A message of a conversation; what else it has is the template's to read."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Text
+    role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return "system" if value == "developer" else value  # OpenAI's new name for it
 
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
         if isinstance(value, list):
-            return "".join(Part.model_validate(part).text for part in value)
+            return "".join(part.text for part in PARTS.validate_python(value))
         return "" if value is None else value
 
 
@@ -191,30 +241,15 @@ class CompletionRequest(Sampling):
 class ChatRequest(Sampling):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Tokens | None = None
     max_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
-    # Would change the answer, and a model of this kind cannot do it.
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    audio: Any = None
-
-    @field_validator("tools", "tool_choice", "functions", "function_call", "audio")
-    @classmethod
-    def _not_supported(cls, value: Any) -> None:
-        if value not in ([], "none"):
-            raise ValueError("not supported")
-
-    @field_validator("response_format")
-    @classmethod
-    def _only_text(cls, value: Any) -> None:
-        if value != {"type": "text"}:
-            raise ValueError("not supported: the answer is plain text")
+    # As in vLLM.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _top_has_logprobs(self) -> "ChatRequest":
@@ -222,9 +257,24 @@ class ChatRequest(Sampling):
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 
-    def of_backend(self) -> Parameters:
-        """The backend's parameters."""
+    @model_validator(mode="after")
+    def _one_way_on(self) -> "ChatRequest":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer at most; None is the rest of the context."""
         limits = (self.max_completion_tokens, self.max_tokens)
-        most = next((limit for limit in limits if limit is not None), None)
+        return next((limit for limit in limits if limit is not None), None)
+
+    def of_backend(self, room: int) -> Parameters:
+        """The backend's parameters.
+
+        Args:
+            room: positions that the prompt leaves.
+        """
+        most = room if self.limit is None else self.limit
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         return self.parameters(self.n, most) | scored

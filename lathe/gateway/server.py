@@ -10,6 +10,7 @@ import uvicorn
 
 from lathe.gateway.app import Gateway
 from lathe.gateway.connections import MOST_HEAD, Connection, Connections
+from lathe.gateway.web import is_this_machine
 
 LAST_SECONDS = 2
 """For what is left of the connections when all answers have been given."""
@@ -25,17 +26,24 @@ class Server(uvicorn.Server):
 
     Args:
         origins: of web pages that may ask (CORS).
+        host: address to listen on.
     """
 
     def __init__(
-        self, gateway: Gateway, origins: Sequence[str], drain_seconds: float, **options: Any
+        self,
+        gateway: Gateway,
+        origins: Sequence[str],
+        drain_seconds: float,
+        host: str = "127.0.0.1",
+        **options: Any,
     ) -> None:
         self._gateway, self._drain_seconds = gateway, drain_seconds
         self._connections = Connections(gateway.limits.connections)
         self._deadline: float | None = None
         super().__init__(
             uvicorn.Config(
-                gateway.app(origins),
+                gateway.app(origins, is_this_machine(host)),
+                host=host,
                 http=partial(Connection, self._connections),  # type: ignore[arg-type]
                 h11_max_incomplete_event_size=MOST_HEAD,
                 ws="none",

@@ -17,6 +17,7 @@ ALIASES = {"max_dec_len": "max_tokens", "min_dec_len": "min_tokens"}
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
 MAX_INT = 2**63 - 1
 MAX_TOP = 20  # alternatives of a token, as in OpenAI's interface
+MOST_STOPS, LONGEST_STOP = 16, 1000  # every new token is compared with all of them
 
 NO_BEAMS = ("logprobs", "echo", "presence_penalty", "frequency_penalty")
 """What beam search does not have."""
@@ -79,7 +80,11 @@ FIELDS = {
     "num_return_sequences": Field(int, lambda v: 1 <= v <= MAX_INT, "at least 1"),
     "num_beams": Field(int, lambda v: 2 <= v <= MAX_INT, "at least 2"),
     "length_penalty": Field(float, math.isfinite, "finite"),
-    "stop": Field(str, bool, "a string, or a JSON list of strings, none empty"),
+    "stop": Field(
+        str,
+        bool,
+        f"a string, or a JSON list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters",
+    ),
     "logprobs": Field(bool, lambda v: True, "true or false"),
     "top_logprobs": Field(int, lambda v: 0 <= v <= MAX_TOP, f"from 0 to {MAX_TOP}"),
     "echo": Field(bool, lambda v: True, "true or false"),
@@ -137,13 +142,16 @@ def parse(given: Mapping[str, Any], defaults: Params) -> Params:
 
 def _stop_strings(value: str) -> tuple[str, ...]:
     if not value.startswith("["):
-        return (value,)
-    try:
-        strings = json.loads(value)
-    except json.JSONDecodeError:
-        return (value,)
+        strings = [value]
+    else:
+        try:
+            strings = json.loads(value)
+        except (json.JSONDecodeError, RecursionError):
+            strings = [value]
     if not all(isinstance(string, str) and string for string in strings):
-        raise UserError(f"stop {value}: not a list of strings", FIELDS["stop"].limit)
+        raise UserError(f"stop {value:.100}: not a list of strings", FIELDS["stop"].limit)
+    if len(strings) > MOST_STOPS or max(map(len, strings), default=0) > LONGEST_STOP:
+        raise UserError(f"stop {value:.100}: too much to compare with", FIELDS["stop"].limit)
     return tuple(strings)
 
 

@@ -132,7 +132,8 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        ends = range(max((len(stop) for stop in self._stop), default=1) - 1, 0, -1)
+        longest = max((len(stop) for stop in self._stop), default=1)
+        ends = range(min(longest - 1, len(text)), 0, -1)
         held = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

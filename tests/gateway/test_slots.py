@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from lathe.gateway.slots import Slots
 
 
 def slots(running: int, max_wait: float | None = None) -> Slots:
-    return Slots(Model("gpt", 0, "", running, max_wait))  # one more waits in Triton
+    return Slots(Model("gpt", 0, "", running, Path(), 64, max_wait))  # one more waits in Triton
 
 
 async def settle() -> None:

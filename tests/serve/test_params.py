@@ -41,7 +41,7 @@ def test_the_seeds_names_are_taken() -> None:
         ),
         ({"decode_strategy": "beam_search", "logprobs": True}, "logprobs with beam_search"),
         ({"num_beams": 1}, "num_beams 1 .* at least 2"),
-        ({"stop": ""}, "stop  is out of range.*none empty"),
+        ({"stop": ""}, "stop  is out of range.*each of 1"),
         ({"stop": '["a", 1]'}, "not a list of strings"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
         ({"max_tokens": 5, "max_dec_len": 5}, "max_tokens is given twice"),

@@ -1,5 +1,6 @@
 """A gateway on loopback, in this process."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -45,3 +46,14 @@ def opened(
     gateway = Gateway(models, server.state.grpc, limits or Limits(), known)
     with running(gateway, origins or []) as address:
         yield address
+
+
+def chatting(server: TritonServer, template: str, folder: Path) -> dict[str, Any]:
+    """Changes for `opened` that give the served model a chat template."""
+    export = Path(server.state.repository) / "gpt/1"
+    config = json.loads((export / "config.json").read_text())
+    config["lathe"]["chat_template"] = template
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "export.json"):
+        (folder / name).write_bytes((export / name).read_bytes())
+    return {"folder": folder, "has_chat_template": True}

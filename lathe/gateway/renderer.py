@@ -1,0 +1,86 @@
+"""Runs a model's chat template in a process of its own.
+
+A template comes with a checkpoint, and so may be a stranger's: it may never end, or ask for all
+memory. In a process of its own it holds up nobody else's requests, has neither keys nor
+environment variables to tell, and is ended after RENDER_SECONDS.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lathe
+from lathe.gateway.errors import ApiError
+
+RENDER_SECONDS = 5.0
+
+
+class Renderer:
+    """The process of one model; it starts with the first request.
+
+    Args:
+        folder: the model's export, with `config.json` and `tokenizer.json`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def ids(self, request: Mapping[str, Any]) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            request: `messages`, and the options of `ChatTemplate.render`.
+
+        Raises:
+            ApiError: the template refuses the messages, is broken, or takes too long.
+        """
+        line = json.dumps(request).encode() + b"\n"
+        async with self._lock:
+            reply = await self._ask(line)
+        if "ids" in reply:
+            found: list[int] = reply["ids"]
+            return found
+        raise ApiError(500 if reply["is_broken"] else 400, reply["error"], param="messages")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    async def _ask(self, line: bytes) -> Any:
+        asked = asyncio.create_task(asyncio.to_thread(self._exchange, line))
+        try:
+            answer = await asyncio.wait_for(asyncio.shield(asked), RENDER_SECONDS)
+            return json.loads(answer)
+        except (TimeoutError, asyncio.CancelledError, ValueError, OSError) as error:
+            self.close()  # what it is at would be taken for the answer to the next request
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            what = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
+            raise ApiError(400, f"the model's chat template {what}", param="messages") from None
+
+    def _exchange(self, line: bytes) -> bytes:
+        if self._process is None:
+            self._process = _start(self._folder)
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(line)
+        process.stdin.flush()
+        return process.stdout.readline()
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lathe.gateway.render", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": str(Path(lathe.__file__).parents[1])},
+    )

@@ -1,0 +1,169 @@
+"""HTTP as clients speak it, and what a web page must not talk a browser into."""
+
+import gzip
+import json
+import logging
+import shutil
+import subprocess
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from lathe.gateway import endpoint
+from lathe.gateway.limits import Limits
+from lathe.serve.client import Client
+from lathe.serve.server import TritonServer
+from tests.gateway.test_limits import BODY, LONG, post
+from tests.support.connection import HEAD, connected, read_all, request
+from tests.support.gateways import opened
+from tests.support.server_metrics import cut_short
+
+JSON = {"Content-Type": "application/json"}
+SLOW = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
+
+JAVA = """
+import java.net.URI;
+import java.net.http.*;
+
+class Ask {
+    public static void main(String[] given) throws Exception {
+        var request = HttpRequest.newBuilder(URI.create(given[0]))
+            .header("Content-Type", "application/json")
+            .POST(HttpRequest.BodyPublishers.ofString(given[1])).build();
+        var client = HttpClient.newHttpClient();
+        for (int i = 0; i < 2; i++) {
+            var reply = client.send(request, HttpResponse.BodyHandlers.ofString());
+            System.out.println(reply.statusCode() + " " + reply.version() + " " + reply.body());
+        }
+    }
+}
+"""
+
+
+def sent(address: str, data: bytes, **headers: str) -> requests.Response:
+    named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+    return requests.post(f"{address}/v1/completions", data, headers=named, timeout=30)
+
+
+@pytest.mark.skipif(shutil.which("java") is None, reason="no JDK")
+def test_javas_client_is_answered(address: str, tmp_path: Path) -> None:
+    """It offers HTTP/2 with every request: https://openjdk.org/groups/net/httpclient."""
+    (tmp_path / "Ask.java").write_text(JAVA)
+    command = ["java", "Ask.java", f"{address}/v1/completions", json.dumps(BODY)]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    replies = found.stdout.splitlines()
+    assert len(replies) == 2 and all(reply.startswith("200 HTTP_1_1 {") for reply in replies)
+
+
+def test_a_client_that_offers_http_2_and_leaves_frees_its_rows(
+    server: TritonServer, address: str, client: Client
+) -> None:
+    offer = b"HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    body = LONG | {"prompt": [*"abcdef"], "n": 4}
+    with cut_short(server, 6 * 4 * 1000):
+        with connected(address) as leaving:
+            leaving.sendall(request(body).replace(b"HTTP/1.1\r\n", offer))
+            time.sleep(0.1)
+        client.generate("b", max_tokens=1)
+
+
+def test_a_stream_over_http_1_0_is_not_in_chunks(address: str) -> None:
+    body = json.dumps(SLOW | {"max_tokens": 3}).encode()
+    head = HEAD.replace(b"HTTP/1.1\r\nHost: localhost", b"HTTP/1.0") % len(body)
+    with connected(address) as old:
+        old.sendall(head + body)
+        reply, text = read_all(old).split(b"\r\n\r\n", 1)
+    assert reply.split()[1] == b"200" and b"chunked" not in reply.lower()
+    assert text.startswith(b"data: {") and text.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_slash_at_the_end_is_the_same_path(address: str) -> None:
+    named = {"Host": "localhost:29000"} | JSON
+    url = f"{address}/v1/completions/"
+    reply = requests.post(url, json=BODY, headers=named, timeout=30, allow_redirects=False)
+    assert reply.status_code == 200
+    assert requests.get(f"{address}/v1/models/", timeout=30).json()["data"]
+
+
+def test_a_wrong_method_names_the_right_one(address: str) -> None:
+    reply = requests.put(f"{address}/v1/completions", json=BODY, timeout=30)
+    assert reply.status_code == 405 and reply.headers["Allow"] == "POST"
+
+
+def test_a_compressed_body_is_read_within_the_limit(server: TritonServer) -> None:
+    data = json.dumps(BODY).encode()
+    with opened(server, Limits(body=10_000)) as address:
+        assert sent(address, gzip.compress(data), Content_Encoding="gzip").status_code == 200
+        bomb = gzip.compress(data + b" " * 1_000_000)
+        assert sent(address, bomb, Content_Encoding="gzip").status_code == 413
+        assert sent(address, gzip.compress(data)[:-9], Content_Encoding="gzip").status_code == 400
+        assert sent(address, data, Content_Encoding="gzip").status_code == 400
+        assert sent(address, zlib.compress(data), Content_Encoding="br").status_code == 415
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_what_a_page_can_send_without_asking_is_not_taken(address: str, kind: str) -> None:
+    reply = sent(address, json.dumps(BODY).encode(), Content_Type=kind)
+    assert reply.status_code == 415 and "application/json" in reply.json()["error"]["message"]
+
+
+def test_a_name_that_is_not_this_machines_is_not_answered(address: str) -> None:
+    for host in ("evil.example:29000", "localhost.evil.example", "10.0.0.1"):
+        reply = requests.get(f"{address}/v1/models", headers={"Host": host}, timeout=30)
+        assert reply.status_code == 421 and "not a name of this machine" in reply.text
+    for host in ("localhost:29000", "127.0.0.1", "[::1]:9000", "gpt.localhost"):
+        reply = requests.get(f"{address}/v1/models", headers={"Host": host}, timeout=30)
+        assert reply.status_code == 200
+
+
+def test_the_page_that_is_allowed_may_name_its_host(server: TritonServer) -> None:
+    with opened(server, origins=["https://app.example.com"]) as address:
+        reply = requests.get(
+            f"{address}/v1/models", headers={"Host": "app.example.com"}, timeout=30
+        )
+        assert reply.status_code == 200
+
+
+def test_a_request_keeps_its_name(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lathe"):
+        assert post(address, **{"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
+        while not any("mine-7" in line for line in caplog.messages):
+            time.sleep(0.01)  # it is written after the answer
+    assert any(" 200 in " in line for line in caplog.messages if "request mine-7" in line)
+    ones = [post(address).headers["x-request-id"] for _ in range(2)]
+    assert ones[0] != ones[1]
+    odd = post(address, **{"X-Request-Id": "a b\tc"}).headers["x-request-id"]
+    assert odd not in ("a b\tc", "mine-7")
+    assert post(address, {}).headers["x-request-id"]  # of an error, too
+
+
+def test_a_stream_that_waits_is_kept_alive(
+    address: str, monkeypatch: pytest.MonkeyPatch, openai: Any
+) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(endpoint, "COMMENT_SECONDS", 0.001)
+    plain = {name: value for name, value in SLOW.items() if name != "ignore_eos"}
+    reply = requests.post(f"{address}/v1/completions", json=SLOW, stream=True, timeout=30)
+    assert reply.status_code == 200
+    lines = reply.text.splitlines()
+    assert ": still at work" in lines and lines[-2] == "data: [DONE]"
+    pieces = [
+        p.choices[0].text
+        for p in openai.completions.create(**plain, extra_body={"ignore_eos": True})
+    ]  # a client skips them
+    assert "".join(pieces) == post(address, SLOW | {"stream": False}).json()["choices"][0]["text"]
+
+
+def test_an_error_that_comes_late_is_in_the_stream(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_SECONDS", 0.0)
+    too_long = SLOW | {"max_tokens": 10**6}
+    assert '"context_length_exceeded"' in post(address, too_long).text
+    monkeypatch.undo()
+    assert post(address, too_long).status_code == 400
