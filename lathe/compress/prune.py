@@ -36,6 +36,7 @@ from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult, remove_run
 from lathe.train.run import TrainingJob, run_training
+from lathe.train.workers import Workers
 
 log = logging.getLogger("lathe")
 
@@ -78,7 +79,7 @@ def _one_round(
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> TrainingJob:
+    def make(workers: Workers) -> TrainingJob:
         dense, left = read_config(model), load_checkpoint(start)
         if dense.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")

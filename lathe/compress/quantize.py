@@ -28,6 +28,7 @@ from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
+from lathe.train.workers import Workers
 
 log = logging.getLogger("lathe")
 
@@ -54,7 +55,7 @@ def quantize(
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)
 
-    def make() -> TrainingJob:
+    def make(workers: Workers) -> TrainingJob:
         start = load_checkpoint(model)
         config = start.model.config
         if config.quantization is not None:
@@ -62,7 +63,7 @@ def quantize(
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
         named = named_formats(config, settings, sensitivity)
-        formats = with_int8_formats(recipe, start.model, batches, named)
+        formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
         plan = replace(
             make_plan(config, settings, formats),
             position_embedding=settings.quantize_embedding

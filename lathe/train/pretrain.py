@@ -17,6 +17,7 @@ from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.shape import model_config
+from lathe.train.workers import Workers
 
 
 @attested("pretrain", "data", "init")
@@ -33,7 +34,7 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
 
     settings = recipe.Model
 
-    def make() -> TrainingJob:
+    def make(workers: Workers) -> TrainingJob:
         if init is not None:
             start = load_checkpoint(init)
             model = with_dropout(start.model, settings)

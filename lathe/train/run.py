@@ -67,7 +67,7 @@ def run_training(
     data: Path,
     output: Path,
     inputs: dict[str, str],
-    make: Callable[[], TrainingJob],
+    make: Callable[[Workers], TrainingJob],
     teacher: Path | None = None,
     sources: Sequence[Path] = (),
 ) -> TrainResult:
@@ -75,7 +75,7 @@ def run_training(
 
     Args:
         inputs: digests of what the run depends on beside the recipe and the data.
-        make: builds model and hooks; not called when `output` is finished.
+        make: builds model and hooks, in every process; not called when `output` is finished.
         teacher: the checkpoint that `Compress.Distill` distils from.
         sources: other folders that `make` reads.
 
@@ -94,7 +94,7 @@ def run_training(
             if workers.agree((output / MARKER).is_file):
                 log.info("%s is finished: nothing to do", output)
                 return workers.agree(lambda: read_result(output))
-            work = make()
+            work = make(workers)
             config = work.model.config
             tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
             origin = origin_of(work.parent, tokens)
