@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from lathe.artifacts.journal import Journal
 from lathe.compress.criteria import importance
@@ -23,13 +24,15 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.search.costs import Costs, estimate
+from lathe.search.costs import Costs, estimate, write_costs
 from lathe.search.design import Design
 from lathe.search.goal import Goal
 from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
 from lathe.search.program import Problem
 from lathe.search.proposals import CLOSE, propose
 from lathe.train.batches import calibration_batches
+from tests.support.massive import MASSIVE, SCALE, gpt2, massive_reader, plant
+from tests.support.small_export import save
 from tests.support.small_run import SMALL
 
 SHAPE = GPTConfig(96, 32, 32, 8, (4, 4), (64, 64))
@@ -189,6 +192,25 @@ def divergence(model: GPT, other: GPT, batches: list[torch.Tensor]) -> float:
         ours, theirs = (m(tokens[:, :-1]).double().log_softmax(-1) for m in (model, other.eval()))
         found.append(float((ours.exp() * (ours - theirs)).sum(-1).mean()))
     return float(np.mean(found))
+
+
+def test_designs_may_have_dynamic_scales_where_static_ones_alone_cost_too_much(
+    small_dense: Path, small_data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    massive = save(plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE), byte_tokenizer, tmp_path)
+    named = load_recipe("tiny", (*SMALL, "Compress.Quantization.formats={block_0: {qkv: int8}}"))
+    for folder, int8 in (
+        (small_dense, ["static_int8"]),
+        (massive, ["static_int8", "dynamic_int8"]),
+    ):
+        costs = write_costs(RECIPE, folder, small_data, tmp_path / f"{folder.name}.json")
+        assert [*costs.formats] == [*int8, "float"]
+        config = load_checkpoint(folder).model.config
+        options = Problem.of(config, costs, Prices(PRICES), named, named).formats
+        assert options["h.0.attn.c_attn"] == int8 and options["h.1.mlp.c_fc"] == [*int8, "float"]
+    worst = max(costs.formats["static_int8"], key=costs.formats["static_int8"].__getitem__)
+    assert worst == massive_reader(load_checkpoint(massive).model)
+    assert costs.of_linear(worst, "static_int8") > 2 * costs.of_linear(worst, "dynamic_int8")
 
 
 def test_a_design_that_misses_is_corrected_before_it_is_trained() -> None:
