@@ -1,0 +1,161 @@
+"""Smoothing: move the range of a linear's input into its weight, channel by channel, before both
+are rounded.
+
+A channel of the input that is larger than the others decides their scale. Dividing it by a factor,
+and multiplying its column of the weight by the same factor, leaves the function as it was; the
+division is folded into whatever makes the channel: the norm before queries, keys, values and the
+FFN's first matrix, the rows of the values before the attention's output, and those of a gated FFN's
+second factor. GELU stands between GPT-2's two FFN matrices, so that nothing can be folded there.
+
+Source: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4. The strength is found for
+every linear by the error of its output, as in AWQ (Lin et al. 2024, arXiv:2306.00978).
+
+Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lathe.model.block import MLP, Attention, Block
+from lathe.model.gpt import GPT
+from lathe.progress import track
+
+log = logging.getLogger("lathe")
+
+STRENGTHS = (0.35, 0.5, 0.65, 0.8)
+TOKENS = 512
+"""On which strengths are compared."""
+GAIN = 0.95
+"""Largest error, as a share of that without smoothing, for which a linear is smoothed."""
+
+Round = Callable[[Tensor], Tensor]
+Factors = Mapping[str, Tensor]
+"""By the path of a linear, what its inputs are divided by, (groups, 1, size)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A linear before which a division can be folded.
+
+    Attributes:
+        shared, size: factors (groups, 1, size) are spread over the inputs, which are (groups,
+            shared, size): the query heads of a group read the same values.
+        parameters, rows: what makes the inputs, and the rows that are divided.
+    """
+
+    name: str
+    linear: nn.Linear
+    shared: int
+    size: int
+    parameters: tuple[nn.Parameter, ...]
+    rows: Tensor
+
+    def largest(self, values: Tensor) -> Tensor:
+        """(..., I) -> the largest magnitude for every factor."""
+        absolute = values.detach().abs().flatten(0, -2).amax(0)
+        return absolute.view(-1, self.shared, self.size).amax(1, keepdim=True)
+
+    def spread(self, factors: Tensor) -> Tensor:
+        """Factors -> (I,)."""
+        return factors.expand(-1, self.shared, -1).flatten()
+
+    def fold(self, factors: Tensor) -> None:
+        """Divide the inputs, and multiply the weight's columns."""
+        self.linear.weight.mul_(self.spread(factors))
+        for parameter in self.parameters:
+            by = factors.flatten().view(-1, *[1] * (parameter.dim() - 1))
+            parameter[self.rows] /= by
+
+
+def _place(path: str, norm: nn.Module, part: Attention | MLP, second: bool) -> Place | None:
+    name = f"{path}.{part.names[second]}"
+    linear: nn.Linear = getattr(part, part.names[second])
+    size = linear.in_features
+    if not second:
+        return Place(name, linear, 1, size, tuple(norm.parameters()), torch.arange(size))
+    column: nn.Linear = getattr(part, part.names[0])
+    rows = torch.arange(column.out_features)
+    makers = tuple(column.parameters())
+    if isinstance(part, Attention):
+        values = rows.view(-1, part.per_group + 2, part.head_dim)[:, -1].flatten()
+        return Place(name, linear, part.per_group, part.head_dim, makers, values)
+    return Place(name, linear, 1, size, makers, rows[1::2]) if part.gated else None
+
+
+@torch.no_grad()
+def find_factors(
+    model: GPT, batches: Sequence[Tensor], rounds: Callable[[str], tuple[Round, Round] | None]
+) -> Factors:
+    """Find by what the inputs of linears should be divided; those that it does not help are left
+    out.
+
+    Args:
+        model: in float; it stays as it is.
+        batches: tokens (B, T) each.
+        rounds: for the path of a linear, what rounds its input (T, I) and its weight (O, I) as the
+            quantized model will; None for one that stays in float.
+    """
+    model.eval()
+    found: dict[str, Tensor] = {}
+    hidden = [model.embed(tokens) for tokens in batches]
+    for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
+        for (norm, part), half in zip(block.halves, _halves(path, block), strict=True):
+            normed = [norm(x) for x in hidden]
+            inner = [part.inner(x) for x in normed]
+            for place, inputs in zip(half, (normed, inner), strict=True):
+                if place is None or (rounding := rounds(place.name)) is None:
+                    continue
+                best = _best_factors(place, torch.cat([x.flatten(0, 1) for x in inputs]), rounding)
+                if best is not None:
+                    found[place.name] = best
+            second: nn.Linear = getattr(part, part.names[1])
+            hidden = [x + second(y) for x, y in zip(hidden, inner, strict=True)]
+    return found
+
+
+@torch.no_grad()
+def fold(model: GPT, factors: Factors) -> None:
+    """Fold factors into a float model, in place; it computes the same up to rounding."""
+    for path, block in _blocks(model):
+        for half in _halves(path, block):
+            for place in half:
+                if place is not None and place.name in factors:
+                    place.fold(factors[place.name])
+
+
+def _blocks(model: GPT) -> Iterator[tuple[str, Block]]:
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        yield model.config.architecture.block(i), block
+
+
+def _halves(path: str, block: Block) -> list[tuple[Place | None, Place | None]]:
+    """The places before the first and the second linear of each half."""
+    names = block.names[1], block.names[3]
+    return [
+        (_place(f"{path}.{name}", norm, part, False), _place(f"{path}.{name}", norm, part, True))
+        for name, (norm, part) in zip(names, block.halves, strict=True)
+    ]
+
+
+def _best_factors(place: Place, inputs: Tensor, rounding: tuple[Round, Round]) -> Tensor | None:
+    """The factors whose strength has the least error of the output, if they help."""
+    weight, sample = place.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
+    round_input, round_weight = rounding
+    expected = sample @ weight.T
+
+    def error(factors: Tensor) -> float:
+        spread = place.spread(factors)
+        rounded = round_input(sample / spread) @ round_weight(weight * spread).T
+        return float((rounded - expected).square().sum())
+
+    x, w = place.largest(inputs), place.largest(weight)
+    used = (x > 0) & (w > 0)
+    options = [torch.where(used, x**a / w ** (1 - a), torch.ones_like(x)) for a in STRENGTHS]
+    errors = [error(factors) for factors in options]
+    least = min(range(len(options)), key=errors.__getitem__)
+    return options[least] if errors[least] < GAIN * error(torch.ones_like(x)) else None
