@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from kubernetes import client
@@ -11,36 +12,62 @@ from kubernetes import client
 from components.images import TRAIN
 from lathe.cluster.findings import Finding
 from pipelines.doctor_pod import findings_of_pod, pod_of_step
-from pipelines.schedule import schedules
+from pipelines.pods import RUN, STAGE
+from pipelines.schedule import schedules, unfinished
 from pipelines.server import connect
-from tests.cluster.site import Site, skip_without
+from tests.cluster.site import ENDED, Site, skip_without
 
-ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
-LONG = ("-o", "Engine.max_steps=2000", "-o", "Engine.save_load.save_steps=50")
-YEARLY = "0 0 3 1 1 *"
+SHORT = (
+    "-o",
+    "Engine.max_steps=120",
+    "-o",
+    "Engine.eval_freq=1000",
+    "-o",
+    "Engine.logging_freq=10",
+)
+"""A training of a minute on one core, which says every few seconds how far it is."""
+LONG = (*SHORT, "-o", "Engine.save_load.save_steps=20")
+KINDS = ("prepare", "pretrain", "prune", "quantize", "evaluate-int8", "rehearse", "report")
+"""Steps that prepare data, train, compress, calibrate, evaluate, serve and report, in order."""
+TRAINED = "step 20/120"
+"""In the log when a state is saved."""
+YEARLY, EVERY_MINUTE = "0 0 3 1 1 *", "0 * * * * *"
 # Process 1 of a step's pod, or a child of it, supervises the step's own process.
 KILL_THE_STEP = """
-import os, signal
-lines = {}
-for name in filter(str.isdigit, os.listdir("/proc")):
-    try:
-        command = open(f"/proc/{name}/cmdline").read().split(chr(0))
-        parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
-    except OSError:
-        continue
-    lines[name] = (command, parent)
-(step,) = (n for n, (_, p) in lines.items() if "components.supervise" in lines.get(p, ([], ""))[0])
-os.kill(int(step), signal.SIGKILL)
-print("killed")
+import os, signal, time
+
+def step():
+    lines = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = open(f"/proc/{name}/cmdline").read().split(chr(0))
+            parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        lines[name] = (command, parent)
+    found = (n for n, (_, p) in lines.items() if "components.supervise" in lines.get(p, ([], ""))[0])
+    return next(found, None)
+
+end = time.monotonic() + 20
+while not (number := step()) and time.monotonic() < end:
+    time.sleep(0.1)
+if number:
+    os.kill(int(number), signal.SIGKILL)
+    print("killed")
 """
 PROBE = """
-import json, socket
+import json, socket, time
 for name, host, port, wanted in json.loads({targets!r}):
-    try:
-        socket.create_connection((host, port), 5).close()
-        found = True
-    except OSError:
-        found = False
+    end = time.monotonic() + {patience}
+    while True:  # network plugins apply the policies some seconds after a pod has started
+        try:
+            socket.create_connection((host, port), 5).close()
+            found = True
+        except OSError:
+            found = False
+        if found == wanted or time.monotonic() > end:
+            break
+        time.sleep(1)
     state = "ok" if found == wanted else "broken"
     print(json.dumps(dict(check=name, state=state, said="open" if found else "closed", hint="")))
 """
@@ -77,11 +104,12 @@ def preemption(site: Site) -> str:
     """A worker's pod is deleted, and the training goes on from its saved state."""
     run = site.submit("pretrain", *LONG, nodes=2)
     labels = f"lathe/run-id={run},app.kubernetes.io/component=train"
-    workers = site.until("two workers run", lambda: _two(site, labels))
+    workers = site.until("two workers run", lambda: _two(site, labels), run=run)
     first = {pod.metadata.uid for pod in workers}
-    time.sleep(30 * site.poll)
+    step = site.step(run, "pretrain").metadata.name
+    site.until("a state is saved", lambda: site.has_said(step, TRAINED), run=run)
     site.core.delete_namespaced_pod(workers[1].metadata.name, site.cluster.namespace)
-    again = site.until("other workers run", lambda: _two(site, labels, without=first))
+    again = site.until("other workers run", lambda: _two(site, labels, without=first), run=run)
     site.follow(run)
     return f"{len(again)} new workers, and the run succeeded"
 
@@ -107,11 +135,38 @@ def killed_step(site: Site) -> str:
     """A step's process is killed, and starts again in its pod."""
     run = site.submit("pretrain", *LONG)
     pod = site.step(run, "pretrain").metadata.name
-    time.sleep(30 * site.poll)
+    site.until("a state is saved", lambda: site.has_said(pod, TRAINED), run=run)
     assert "killed" in site.execute(pod, KILL_THE_STEP)
     out = site.follow(run)
     assert "starting it again" in out, out
     return "started again in its pod, and the run succeeded"
+
+
+def resume(site: Site) -> str:
+    """A step of each kind fails, one after another, and the resumed run does no step twice."""
+    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0")
+    for kind in KINDS:
+        _fail(site, run, kind)
+        site.until("the run ends", lambda: site.state(run) in ENDED, 600)
+        assert site.state(run) == "FAILED"
+        done = site.command("pipelines.resume", [run])
+        taken = re.findall(r"^taken from \S+: (.*)", done, re.M)[0].split(", ")
+        assert set(KINDS[: KINDS.index(kind)]) - {"report"} <= set(taken), (kind, taken)
+        run = site.started(done)
+    site.follow(run)
+    return f"failed in {', '.join(KINDS)}, and succeeded"
+
+
+def _fail(site: Site, run: str, step: str) -> None:
+    """Kill the process of a step, which may not start again, as soon as there is one."""
+
+    def killed() -> bool:
+        with suppress(client.ApiException):  # its container is not there yet, or has ended
+            found = site.pods(f"{RUN}={run},{STAGE}={step}")
+            return any("killed" in site.execute(pod.metadata.name, KILL_THE_STEP) for pod in found)
+        return False
+
+    site.until(f"{step} is killed", killed, run=run)
 
 
 def schedule(site: Site) -> str:
@@ -126,6 +181,28 @@ def schedule(site: Site) -> str:
     site.command("pipelines.schedule", ["remove", "pretrain"])
     assert not schedules(connect(), name)
     return "made, updated, removed"
+
+
+def scheduled_run(site: Site) -> str:
+    """A schedule starts a run at its time, and the run ends with the schedule."""
+    name = "lathe-pretrain"
+    skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
+    machines = ["--gpus", str(site.gpus), "--cron", EVERY_MINUTE]
+    site.command("pipelines.schedule", ["set", "pretrain", *machines, *LONG])
+    try:
+        site.until(
+            "a run has started", lambda: unfinished(connect(), schedules(connect(), name)), 200
+        )
+        site.runs += [r.run_id for r in unfinished(connect(), schedules(connect(), name))]
+    finally:
+        site.command("pipelines.schedule", ["remove", "pretrain"])
+    site.until("nothing is left", lambda: not site.left_behind(), 300)
+    return "started at its time, ended with its schedule"
+
+
+def _unfinished(name: str) -> list[str]:
+    api = connect()
+    return [run.run_id for run in unfinished(api, schedules(api, name))]
 
 
 def release_and_rollback(site: Site) -> str:
@@ -169,7 +246,7 @@ def network(site: Site) -> str:
 
 
 def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Finding]:
-    command = ["python", "-c", PROBE.format(targets=json.dumps(targets))]
+    command = ["python", "-c", PROBE.format(targets=json.dumps(targets), patience=15 * site.poll)]
     body = pod_of_step([TRAIN], command, None)
     if labels:
         del body["metadata"]["labels"]["workflows.argoproj.io/workflow"]
