@@ -4,18 +4,26 @@ import json
 import re
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from kubernetes import client
 
 from components.images import TRAIN
+from lathe.cluster.deployment import Deployment
 from lathe.cluster.findings import Finding
+from lathe.cluster.rollout import roll
+from lathe.errors import StageError
+from lathe.storage import fetch, remove, upload
 from pipelines.doctor_pod import findings_of_pod, pod_of_step
 from pipelines.pods import RUN, STAGE
 from pipelines.schedule import schedules, unfinished
 from pipelines.server import connect
-from tests.cluster.site import ENDED, Site, skip_without
+from tests.cluster.site import Site, skip_without
 
 SHORT = (
     "-o",
@@ -27,8 +35,8 @@ SHORT = (
 )
 """A training of a minute on one core, which says every few seconds how far it is."""
 LONG = (*SHORT, "-o", "Engine.save_load.save_steps=20")
-KINDS = ("prepare", "pretrain", "prune", "quantize", "evaluate-int8", "rehearse", "report")
-"""Steps that prepare data, train, compress, calibrate, evaluate, serve and report, in order."""
+KINDS = ("pretrain", "prune", "quantize", "evaluate-int8", "report")
+"""Steps that train, compress, quantize, evaluate and report, in this order."""
 TRAINED = "step 20/120"
 """In the log when a state is saved."""
 YEARLY, EVERY_MINUTE = "0 0 3 1 1 *", "0 * * * * *"
@@ -45,8 +53,10 @@ def step():
         except OSError:
             continue
         lines[name] = (command, parent)
-    found = (n for n, (_, p) in lines.items() if "components.supervise" in lines.get(p, ([], ""))[0])
-    return next(found, None)
+    for number, (_, parent) in lines.items():
+        if "components.supervise" in lines.get(parent, ([], ""))[0]:
+            return number
+    return None
 
 end = time.monotonic() + 20
 while not (number := step()) and time.monotonic() < end:
@@ -70,6 +80,40 @@ for name, host, port, wanted in json.loads({targets!r}):
         time.sleep(1)
     state = "ok" if found == wanted else "broken"
     print(json.dumps(dict(check=name, state=state, said="open" if found else "closed", hint="")))
+"""
+LOAD = """
+import json, threading, time, urllib.request
+
+failed, sent, end = [], 0, 0.0
+body = json.dumps(dict(text_input="Once upon a time", max_tokens=32)).encode()
+url = "http://lathe-serve:8000/v2/models/gpt/generate"
+
+def ask():
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read()
+
+def client():
+    global sent
+    while time.monotonic() < end:
+        try:
+            ask()
+        except OSError as error:
+            failed.append(repr(error))
+        sent += 1
+
+for _ in range(30):  # until the network policies of this pod are applied
+    try:
+        ask()
+        break
+    except OSError:
+        time.sleep(1)
+end = time.monotonic() + SECONDS
+clients = [threading.Thread(target=client) for _ in range(4)]
+[thread.start() for thread in clients]
+[thread.join() for thread in clients]
+state = "broken" if failed or sent < 10 else "ok"
+said = f"{sent} requests, {len(failed)} failed {sorted(set(failed))[:3]}"
+print(json.dumps(dict(check="load", state=state, said=said, hint="")))
 """
 PIPELINES, OUTSIDE = ("ml-pipeline.kubeflow.svc", 8888), ("1.1.1.1", 443)
 NEIGHBOUR = ("ml-pipeline-ui.kubeflow.svc", 80)
@@ -126,7 +170,7 @@ def cancel(site: Site) -> str:
     site.step(run, "pretrain")
     began = time.monotonic()
     site.terminate(run)
-    site.until("the run ends", lambda: site.state(run) in ENDED, 600)
+    site.end_of(run)
     site.until("nothing is left", lambda: not site.left_behind(), 900)
     return f"nothing left after {time.monotonic() - began:.0f} s"
 
@@ -147,8 +191,7 @@ def resume(site: Site) -> str:
     run = site.submit("full", *SHORT, "-o", "Launch.restarts=0")
     for kind in KINDS:
         _fail(site, run, kind)
-        site.until("the run ends", lambda: site.state(run) in ENDED, 600)
-        assert site.state(run) == "FAILED"
+        assert site.end_of(run) == "FAILED"
         done = site.command("pipelines.resume", [run])
         taken = re.findall(r"^taken from \S+: (.*)", done, re.M)[0].split(", ")
         assert set(KINDS[: KINDS.index(kind)]) - {"report"} <= set(taken), (kind, taken)
@@ -206,18 +249,54 @@ def _unfinished(name: str) -> list[str]:
 
 
 def release_and_rollback(site: Site) -> str:
-    """The release before the live one goes live, and then that one again."""
+    """Under load, the release before the live one goes live, and then that one again."""
     skip_without(site.production, "no PRODUCTION= that may be replaced")
     place = ["-o", f"Production.releases={site.production}"]
     digests = re.findall(r"sha256-\w+|[0-9a-f]{12,64}", _releases(site, place))
     skip_without(len(set(digests)) > 1, "fewer than two releases: run the scenarios once more")
     before = _live(site)
-    site.command("lathe", ["release", "rollback", *place])
-    assert _live(site) != before
     digest = before.rstrip("/").rpartition("/")[2]
-    site.command("lathe", ["release", "rollback", "--to", digest, *place])
-    assert _live(site) == before
-    return f"{digest[:20]} is live again"
+
+    def there_and_back() -> None:
+        site.command("lathe", ["release", "rollback", *place])
+        assert _live(site) != before
+        site.command("lathe", ["release", "rollback", "--to", digest, *place])
+        assert _live(site) == before
+
+    with ThreadPoolExecutor() as pool:
+        rolling = pool.submit(there_and_back)
+        load = _put_load(site, seconds=120)
+        in_time = rolling.done()
+        rolling.result()
+    assert load.state == "ok", load.said
+    assert in_time, "the load ended before the rollouts"
+    return f"{digest[:20]} is live again; {load.said.partition(' [')[0]}"
+
+
+def _put_load(site: Site, seconds: float) -> Finding:
+    """Four clients in a pod of their own, which ask the Service for this long."""
+    body = pod_of_step([TRAIN], ["python", "-c", LOAD.replace("SECONDS", str(seconds))], None)
+    body["metadata"]["labels"]["lathe/client"] = "true"
+    (found,) = (f for f in findings_of_pod(site.cluster, body) if f.check == "load")
+    return found
+
+
+def unsigned_release(site: Site) -> str:
+    """Where releases must be signed, the bytes of the live one are refused without signatures."""
+    skip_without(site.production, "no PRODUCTION= that may be replaced")
+    live, deployment = _live(site), Deployment(site.cluster.namespace, "lathe-serve")
+    skip_without("signature" in _environment(site, "LATHE_REQUIRE"), "signatures are not required")
+    unsigned = f"{site.production}/unsigned/{live.rstrip('/').rpartition('/')[2]}/"
+    with TemporaryDirectory() as folder:
+        copy = fetch(live, Path(folder) / "release")
+        (copy / "model.sig").unlink()
+        upload(copy, unsigned)
+    with deployment.locked(), pytest.raises(StageError) as refused:
+        roll(deployment, unsigned, live, 180)
+    remove(unsigned)
+    assert _live(site) == live
+    assert "signature" in str(refused.value), refused.value
+    return "refused, and the signed release stayed live"
 
 
 def _releases(site: Site, place: list[str]) -> str:
@@ -226,12 +305,16 @@ def _releases(site: Site, place: list[str]) -> str:
 
 def _live(site: Site) -> str:
     """The release that the Deployment names."""
+    return _environment(site, "LATHE_RELEASE")
+
+
+def _environment(site: Site, name: str) -> str:
+    """The value of a variable of the Deployment's containers, the first that has it."""
     apps = client.AppsV1Api(site.cluster.api)
     found = apps.read_namespaced_deployment("lathe-serve", site.cluster.namespace)
     pod = found.spec.template.spec
     containers = [*(pod.init_containers or []), *pod.containers]
-    values = [v.value for c in containers for v in c.env or [] if v.name == "LATHE_RELEASE"]
-    return str(values[0])
+    return str(next((v.value for c in containers for v in c.env or [] if v.name == name), ""))
 
 
 def network(site: Site) -> str:
@@ -259,11 +342,14 @@ SCENARIOS = (
     doctor,
     network,
     schedule,
+    scheduled_run,
     full,
     two_nodes,
     cancel,
     killed_step,
     preemption,
+    resume,
     release_and_rollback,
+    unsigned_release,
 )
 """The quick ones first."""

@@ -73,6 +73,11 @@ class Site:
     def state(self, run: str) -> str:
         return str(connect().runs.run_service_get_run(run).state)
 
+    def end_of(self, run: str) -> str:
+        """The run's state as soon as it has ended."""
+        self.until("the run ends", lambda: self.state(run) in ENDED, 900)
+        return self.state(run)
+
     def terminate(self, run: str) -> None:
         connect().runs.run_service_terminate_run(run)
 
