@@ -80,6 +80,17 @@ def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
     }
 
 
+def test_a_resumed_run_that_failed_is_resumed_with_the_steps_of_both(kfp, s3, place):
+    assert CliRunner().invoke(resume.app, [RUN]).exit_code == 0
+    (second,) = (name for name in kfp.runs if name != RUN)
+    kfp.runs[second] |= {"created_at": "2026-01-05T05:00:00Z"}
+    for name in (f"prune/{FIRST}/pruned/lathe.json", f"prune/{FIRST}/metrics"):
+        write_text(f"{s3}/root/full/{second}/{name}", "{}")
+    result = CliRunner().invoke(resume.app, [second])
+    assert result.exit_code == 0, result.output
+    assert f"taken from {second}: prepare, pretrain, prune\n" in result.output
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_finished_step_brings_its_own_outputs(name: str) -> None:
     finished = {
