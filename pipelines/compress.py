@@ -1,7 +1,5 @@
 """Model -> the best smaller model that meets a target, on Triton."""
 
-from kfp import dsl
-
 from pipelines.groups import groups
 from pipelines.steps import Steps, imported, look_up
 
@@ -37,49 +35,15 @@ def compress(
     steps = Steps(overrides, found)
     dense = imported(model)
     data = steps.prepare(recipe, model=dense).outputs["data"]
-    inputs = {"model": dense, "data": data, "cloze": cloze}
+    inputs = {"recipe": recipe, "qat_recipe": qat_recipe, "overrides": overrides, "cloze": cloze}
+    inputs |= {"model": dense, "data": data}
     inputs |= {key: found[key] for key in ("weights", "scored")}
-    known = (
-        groups()
-        .measure(recipe=recipe, qat_recipe=qat_recipe, overrides=overrides, **inputs)
-        .outputs
-    )
-    goal = {"target": target, "budget": budget}
+    measured = groups().measure(**inputs).outputs
+    known = {name: measured[name] for name in ("exported", "costs", "prices")}
+    goal = {"target": target, "budget": budget, "prune_recipe": prune_recipe}
     designed = steps.design(
-        recipe,
-        prune_recipe=prune_recipe,
-        qat_recipe=qat_recipe,
-        trials=trials,
-        model=dense,
-        **{name: known[name] for name in ("exported", "costs", "prices")},
-        **goal,
-    )
-    with dsl.ParallelFor(designed.outputs["Output"], name="trials") as design:
-        pruned = steps.prune(prune_recipe, model=dense, data=data, design=design).outputs["pruned"]
-        quantized = steps.quantize(qat_recipe, model=pruned, data=data, design=design)
-        small = quantized.outputs["quantized"]
-        scored = steps.evaluate(
-            "int8", recipe, model=small, data=data, reference=dense, cloze=cloze
-        )
-        exported = steps.export("int8", recipe, model=small, data=data)
-    best = steps.choose(
-        recipe,
-        designs=designed.outputs["designs"],
-        dense_evaluation=known["evaluation"],
-        dense_export=known["exported"],
-        models=dsl.Collected(small),
-        evaluations=dsl.Collected(scored.outputs["evaluation"]),
-        exports=dsl.Collected(exported.outputs["exported"]),
-        **goal,
+        recipe, qat_recipe=qat_recipe, trials=trials, model=dense, **known, **goal
     ).outputs
-    models = {"dense": dense, "int8": best["chosen"]}
-    rehearsed = steps.rehearse(recipe, exported=best["exported"], model=best["chosen"], data=data)
-    steps.report(
-        recipe,
-        models,
-        dense_evaluation=known["evaluation"],
-        dense_export=known["exported"],
-        int8_evaluation=best["evaluation"],
-        int8_export=best["exported"],
-        deployed=rehearsed.outputs["deployed"],
-    )
+    known = {name: measured[name] for name in ("evaluation", "exported")}
+    designs = {"proposed": designed["Output"], "designs": designed["designs"]}
+    groups().search(**inputs, **goal, **known, **designs)

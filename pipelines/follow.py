@@ -34,7 +34,7 @@ WORDS = {
 }
 ENDED = tuple(WORDS)
 OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
-GROUPS = ("quantization", "measure", "judge")
+GROUPS = ("quantization", "measure", "search", "judge")
 GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
 """Parts of a pipeline, which Pipelines lists among its steps."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from kfp import dsl
 from kfp.dsl.graph_component import GraphComponent
 
-from pipelines.steps import Steps
+from pipelines.resources import compiled_variant
+from pipelines.steps import CHOOSE, Steps
 
 
 class Measured(NamedTuple):
@@ -66,6 +67,46 @@ def measure(
     )
 
 
+def search(
+    recipe: str,
+    prune_recipe: str,
+    qat_recipe: str,
+    overrides: list[str],
+    cloze: str,
+    target: str,
+    budget: str,
+    proposed: list,  # type: ignore[type-arg]
+    designs: dsl.Input[dsl.Artifact],
+    model: dsl.Input[dsl.Model],
+    evaluation: dsl.Input[dsl.Dataset],
+    exported: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    weights: dict,  # type: ignore[type-arg]
+    scored: dict,  # type: ignore[type-arg]
+) -> None:
+    """Train every design, rehearse the deployment of the best model, and report on it."""
+    steps = Steps(overrides, {"weights": weights, "scored": scored})
+    dense = {"dense_evaluation": evaluation, "dense_export": exported}
+    trials: dict[str, Any] = {}
+    if CHOOSE not in compiled_variant().finished:
+        with dsl.ParallelFor(proposed, name="trials") as design:
+            given = {"data": data, "design": design}
+            pruned = steps.prune(prune_recipe, model=model, **given).outputs["pruned"]
+            small = steps.quantize(qat_recipe, model=pruned, **given).outputs["quantized"]
+            beside = {"data": data, "reference": model, "cloze": cloze}
+            scores = steps.evaluate("int8", recipe, model=small, **beside).outputs["evaluation"]
+            graph = steps.export("int8", recipe, model=small, data=data).outputs["exported"]
+        made = {"models": small, "evaluations": scores, "exports": graph}
+        trials = {name: dsl.Collected(outputs) for name, outputs in made.items()}
+    goal = {"target": target, "budget": budget}
+    best = steps.choose(recipe, designs=designs, **goal, **dense, **trials).outputs
+    int8 = {"int8_evaluation": best["evaluation"], "int8_export": best["exported"]}
+    rehearsed = steps.rehearse(recipe, exported=best["exported"], model=best["chosen"], data=data)
+    deployed = rehearsed.outputs["deployed"]
+    models = {"dense": model, "int8": best["chosen"]}
+    steps.report(recipe, models, deployed=deployed, **dense, **int8)
+
+
 def judge(variants: tuple[str, ...]) -> Callable[..., None]:
     """The pipeline that judges these models, of which the first is the dense one.
 
@@ -106,14 +147,13 @@ def _try_out(steps: Steps, given: dict[str, Any], results: dict[str, Any]) -> An
     recipe, model = given["recipe"], given["int8"]
     read = {"data": given["data"], "model": model}
     deployed = steps.rehearse(recipe, exported=results["int8_export"], **read).outputs["deployed"]
-    evaluation, dense = results["int8_evaluation"], results["dense_evaluation"]
-    compared = steps.gate(recipe, baseline=dense, candidate=evaluation).outputs
-    with (
-        dsl.If(given["production"] != "", "to-production"),
-        dsl.If(compared["Output"] == True, "gate-passed"),  # noqa: E712
-    ):
+    evaluation = results["int8_evaluation"]
+    production = given["production"]
+    pair = {"baseline": results["dense_evaluation"], "candidate": evaluation}
+    compared = steps.gate(recipe, production=production, **pair).outputs
+    with dsl.If(compared["goes_live"] == True, "to-production"):  # noqa: E712
         read |= {"deployed": deployed, "evaluation": evaluation, "gate": compared["verdict"]}
-        steps.release(recipe, production=given["production"], cloze=given["cloze"], **read)
+        steps.release(recipe, production=production, cloze=given["cloze"], **read)
     return deployed
 
 
@@ -126,6 +166,7 @@ class Groups:
     def __init__(self) -> None:
         self.quantization = _traced(quantization)
         self.measure = _traced(measure)
+        self.search = _traced(search)
         self._judges = {variants: _traced(judge(variants)) for variants in JUDGED}
 
     def judge(self, models: dict[str, Any], **inputs: Any) -> dsl.PipelineTask:

@@ -59,13 +59,17 @@ class ResultsReader:
             UserError: it is not known, or cannot be read from here.
         """
         root = run.runtime_config.pipeline_root if run.runtime_config else None
-        root = (root or self._root).partition("?")[0].rstrip("/")
+        root = (root or self.default_root).partition("?")[0].rstrip("/")
         _check_store(root)
         return root
 
     @cached_property
-    def _root(self) -> str:
-        """As the environment says, or else the namespace's own."""
+    def default_root(self) -> str:
+        """Pipeline root of runs without one of their own: the environment's, or the namespace's.
+
+        Raises:
+            UserError: it is not known here.
+        """
         if given := os.environ.get(ROOT):
             return given
         try:

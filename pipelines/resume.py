@@ -5,7 +5,9 @@
 Whatever Pipelines' cache holds, the outputs are those of that very run.
 """
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ from pipelines.finished import Outputs, finished_steps
 from pipelines.follow import Logs
 from pipelines.inputs import STORE_SECONDS, within
 from pipelines.results import ResultsReader
-from pipelines.server import HELP, answers, connect
+from pipelines.server import HELP, Client, answers, connect
 from pipelines.submit import Followed, prepare, start
 from pipelines.told import told
 
@@ -25,15 +27,20 @@ ANEW = ("gate", "report", "release")
 """Steps that every run does itself."""
 
 
-def steps_to_take(name: str, place: str) -> dict[str, Outputs]:
+def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[str, Outputs]:
     """The finished steps of the run whose artifacts are below `place`, as far as pipeline `name`
     can take them.
+
+    Args:
+        earlier: places of the runs whose steps that run took itself.
 
     Raises:
         UserError: the store does not answer, or there are none.
     """
-    addresses = within(STORE_SECONDS, place, lambda: list(list_objects(place)))
-    found = finished_steps(place, addresses)
+    found: dict[str, Outputs] = {}
+    for where in (*earlier, place):
+        addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
+        found |= finished_steps(where, addresses)
     left = {*ANEW, *_steps_in_loops(name)}
     taken = {step: outputs for step, outputs in found.items() if step not in left}
     if not taken:
@@ -42,6 +49,20 @@ def steps_to_take(name: str, place: str) -> dict[str, Outputs]:
             f"start a new one: make submit PIPELINE={name}",
         )
     return taken
+
+
+def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
+    """Where the artifacts are that a resumed run imports: a folder for each run that it goes on
+    from."""
+    version = run.pipeline_version_reference
+    if version is None:
+        return []
+    with answers():
+        found = client.pipelines.pipeline_service_get_pipeline_version(
+            version.pipeline_id, version.pipeline_version_id
+        )
+    spec = json.dumps(found.pipeline_spec or {})
+    return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', spec)))
 
 
 def _steps_in_loops(name: str) -> Iterator[str]:
@@ -71,8 +92,8 @@ def main(
                 f"run {run} ({before.display_name!r}) is not one that `make submit` started",
                 f"its name begins with none of {', '.join(FUNCTIONS)}",
             )
-        place = f"{ResultsReader(client).root_of(before)}/{name}/{run}/"
-        taken = steps_to_take(name, place)
+        root = f"{ResultsReader(client).root_of(before)}/{name}"
+        taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))
         print(f"taken from {run}: {', '.join(sorted(taken))}")
         settings = before.runtime_config
         arguments = {"overrides": []} | dict(settings.parameters or {})

@@ -129,7 +129,7 @@ def _of_cluster(reader: ResultsReader, run: Any) -> Run:
         missing = error.line
     except StageError as error:
         missing = str(error)
-    ended = run.finished_at if run.finished_at and run.finished_at.year > 1 else None
+    ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
     return Run(
         run.run_id,
         run.display_name,

@@ -109,7 +109,8 @@ def connect() -> Client:
         token = str(POD_TOKEN)
     with answers():
         warnings.filterwarnings("ignore", category=FutureWarning, module="kfp")
-        logging.getLogger("urllib3").setLevel(logging.ERROR)  # it logs every retry
+        # It logs every retry. The clients of KFP and Kubernetes reset the level of its parent.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = Client(
             host=endpoint() or None,
             credentials=ServiceAccountTokenVolumeCredentials(token) if token else None,

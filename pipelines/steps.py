@@ -39,7 +39,7 @@ from pipelines.resources import (
     with_engine,
 )
 
-PREPARE = "prepare"
+PREPARE, CHOOSE = "prepare", "choose"
 
 
 def look_up(recipes: list[Any], overrides: Any, **given: Any) -> Mapping[str, Any]:

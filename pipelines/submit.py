@@ -6,11 +6,13 @@ What a run needs to know of the server is in the environment: see --help.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 from kfp import compiler
@@ -18,6 +20,7 @@ from kfp.dsl.graph_component import GraphComponent
 
 from lathe.config.recipe import recipe_text
 from lathe.errors import UserError
+from lathe.storage.s3 import SCHEMES
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.code import code_digests
 from pipelines.compile import FUNCTIONS, build, telling_its_digest
@@ -25,6 +28,7 @@ from pipelines.finished import Outputs
 from pipelines.follow import Logs, follow_to_end
 from pipelines.preflight import Preflight
 from pipelines.resources import SERVICE_ACCOUNT, Variant
+from pipelines.results import ResultsReader
 from pipelines.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.told import told
 from pipelines.upload import experiment_id, upload, version_name
@@ -126,7 +130,23 @@ def prepare(
     overrides = list(dict.fromkeys([*arguments["overrides"], *variant.overrides]))
     recipes = {key: _sent(recipe) for key, recipe in recipe_names(name, arguments).items()}
     parameters = arguments | recipes | {"overrides": overrides}
+    if model := arguments.get("model"):
+        parameters["model"] = _importable(client, model, root)
     return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
+
+
+def _importable(client: Client, model: str, root: str) -> str:
+    """The model's address, with the scheme of the pipeline root if it is in the same bucket.
+
+    Pipelines 2.17 notes no store for what it imports: its launcher reads it as it does the root if
+    scheme and bucket are the same, and otherwise as from Amazon, at http://BUCKET.ENDPOINT.
+    """
+    with suppress(UserError):  # the root is not known here: the address stays
+        ours = urlsplit(root or ResultsReader(client).default_root)
+        theirs = urlsplit(model)
+        if {ours.scheme, theirs.scheme} <= set(SCHEMES) and ours.netloc == theirs.netloc:
+            return theirs._replace(scheme=ours.scheme).geturl()
+    return model
 
 
 def _sent(recipe: str) -> str:

@@ -1,5 +1,7 @@
 """Two evaluations -> is the candidate as good as the baseline?"""
 
+from typing import NamedTuple
+
 from kfp import dsl
 
 from components.images import TRAIN
@@ -15,7 +17,8 @@ def gate(
     candidate: dsl.Input[dsl.Dataset],
     verdict: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
-) -> bool:
+    production: str = "",
+) -> NamedTuple("Gated", [("passed", bool), ("goes_live", bool)]):
     """Say whether a candidate model has lost too much.
 
     Args:
@@ -25,9 +28,12 @@ def gate(
         candidate: Evaluation of the model to let through.
         verdict: JSON file: pass, fail or inconclusive, with the intervals behind it.
         metrics: 1 when it passed, else 0.
+        production: Address of the releases, to which a candidate that passes is to go; none does
+            when empty.
 
     Returns:
-        True when the candidate may be deployed.
+        passed: Whether the candidate has lost too little to matter.
+        goes_live: Whether it passed and `production` names the releases.
     """
     import logging
     from pathlib import Path
@@ -41,4 +47,4 @@ def gate(
         for line in (f"gate: {result.outcome}", *result.reasons):
             logging.getLogger("lathe").info(line)
         record(result, metrics, verdict)
-        return result.passed
+        return (result.passed, result.passed and bool(production))

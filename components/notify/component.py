@@ -25,14 +25,14 @@ def notify(
     from pathlib import Path
 
     from components.stage import log_plainly
+    from lathe.cluster.workflow import final_state
     from lathe.report.notice import notice_of
     from lathe.tracking.webhook import post
 
     log_plainly()
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
     place = notice.uri.partition(run)[0] + run + "/"
-    states = {"COMPLETE": "succeeded", "FAILED": "failed", "CANCELED": "cancelled"}
-    state = states.get(status.state, "ended")  # what Pipelines says of a pod that was lost
+    state = final_state(status.state, status.pipeline_job_resource_name, status.pipeline_task_name)
     page = f"{ui}/#/runs/details/{run}" if ui else ""
     told = notice_of(pipeline, run, state, place, page)
     Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")

@@ -18,6 +18,7 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     (GROUP, "trainjobs", ""): ("create", "get", "list", "patch", "delete"),
     ("jobset.x-k8s.io", "jobsets", ""): ("get",),
     ("argoproj.io", "workflowtaskresults", ""): ("create", "patch"),
+    ("argoproj.io", "workflows", ""): ("get",),
     ("", "pods", ""): ("get", "list", "watch"),
     ("", "pods/log", ""): ("get",),
     ("", "configmaps", LAUNCHER): ("get",),

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
+WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
 FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations of our TrainJobs
@@ -88,6 +89,11 @@ class Cluster:
         """The JobSet that Trainer created for the TrainJob of this name, or None."""
         getting = self._custom.get_namespaced_custom_object
         return self.ask(getting, *JOBSETS[:2], self.namespace, JOBSETS[2], name, unless=404)
+
+    def workflow(self, name: str) -> Any:
+        """The Argo Workflow of this name, which is a run of Pipelines, or None."""
+        getting = self._custom.get_namespaced_custom_object
+        return self.ask(getting, *WORKFLOWS[:2], self.namespace, WORKFLOWS[2], name, unless=404)
 
     def pod(self, name: str) -> Any:
         """A V1Pod, or None."""

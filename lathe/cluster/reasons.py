@@ -140,12 +140,26 @@ def failure(
     return StageError(f"the TrainJob failed ({why})")
 
 
-def _blame(pod: Pod) -> tuple[float, bool, int]:
-    """Sort key: the first to end; within one second, terminated pods before those that lost a
-    peer."""
-    ended = _terminated(pod)
+def _blame(pod: Pod) -> tuple[float, int, int]:
+    """Sort key: when a pod failed, or was told to end if it saved its state and was deleted.
+
+    Within one second (the API's resolution), a pod that was terminated without being deleted comes
+    before those that lost a peer, and one that was deleted after them: JobSet deletes the pods of a
+    failed job at once, whereas a deleted pod saves its state before its peers can lose it.
+    """
+    ended, told = _terminated(pod), _told_to_end(pod)
+    if ended.exit_code == Preempted.status and told is not None:
+        return told, 2, node_of(pod)
     when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
     return when, ended.exit_code != Preempted.status, node_of(pod)
+
+
+def _told_to_end(pod: Pod) -> float | None:
+    """When the pod was deleted: Kubernetes adds the grace period to the time that it notes."""
+    if pod.metadata.deletion_timestamp is None:
+        return None
+    grace = pod.metadata.deletion_grace_period_seconds or 0
+    return float(pod.metadata.deletion_timestamp.timestamp() - grace)
 
 
 def _why(pod: Pod, settings: LaunchSettings) -> str:

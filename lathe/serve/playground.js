@@ -99,12 +99,16 @@ class Pane {
     this.clear();
     if (model === null) return;
     this.answer.setAttribute("aria-label", `Answer of ${model.label}`);
-    this.answer.append(make("span", { className: "prompt" }, body.prompt));
+    const { prompt, mode, ...rest } = body, isChat = mode === "chat";
+    this.answer.append(make("span", { className: "prompt" }, isChat ? `${prompt}\n\n` : prompt));
     this.figures.textContent = "waiting";
     const started = this.started = performance.now();
     try {
-      const asked = { ...body, model: model.id, stream: true, logprobs: ALTERNATIVES };
-      const reply = await ask(`${model.endpoint}/completions`,
+      const question = isChat
+        ? { messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: ALTERNATIVES }
+        : { prompt, logprobs: ALTERNATIVES };
+      const asked = { ...rest, ...question, model: model.id, stream: true };
+      const reply = await ask(`${model.endpoint}/${isChat ? "chat/" : ""}completions`,
         { method: "POST", body: JSON.stringify(asked), signal });
       for await (const event of events(reply)) {
         if (event.error) throw new Error(event.error.message);
@@ -131,9 +135,9 @@ class Pane {
 
   /** Show a piece: a token each, but for the tokens that only together make a character. */
   take(choice) {
-    const { tokens = [], token_logprobs = [], top_logprobs } = choice.logprobs ?? {};
-    const parts = tokens.map((name, i) => ({ name, logprob: token_logprobs[i], top: top_logprobs?.[i] }));
-    let text = choice.text;
+    const parts = choice.delta ? chatTokens(choice) : textTokens(choice);
+    const tokens = parts.map((part) => part.name);
+    let text = choice.delta ? choice.delta.content ?? "" : choice.text;
     while (parts.length && text.startsWith(parts[0].name)) {
       text = text.slice(parts[0].name.length);
       this.show(parts[0].name, [parts.shift()]);
@@ -201,6 +205,18 @@ class Pane {
     const hint = "Point at a token, tap it, or walk with the arrow keys, to see what else was likely.";
     this.detail.replaceChildren(...(rows.length ? rows : [make("p", {}, hint)]));
   }
+}
+
+/** The tokens of a piece of text, with their log-probabilities and those of others. */
+function textTokens(choice) {
+  const { tokens = [], token_logprobs = [], top_logprobs } = choice.logprobs ?? {};
+  return tokens.map((name, i) => ({ name, logprob: token_logprobs[i], top: top_logprobs?.[i] }));
+}
+
+/** The same of a piece of a chat's answer. */
+function chatTokens(choice) {
+  return (choice.logprobs?.content ?? []).map(({ token, logprob, top_logprobs }) => (
+    { name: token, logprob, top: Object.fromEntries(top_logprobs.map((o) => [o.token, o.logprob])) }));
 }
 
 function row([name, logprob], isChosen) {

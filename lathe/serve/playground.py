@@ -1,8 +1,8 @@
 """A web page to try and compare served models, and the small server for it.
 
 The page speaks OpenAI's API. Its servers need not allow pages of other origins, nor be reachable by
-the browser: this server, which listens on this machine only, forwards the page's two calls to them,
-and to nobody else.
+the browser: this server, which listens on this machine only, forwards the page's calls to them, and
+to nobody else.
 """
 
 import json
@@ -29,7 +29,7 @@ LARGEST_REQUEST = 2**20
 PIECE = 2**12
 FORWARDED = ("Authorization", "Content-Type")
 RETURNED = ("Content-Type", "Retry-After")
-CALLS = {"GET": "models", "POST": "completions"}
+CALLS = {"GET": ("models",), "POST": ("completions", "chat/completions")}
 
 
 def _read_page() -> tuple[bytes, str]:
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         return host in (HOST, "localhost")
 
     def _forward(self, method: str, path: str, body: bytes) -> None:
-        match = re.fullmatch(rf"/([0-9]{{1,3}})/{CALLS[method]}", path)
+        match = re.fullmatch(rf"/([0-9]{{1,3}})/({'|'.join(CALLS[method])})", path)
         if match is None or int(match[1]) >= len(self.endpoints):
             self._refuse(404, "no such page")
             return
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             connection.sock.settimeout(None if body else REACH_SECONDS)  # a generation may be long
             with self._leaving_closes(connection.sock):
                 headers = {n: self.headers[n] for n in FORWARDED if n in self.headers}
-                url = f"{urlsplit(endpoint).path}/{CALLS[method]}"
+                url = f"{urlsplit(endpoint).path}/{match[2]}"
                 connection.request(method, url, body or None, headers)
                 reply = connection.getresponse()
                 with suppress(OSError, HTTPException):  # the page sees that the end is missing

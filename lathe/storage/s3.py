@@ -158,8 +158,10 @@ def _code(error: Exception) -> str:
 
 def _credentials_hint() -> str:
     if folder := os.environ.get("LATHE_S3_SECRET_DIR"):
-        return f"check the files accesskey and secretkey in {folder} (LATHE_S3_SECRET_DIR)"
-    return "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        keys = f"the files accesskey and secretkey in {folder} (LATHE_S3_SECRET_DIR)"
+    else:
+        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    return f"check {keys}, and the policies of the keys and of the bucket"
 
 
 class S3Store:

@@ -4,45 +4,116 @@ import json
 import re
 import time
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from kubernetes import client
 
 from components.images import TRAIN
+from lathe.cluster.deployment import Deployment
 from lathe.cluster.findings import Finding
+from lathe.cluster.rollout import roll
+from lathe.errors import StageError
+from lathe.storage import fetch, remove, upload
 from pipelines.doctor_pod import findings_of_pod, pod_of_step
-from pipelines.schedule import schedules
+from pipelines.pods import RUN, STAGE
+from pipelines.schedule import schedules, unfinished
 from pipelines.server import connect
 from tests.cluster.site import Site, skip_without
 
-ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
-LONG = ("-o", "Engine.max_steps=2000", "-o", "Engine.save_load.save_steps=50")
-YEARLY = "0 0 3 1 1 *"
+SHORT = (
+    "-o",
+    "Engine.max_steps=120",
+    "-o",
+    "Engine.eval_freq=1000",
+    "-o",
+    "Engine.logging_freq=10",
+)
+"""A training of a minute on one core, which says every few seconds how far it is."""
+LONG = (*SHORT, "-o", "Engine.save_load.save_steps=20")
+KINDS = ("pretrain", "prune", "quantize", "evaluate-int8", "report")
+"""Steps that train, compress, quantize, evaluate and report, in this order."""
+TRAINED = "step 20/120"
+"""In the log when a state is saved."""
+YEARLY, EVERY_MINUTE = "0 0 3 1 1 *", "0 * * * * *"
 # Process 1 of a step's pod, or a child of it, supervises the step's own process.
 KILL_THE_STEP = """
-import os, signal
-lines = {}
-for name in filter(str.isdigit, os.listdir("/proc")):
-    try:
-        command = open(f"/proc/{name}/cmdline").read().split(chr(0))
-        parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
-    except OSError:
-        continue
-    lines[name] = (command, parent)
-(step,) = (n for n, (_, p) in lines.items() if "components.supervise" in lines.get(p, ([], ""))[0])
-os.kill(int(step), signal.SIGKILL)
-print("killed")
+import os, signal, time
+
+def step():
+    lines = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            command = open(f"/proc/{name}/cmdline").read().split(chr(0))
+            parent = open(f"/proc/{name}/stat").read().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        lines[name] = (command, parent)
+    for number, (_, parent) in lines.items():
+        if "components.supervise" in lines.get(parent, ([], ""))[0]:
+            return number
+    return None
+
+end = time.monotonic() + 20
+while not (number := step()) and time.monotonic() < end:
+    time.sleep(0.1)
+if number:
+    os.kill(int(number), signal.SIGKILL)
+    print("killed")
 """
 PROBE = """
-import json, socket
+import json, socket, time
 for name, host, port, wanted in json.loads({targets!r}):
-    try:
-        socket.create_connection((host, port), 5).close()
-        found = True
-    except OSError:
-        found = False
+    end = time.monotonic() + {patience}
+    while True:  # network plugins apply the policies some seconds after a pod has started
+        try:
+            socket.create_connection((host, port), 5).close()
+            found = True
+        except OSError:
+            found = False
+        if found == wanted or time.monotonic() > end:
+            break
+        time.sleep(1)
     state = "ok" if found == wanted else "broken"
     print(json.dumps(dict(check=name, state=state, said="open" if found else "closed", hint="")))
+"""
+LOAD = """
+import json, threading, time, urllib.request
+
+failed, sent, end = [], 0, 0.0
+body = json.dumps(dict(text_input="Once upon a time", max_tokens=32)).encode()
+url = "http://lathe-serve:8000/v2/models/gpt/generate"
+
+def ask():
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read()
+
+def client():
+    global sent
+    while time.monotonic() < end:
+        try:
+            ask()
+        except OSError as error:
+            failed.append(repr(error))
+        sent += 1
+
+for _ in range(30):  # until the network policies of this pod are applied
+    try:
+        ask()
+        break
+    except OSError:
+        time.sleep(1)
+end = time.monotonic() + SECONDS
+clients = [threading.Thread(target=client) for _ in range(4)]
+[thread.start() for thread in clients]
+[thread.join() for thread in clients]
+state = "broken" if failed or sent < 10 else "ok"
+said = f"{sent} requests, {len(failed)} failed {sorted(set(failed))[:3]}"
+print(json.dumps(dict(check="load", state=state, said=said, hint="")))
 """
 PIPELINES, OUTSIDE = ("ml-pipeline.kubeflow.svc", 8888), ("1.1.1.1", 443)
 NEIGHBOUR = ("ml-pipeline-ui.kubeflow.svc", 80)
@@ -77,11 +148,12 @@ def preemption(site: Site) -> str:
     """A worker's pod is deleted, and the training goes on from its saved state."""
     run = site.submit("pretrain", *LONG, nodes=2)
     labels = f"lathe/run-id={run},app.kubernetes.io/component=train"
-    workers = site.until("two workers run", lambda: _two(site, labels))
+    workers = site.until("two workers run", lambda: _two(site, labels), run=run)
     first = {pod.metadata.uid for pod in workers}
-    time.sleep(30 * site.poll)
+    step = site.step(run, "pretrain").metadata.name
+    site.until("a state is saved", lambda: site.has_said(step, TRAINED), run=run)
     site.core.delete_namespaced_pod(workers[1].metadata.name, site.cluster.namespace)
-    again = site.until("other workers run", lambda: _two(site, labels, without=first))
+    again = site.until("other workers run", lambda: _two(site, labels, without=first), run=run)
     site.follow(run)
     return f"{len(again)} new workers, and the run succeeded"
 
@@ -98,7 +170,7 @@ def cancel(site: Site) -> str:
     site.step(run, "pretrain")
     began = time.monotonic()
     site.terminate(run)
-    site.until("the run ends", lambda: site.state(run) in ENDED, 600)
+    site.end_of(run)
     site.until("nothing is left", lambda: not site.left_behind(), 900)
     return f"nothing left after {time.monotonic() - began:.0f} s"
 
@@ -107,11 +179,37 @@ def killed_step(site: Site) -> str:
     """A step's process is killed, and starts again in its pod."""
     run = site.submit("pretrain", *LONG)
     pod = site.step(run, "pretrain").metadata.name
-    time.sleep(30 * site.poll)
+    site.until("a state is saved", lambda: site.has_said(pod, TRAINED), run=run)
     assert "killed" in site.execute(pod, KILL_THE_STEP)
     out = site.follow(run)
     assert "starting it again" in out, out
     return "started again in its pod, and the run succeeded"
+
+
+def resume(site: Site) -> str:
+    """A step of each kind fails, one after another, and the resumed run does no step twice."""
+    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0")
+    for kind in KINDS:
+        _fail(site, run, kind)
+        assert site.end_of(run) == "FAILED"
+        done = site.command("pipelines.resume", [run])
+        taken = re.findall(r"^taken from \S+: (.*)", done, re.M)[0].split(", ")
+        assert set(KINDS[: KINDS.index(kind)]) - {"report"} <= set(taken), (kind, taken)
+        run = site.started(done)
+    site.follow(run)
+    return f"failed in {', '.join(KINDS)}, and succeeded"
+
+
+def _fail(site: Site, run: str, step: str) -> None:
+    """Kill the process of a step, which may not start again, as soon as there is one."""
+
+    def killed() -> bool:
+        with suppress(client.ApiException):  # its container is not there yet, or has ended
+            found = site.pods(f"{RUN}={run},{STAGE}={step}")
+            return any("killed" in site.execute(pod.metadata.name, KILL_THE_STEP) for pod in found)
+        return False
+
+    site.until(f"{step} is killed", killed, run=run)
 
 
 def schedule(site: Site) -> str:
@@ -128,19 +226,77 @@ def schedule(site: Site) -> str:
     return "made, updated, removed"
 
 
+def scheduled_run(site: Site) -> str:
+    """A schedule starts a run at its time, and the run ends with the schedule."""
+    name = "lathe-pretrain"
+    skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
+    machines = ["--gpus", str(site.gpus), "--cron", EVERY_MINUTE]
+    site.command("pipelines.schedule", ["set", "pretrain", *machines, *LONG])
+    try:
+        site.until(
+            "a run has started", lambda: unfinished(connect(), schedules(connect(), name)), 200
+        )
+        site.runs += [r.run_id for r in unfinished(connect(), schedules(connect(), name))]
+    finally:
+        site.command("pipelines.schedule", ["remove", "pretrain"])
+    site.until("nothing is left", lambda: not site.left_behind(), 300)
+    return "started at its time, ended with its schedule"
+
+
+def _unfinished(name: str) -> list[str]:
+    api = connect()
+    return [run.run_id for run in unfinished(api, schedules(api, name))]
+
+
 def release_and_rollback(site: Site) -> str:
-    """The release before the live one goes live, and then that one again."""
+    """Under load, the release before the live one goes live, and then that one again."""
     skip_without(site.production, "no PRODUCTION= that may be replaced")
     place = ["-o", f"Production.releases={site.production}"]
     digests = re.findall(r"sha256-\w+|[0-9a-f]{12,64}", _releases(site, place))
     skip_without(len(set(digests)) > 1, "fewer than two releases: run the scenarios once more")
     before = _live(site)
-    site.command("lathe", ["release", "rollback", *place])
-    assert _live(site) != before
     digest = before.rstrip("/").rpartition("/")[2]
-    site.command("lathe", ["release", "rollback", "--to", digest, *place])
-    assert _live(site) == before
-    return f"{digest[:20]} is live again"
+
+    def there_and_back() -> None:
+        site.command("lathe", ["release", "rollback", *place])
+        assert _live(site) != before
+        site.command("lathe", ["release", "rollback", "--to", digest, *place])
+        assert _live(site) == before
+
+    with ThreadPoolExecutor() as pool:
+        rolling = pool.submit(there_and_back)
+        load = _put_load(site, seconds=120)
+        in_time = rolling.done()
+        rolling.result()
+    assert load.state == "ok", load.said
+    assert in_time, "the load ended before the rollouts"
+    return f"{digest[:20]} is live again; {load.said.partition(' [')[0]}"
+
+
+def _put_load(site: Site, seconds: float) -> Finding:
+    """Four clients in a pod of their own, which ask the Service for this long."""
+    body = pod_of_step([TRAIN], ["python", "-c", LOAD.replace("SECONDS", str(seconds))], None)
+    body["metadata"]["labels"]["lathe/client"] = "true"
+    (found,) = (f for f in findings_of_pod(site.cluster, body) if f.check == "load")
+    return found
+
+
+def unsigned_release(site: Site) -> str:
+    """Where releases must be signed, the bytes of the live one are refused without signatures."""
+    skip_without(site.production, "no PRODUCTION= that may be replaced")
+    live, deployment = _live(site), Deployment(site.cluster.namespace, "lathe-serve")
+    skip_without("signature" in _environment(site, "LATHE_REQUIRE"), "signatures are not required")
+    unsigned = f"{site.production}/unsigned/{live.rstrip('/').rpartition('/')[2]}/"
+    with TemporaryDirectory() as folder:
+        copy = fetch(live, Path(folder) / "release")
+        (copy / "model.sig").unlink()
+        upload(copy, unsigned)
+    with deployment.locked(), pytest.raises(StageError) as refused:
+        roll(deployment, unsigned, live, 180)
+    remove(unsigned)
+    assert _live(site) == live
+    assert "signature" in str(refused.value), refused.value
+    return "refused, and the signed release stayed live"
 
 
 def _releases(site: Site, place: list[str]) -> str:
@@ -149,12 +305,16 @@ def _releases(site: Site, place: list[str]) -> str:
 
 def _live(site: Site) -> str:
     """The release that the Deployment names."""
+    return _environment(site, "LATHE_RELEASE")
+
+
+def _environment(site: Site, name: str) -> str:
+    """The value of a variable of the Deployment's containers, the first that has it."""
     apps = client.AppsV1Api(site.cluster.api)
     found = apps.read_namespaced_deployment("lathe-serve", site.cluster.namespace)
     pod = found.spec.template.spec
     containers = [*(pod.init_containers or []), *pod.containers]
-    values = [v.value for c in containers for v in c.env or [] if v.name == "LATHE_RELEASE"]
-    return str(values[0])
+    return str(next((v.value for c in containers for v in c.env or [] if v.name == name), ""))
 
 
 def network(site: Site) -> str:
@@ -169,7 +329,7 @@ def network(site: Site) -> str:
 
 
 def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Finding]:
-    command = ["python", "-c", PROBE.format(targets=json.dumps(targets))]
+    command = ["python", "-c", PROBE.format(targets=json.dumps(targets), patience=15 * site.poll)]
     body = pod_of_step([TRAIN], command, None)
     if labels:
         del body["metadata"]["labels"]["workflows.argoproj.io/workflow"]
@@ -182,11 +342,14 @@ SCENARIOS = (
     doctor,
     network,
     schedule,
+    scheduled_run,
     full,
     two_nodes,
     cancel,
     killed_step,
     preemption,
+    resume,
     release_and_rollback,
+    unsigned_release,
 )
 """The quick ones first."""

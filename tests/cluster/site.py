@@ -18,7 +18,8 @@ from pipelines.pods import CONTAINER, RUN, STAGE
 from pipelines.server import connect
 
 Command = Callable[[str, list[str]], str]
-SECONDS = 3600.0
+SECONDS = 1800.0
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
 
 
 def in_process_of_its_own(module: str, arguments: list[str]) -> str:
@@ -54,7 +55,10 @@ class Site:
     def submit(self, pipeline: str, *arguments: str, nodes: int = 1) -> str:
         """Start a run and return its id."""
         machines = ["--gpus", str(self.gpus), "--nodes", str(nodes)]
-        out = self.command("pipelines.submit", [pipeline, *machines, *arguments])
+        return self.started(self.command("pipelines.submit", [pipeline, *machines, *arguments]))
+
+    def started(self, out: str) -> str:
+        """The id of the run that a command has started, by what it printed."""
         found = re.search(r"^run (\S+): ", out, re.M)
         assert found, out
         self.runs.append(found[1])
@@ -69,6 +73,11 @@ class Site:
     def state(self, run: str) -> str:
         return str(connect().runs.run_service_get_run(run).state)
 
+    def end_of(self, run: str) -> str:
+        """The run's state as soon as it has ended."""
+        self.until("the run ends", lambda: self.state(run) in ENDED, 900)
+        return self.state(run)
+
     def terminate(self, run: str) -> None:
         connect().runs.run_service_terminate_run(run)
 
@@ -78,13 +87,21 @@ class Site:
     def step(self, run: str, name: str) -> Any:
         """The running pod of a step, once there is one."""
         labels = f"{RUN}={run},{STAGE}={name}"
-        return self.until(f"step {name} runs", lambda: self.pods(labels))[0]
+        return self.until(f"step {name} runs", lambda: self.pods(labels), run=run)[0]
 
-    def until(self, what: str, holds: Callable[[], Any], seconds: float = SECONDS) -> Any:
-        """What `holds` returns as soon as it is true."""
+    def has_said(self, pod: str, words: str) -> bool:
+        """Whether the log of a pod's main container has these words."""
+        read = self.core.read_namespaced_pod_log
+        return words in read(pod, self.cluster.namespace, container=CONTAINER)
+
+    def until(
+        self, what: str, holds: Callable[[], Any], seconds: float = SECONDS, run: str = ""
+    ) -> Any:
+        """What `holds` returns as soon as it is true; it fails if `run` ends before."""
         end = time.monotonic() + seconds
         while not (found := holds()):
             assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
+            assert not run or self.state(run) not in ENDED, f"{what}: the run is {self.state(run)}"
             time.sleep(self.poll)
         return found
 
@@ -110,7 +127,7 @@ class Site:
     def end_everything(self) -> None:
         """Terminate the runs that have not ended."""
         for run in self.runs:
-            if self.state(run) not in ("SUCCEEDED", "FAILED", "CANCELED"):
+            if self.state(run) not in ENDED:
                 self.terminate(run)
 
 

@@ -15,4 +15,4 @@ def test_on_the_cluster(
     scenario: Callable[[Site], str], site: Site, record_property: Callable[[str, object], None]
 ) -> None:
     record_property("seen", scenario(site))
-    assert not site.left_behind()
+    site.until("nothing is left", lambda: not site.left_behind(), 60)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from lathe.artifacts.journal import Journal
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
+from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.rank import validation_batches
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -283,6 +286,25 @@ def test_the_estimate_ranks_as_the_divergence_does(
         sum(getattr(x, name) for x in result.linears) for name in ("score", "estimate")
     )
     assert 0.5 < estimated / measured < 2
+
+
+def test_estimates_are_scaled_to_what_all_linears_together_cost(
+    loud: Path, small_data: Path, tmp_path: Path
+) -> None:
+    changes = (*SMALL, "Engine.max_steps=0", "Sensitivity.mode=fisher")
+    recipe = load_recipe("tiny", changes)
+    result = analyze(recipe, loud, small_data, tmp_path / "s")
+    quantize(recipe, loud, small_data, tmp_path / "q")
+    dense, int8 = (load_checkpoint(path).model for path in (loud, tmp_path / "q"))
+    tokens = open_data(small_data, recipe, dense.config.vocab_size, dense.config.n_positions)
+    batches = validation_batches(recipe, tokens)
+    measured = fmean(Measure("kl", batches, dense)(int8))
+    assert sum(x.score for x in result.linears) == pytest.approx(measured, rel=1e-3)
+    estimated = sum(x.estimate for x in result.linears)
+    assert estimated != pytest.approx(measured, rel=0.01)
+    for linear in result.linears:
+        expected = linear.estimate * measured / estimated
+        assert linear.score == pytest.approx(expected, rel=1e-3)
 
 
 COMMAND = (sys.executable, "-m", "lathe", "analyze")

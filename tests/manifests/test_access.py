@@ -20,6 +20,7 @@ EXPECTED = {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
         ("jobset.x-k8s.io", "jobsets", "get"),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
+        ("argoproj.io", "workflows", "get"),
         ("", "configmaps:kfp-launcher", "get"),
         *(("", f"secrets:{key}", "get") for key in ("mlpipeline-minio-artifact", "lathe-s3")),
         *(("", "pods", verb) for verb in ("get", "list", "watch")),

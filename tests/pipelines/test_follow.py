@@ -1,18 +1,21 @@
 """Following a run: what real servers said of theirs, and pods on a fake Kubernetes."""
 
 import json
+import logging
 import re
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from kubernetes import client
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
 from pipelines.compile import FUNCTIONS, built
 from pipelines.follow import GROUP_PREFIXES, GROUPS, app
 from pipelines.pods import NODE
+from pipelines.server import connect
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
 
@@ -261,3 +264,11 @@ def test_a_page_that_the_api_server_has_not(kfp, run):
 def test_a_run_that_is_unknown(kfp):
     result = follow("two")
     assert result.exit_code == 1 and "404" in result.output
+
+
+def test_a_server_that_is_away_is_one_line(kfp, run):
+    """The client of Kubernetes sets the level of urllib3's logger back to WARNING."""
+    kfp.script = [frame("RUNNING"), frame("SUCCEEDED")]
+    connect()
+    client.Configuration()
+    assert not logging.getLogger("urllib3.connectionpool").isEnabledFor(logging.WARNING)

@@ -80,6 +80,17 @@ def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
     }
 
 
+def test_a_resumed_run_that_failed_is_resumed_with_the_steps_of_both(kfp, s3, place):
+    assert CliRunner().invoke(resume.app, [RUN]).exit_code == 0
+    (second,) = (name for name in kfp.runs if name != RUN)
+    kfp.runs[second] |= {"created_at": "2026-01-05T05:00:00Z"}
+    for name in (f"prune/{FIRST}/pruned/lathe.json", f"prune/{FIRST}/metrics"):
+        write_text(f"{s3}/root/full/{second}/{name}", "{}")
+    result = CliRunner().invoke(resume.app, [second])
+    assert result.exit_code == 0, result.output
+    assert f"taken from {second}: prepare, pretrain, prune\n" in result.output
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_finished_step_brings_its_own_outputs(name: str) -> None:
     finished = {
@@ -152,10 +163,11 @@ def test_steps_of_a_loop_are_done_again_and_lost_executions_do_not_count(place):
 
 
 def executors_and_designs(found: dict) -> tuple[set[str], dict[str, Any]]:
-    """The steps of a `compress` that takes these, and what its loop runs over."""
+    """The steps of a `compress` that takes these, and the designs that its trials run over."""
     spec = spec_of(build("compress", Variant(finished=found)))
-    (loop,) = (t for t in spec["root"]["dag"]["tasks"].values() if "parameterIterator" in t)
-    return set(spec["deploymentSpec"]["executors"]), loop["parameterIterator"]["items"]
+    search = spec["root"]["dag"]["tasks"]["search"]
+    proposed = search["inputs"]["parameters"]["proposed"]
+    return set(spec["deploymentSpec"]["executors"]), proposed
 
 
 def test_trials_run_over_the_designs_that_are_finished(place):
@@ -165,8 +177,9 @@ def test_trials_run_over_the_designs_that_are_finished(place):
     write_text(f"{root}/design/{FIRST}/designs", text)
     write_text(f"{root}/design/{FIRST}/metrics", "{}")
     found = resume.steps_to_take("compress", f"{root}/")
-    executors, items = executors_and_designs(found)
-    assert json.loads(items["raw"]) == [design.to_json() for design in designs]
+    executors, proposed = executors_and_designs(found)
+    given = proposed["runtimeValue"]["constant"]
+    assert given == [design.to_json() for design in designs]
     assert "exec-import-design-designs" in executors and "exec-design" not in executors
 
 
@@ -178,5 +191,18 @@ def test_designs_that_cannot_be_read_are_made_again(place):
     write_text(f"{root}/price/{FIRST}/prices", "{}")
     found = resume.steps_to_take("compress", f"{root}/")
     assert found.keys() == {"price"}
-    executors, items = executors_and_designs(found)
-    assert "exec-design" in executors and "Output" in items["inputParameter"]
+    executors, proposed = executors_and_designs(found)
+    assert "exec-design" in executors
+    assert proposed["taskOutputParameter"]["producerTask"] == "design"
+
+
+def test_where_the_best_model_is_chosen_no_design_is_trained_again(place):
+    root = place.replace("/full/", "/compress/")
+    for output in ("chosen/lathe.json", "evaluation/metrics.json", "exported/export.json"):
+        write_text(f"{root}/choose/{FIRST}/{output}", "{}")
+    write_text(f"{root}/choose/{FIRST}/metrics", "{}")
+    found = resume.steps_to_take("compress", f"{root}/")
+    assert found.keys() == {"choose"}
+    executors, _ = executors_and_designs(found)
+    assert {"exec-import-choose-chosen", "exec-rehearse", "exec-report"} < executors
+    assert not executors & {"exec-prune", "exec-quantize", "exec-choose", "exec-evaluate-int8"}

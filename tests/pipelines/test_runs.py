@@ -98,7 +98,7 @@ def test_a_followed_run_ends_with_its_table_verdict_and_report(cluster):
         ("LATHE_PIPELINE_ROOT", "", "where the server puts artifacts is not known: no kube conte"),
         ("LATHE_PIPELINE_ROOT", "gs://bucket/lathe", "gs://bucket/lathe: not on S3"),
         ("AWS_ACCESS_KEY_ID", "", "no keys of the store are set here; set AWS_ACCESS_KEY_ID"),
-        ("AWS_SECRET_ACCESS_KEY", "wrong", "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("AWS_SECRET_ACCESS_KEY", "wrong", "and the policies of the keys and of the bucket"),
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "127.0.0.1:9"),
     ],
 )
@@ -163,9 +163,10 @@ def test_the_logs_have_the_figures_where_the_store_cannot_be_read(cluster, monke
     assert FIGURES not in result.output
 
 
-def test_runs_are_listed_newest_first_with_their_figures(cluster):
+@pytest.mark.parametrize("never", ["0001-01-01T00:00:00Z", "1970-01-01T00:00:00Z"])
+def test_runs_are_listed_newest_first_with_their_figures(cluster, never):
     cluster.add("two", 5, state="FAILED")
-    cluster.add("three", 9, state="RUNNING", finished_at="0001-01-01T00:00:00Z")
+    cluster.add("three", 9, state="RUNNING", finished_at=never)
     cluster.add("foreign", 7, experiment="other")
     cluster.record("two", "gate/verdict", verdict("fail"))
     result = command("list")

@@ -463,3 +463,20 @@ def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeyp
     names.add(upload.version_name(Variant(Pool(gpus=2))))
     assert len(names) == 5
     assert all(re.fullmatch(commit + "-dirty-[0-9a-f]{8}(-[0-9a-f]{8})?", n) for n in names)
+
+
+@pytest.mark.parametrize(
+    ("model", "sent"),
+    [
+        ("s3://models/private/gpt", "minio://models/private/gpt"),
+        ("minio://models/private/gpt", "minio://models/private/gpt"),
+        ("s3://others/gpt", "s3://others/gpt"),
+    ],
+)
+def test_a_model_beside_the_artifacts_is_imported_as_they_are(kfp, monkeypatch, model, sent):
+    """Pipelines 2.17 reads an import of another scheme or bucket from http://BUCKET.ENDPOINT."""
+    monkeypatch.setenv("LATHE_PIPELINE_ROOT", "minio://models/v2/artifacts")
+    result = submit("qat", "--model", model, "--recipe", "tiny-qat")
+    assert result.exit_code == 0, result.output
+    (run,) = kfp.runs.values()
+    assert run["runtime_config"]["parameters"]["model"] == sent

@@ -1,5 +1,6 @@
 """The playground in a real browser, before real and before hostile servers."""
 
+import json
 import math
 import re
 import shutil
@@ -162,6 +163,29 @@ def test_text_and_probabilities_are_those_of_the_api(page: Page, base_url: str) 
         assert float(label.split(", ")[1].split()[0]) == pytest.approx(chance, rel=0.06)
         unlikely = token.evaluate("e => Number(e.style.getPropertyValue('--unlikely'))")
         assert unlikely == pytest.approx(min(1, -math.log10(chance / 100) / 4), abs=0.001)
+
+
+def test_a_chat_sends_a_message_and_shows_what_else_was_likely(page: Page) -> None:
+    top = [{"token": name, "logprob": math.log(p)} for name, p in (("Paris", 0.9), ("Rome", 0.1))]
+    pieces = [
+        {"delta": {"role": "assistant", "content": "Paris"}, "finish_reason": None}
+        | {"logprobs": {"content": [{**top[0], "top_logprobs": top}]}},
+        {"delta": {}, "finish_reason": "stop", "logprobs": None},
+    ]
+    events = [f"data: {json.dumps({'choices': [one]})}\n\n".encode() for one in pieces]
+    with (
+        answering(stream(*events)) as url,
+        page.expect_request("**/0/chat/completions") as asked,
+        opening(page, url, prompt="Where?", mode="chat", max_tokens=9),
+    ):
+        finish(page)
+        assert answer_text(page) == "Paris"
+        expect(side(page).locator(".end")).to_have_text("ended by itself")
+        side(page).locator(".token").hover()
+        expect(side(page).locator(".detail")).to_contain_text("Rome")
+        body = asked.value.post_data_json
+        assert body["messages"] == [{"role": "user", "content": "Where?"}]
+        assert body["max_tokens"] == 9 and not {"prompt", "mode"} & body.keys()
 
 
 def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> None:

@@ -24,7 +24,7 @@ def page(base_url: str) -> Iterator[str]:
         yield address
 
 
-def test_it_forwards_two_calls_and_no_others(page: str, base_url: str) -> None:
+def test_it_forwards_three_calls_and_no_others(page: str, base_url: str) -> None:
     assert requests.get(f"{page}/endpoints", timeout=60).json() == [base_url]
     models = requests.get(f"{page}/0/models", timeout=60)
     assert models.json() == requests.get(f"{base_url}/models", timeout=60).json()
@@ -34,6 +34,12 @@ def test_it_forwards_two_calls_and_no_others(page: str, base_url: str) -> None:
         for url in (f"{page}/0", base_url)
     )
     assert ours == theirs
+    chat = {"model": "gpt", "messages": [{"role": "user", "content": "x"}]}
+    replies = [
+        requests.post(f"{url}/chat/completions", json=chat, timeout=60)
+        for url in (f"{page}/0", base_url)
+    ]
+    assert {reply.json()["error"]["code"] for reply in replies} == {"no_chat_template"}
     for path in ("/1/models", "/0/../metrics", "/0/chat/completions", "/0/completions", "/health"):
         assert requests.get(f"{page}{path}", timeout=60).status_code == 404
     for path in (

@@ -158,6 +158,7 @@ class FakeKfp:
             ("POST", f"{V2}/pipelines", self._create_pipeline),
             ("POST", f"{V2}/pipelines/upload_version", self._upload_version),
             ("GET", f"{V2}/pipelines/{one}/versions", self._list_versions),
+            ("GET", f"{V2}/pipelines/{one}/versions/{one}", self._get_version),
             ("POST", f"{V2}/runs", self._create_run),
             ("GET", f"{V2}/runs", self._list_runs),
             ("GET", f"{V2}/runs/{one}", self._get_run),
@@ -195,6 +196,11 @@ class FakeKfp:
     def _list_versions(self, request: Request, pipeline: str) -> Json:
         mine = {k: v for k, v in self.versions.items() if v["pipeline_id"] == pipeline}
         return _listed(request, "pipeline_versions", mine)
+
+    def _get_version(self, request: Request, pipeline: str, version: str) -> Json:
+        spec, platform = yaml.load_all(self.uploads[version], yaml.CSafeLoader)
+        text = {"pipeline_spec": {"pipeline_spec": spec, "platform_spec": platform}}
+        return _known(self.versions, version) | text
 
     def _check_reference(self, body: Json) -> None:
         _known(self.experiments, body["experiment_id"])

@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from tests.support.crds import CRDS, validator
@@ -171,7 +171,14 @@ class Store:
         if foreground and FOREGROUND not in metadata.setdefault("finalizers", []):
             metadata["finalizers"].append(FOREGROUND)
         if "deletionTimestamp" not in metadata:
-            metadata["deletionTimestamp"] = now()
+            grace = 0
+            if key.resource == "pods":
+                spec = self._objects[key].get("spec", {})
+                grace = spec.get("terminationGracePeriodSeconds", 30)
+                metadata["deletionGracePeriodSeconds"] = grace
+            metadata["deletionTimestamp"] = now(
+                grace
+            )  # when it is to be gone, as the real one says
             self._record("MODIFIED", key)
         self._finalize(key)
 
@@ -208,8 +215,8 @@ class Store:
         return False
 
 
-def now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def now(seconds: int = 0) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def selected(found: Object, labels: str, fields: str) -> bool:

@@ -18,6 +18,7 @@ from lathe.storage import write_text
 from lathe.tracking import webhook
 from lathe.tracking.webhook import Notice, post
 from pipelines import run
+from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.loopback import LoopbackServer
 from tests.support.silent import ANSWERS, server
 
@@ -130,6 +131,38 @@ def test_so_is_a_run_that_has_failed(
     (received,) = listener.received
     assert received["state"] == word and received["verdict"] == "" and received["figures"] == {}
     assert received["text"].startswith(f"lathe full {RUN}: {word}\nrun: https://kubeflow.example")
+
+
+@pytest.mark.usefixtures("in_a_pod")
+@pytest.mark.parametrize(
+    ("phase", "denied", "word"),
+    [
+        ("Succeeded", False, "succeeded"),  # another attempt of the lost pod has
+        ("Failed", False, "failed"),
+        ("Error", False, "failed"),
+        ("Running", False, "ended"),
+        ("Succeeded", True, "ended"),
+    ],
+)
+def test_where_pipelines_has_no_final_state_argo_is_asked(
+    s3: str,
+    listener: Listener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+    denied: bool,
+    word: str,
+) -> None:
+    with FakeKubernetes() as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path)))
+        nodes = {"exit-handler-1": phase, "notify": "Running", "prepare": "Failed"}
+        listed = {name: {"displayName": name, "phase": is_in} for name, is_in in nodes.items()}
+        workflow = {"metadata": {"name": "full-x7k2p"}, "status": {"nodes": listed}}
+        kubernetes.create("workflows.argoproj.io", workflow, "lathe")
+        kubernetes.denied = {("get", "workflows")} if denied else set()
+        told(s3, tmp_path, "RUNNING")
+    (received,) = listener.received
+    assert received["state"] == word
 
 
 @pytest.mark.usefixtures("in_a_pod")

@@ -190,7 +190,8 @@ class SensitivitySettings(Settings):
 
     mode: Literal["ptq", "qat", "fisher"] = "ptq"
     """Way to measure: `ptq` quantizes one linear layer at a time, `qat` takes one at a time of a
-    quantized checkpoint back to float, `fisher` estimates all at once from gradients."""
+    quantized checkpoint back to float, `fisher` estimates all at once from gradients and, with the
+    metric `kl`, scales that to what all together are measured to cost."""
     metric: Literal["loss", "accuracy", "kl"] = "kl"
     """What gets worse: the loss or the KL divergence from the float model, in nats a token, or the
     share of next tokens that are predicted right."""

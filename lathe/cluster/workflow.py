@@ -1,0 +1,36 @@
+"""How a part of a pipeline's run has ended."""
+
+import logging
+from dataclasses import replace
+
+from lathe.cluster.api import connect
+from lathe.errors import StageError, UserError
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30.0
+PIPELINES = {"COMPLETE": "succeeded", "FAILED": "failed", "CANCELED": "cancelled"}
+ARGO = {"Succeeded": "succeeded", "Failed": "failed", "Error": "failed"}
+UNKNOWN = "ended"
+
+
+def final_state(state: str, workflow: str, task: str) -> str:
+    """`succeeded`, `failed` or `cancelled`; `ended` where that cannot be told.
+
+    Pipelines' state of a part that has lost a pod is RUNNING for ever, even if another attempt has
+    succeeded. Argo, which starts the attempts, is asked then.
+
+    Args:
+        state: what Pipelines says of the task.
+        workflow, task: names of Argo's workflow and of the task in it.
+    """
+    if state in PIPELINES:
+        return PIPELINES[state]
+    try:
+        found = replace(connect(), patience=PATIENCE_SECONDS).workflow(workflow) or {}
+    except (UserError, StageError) as error:
+        log.warning("how the run has ended is not known: %s", error)
+        return UNKNOWN
+    nodes = found.get("status", {}).get("nodes", {}).values()
+    phases = [node.get("phase") for node in nodes if node.get("displayName") == task]
+    return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)
