@@ -20,6 +20,7 @@ from lathe.compress.sensitivity.choice import choose_formats
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.statistics import weight_of
+from lathe.compress.smoothing import Factors, find_factors
 from lathe.config.settings import QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
 from lathe.model import fake_quant
@@ -63,6 +64,30 @@ def with_int8_formats(
     candidates = trial.candidates()
     chosen = trial.choose(candidates) if len(candidates) > 1 else trial.all_in(candidates[0])
     return {**formats, **chosen}
+
+
+def smoothing_factors(
+    recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
+) -> Factors:
+    """What the inputs of linears should be divided by (see `lathe.compress.smoothing`) before
+    `with_int8_formats` chooses: nothing where static scales cost little enough as it is, and no
+    weight has scales for groups of inputs.
+
+    Arguments: those of `int8_candidates`.
+    """
+    settings = recipe.Compress.Quantization
+    trial = _Trial(recipe, model, batches, formats)
+    int8 = INT8_FORMATS[settings.activation_quantize_type]
+    is_due = settings.has_int4 or bool({"int4", "dynamic_int8"} & {*formats.values(), int8[0]})
+    if settings.smoothing and not is_due and trial.names and int8[0] == "static_int8":
+        is_due = trial.cost(trial.all_in("static_int8")) > trial.limit
+    if not (settings.smoothing and is_due):
+        return {}
+    form = int8[0] if _hindrance(recipe) else int8[-1]
+    plan = make_plan(model.config, settings, {**formats, **trial.all_in(form)})
+    factors = find_factors(model, [trial.sample], plan.linears)
+    log.info("the inputs of %d linears are smoothed", len(factors))
+    return factors
 
 
 class _Trial:

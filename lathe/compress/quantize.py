@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from lathe.compress.activation import with_int8_formats
+from lathe.compress.activation import smoothing_factors, with_int8_formats
 from lathe.compress.enabled import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
@@ -15,6 +15,7 @@ from lathe.compress.sensitivity.result import (
     analysis_digest,
     require_analysis_of,
 )
+from lathe.compress.smoothing import fold
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model import fake_quant
@@ -63,6 +64,10 @@ def quantize(
         tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
         batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
         named = named_formats(config, settings, sensitivity)
+        fold(
+            start.model,
+            workers.agree(lambda: smoothing_factors(recipe, start.model, batches, named)),
+        )
         formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
         plan = replace(
             make_plan(config, settings, formats),

@@ -14,14 +14,17 @@ Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lathe.model.block import MLP, Attention, Block
+from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
+from lathe.model.groups import RoundGroups
+from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe.progress import track
 
 log = logging.getLogger("lathe")
@@ -29,10 +32,11 @@ log = logging.getLogger("lathe")
 STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 TOKENS = 512
 """On which strengths are compared."""
+LARGEST = 1e3
+"""Of the factors, and 1 over the least: what is nearly never used must not become huge."""
 GAIN = 0.95
 """Largest error, as a share of that without smoothing, for which a linear is smoothed."""
 
-Round = Callable[[Tensor], Tensor]
 Factors = Mapping[str, Tensor]
 """By the path of a linear, what its inputs are divided by, (groups, 1, size)."""
 
@@ -88,7 +92,7 @@ def _place(path: str, norm: nn.Module, part: Attention | MLP, second: bool) -> P
 
 @torch.no_grad()
 def find_factors(
-    model: GPT, batches: Sequence[Tensor], rounds: Callable[[str], tuple[Round, Round] | None]
+    model: GPT, batches: Sequence[Tensor], formats: Mapping[str, LinearFormat]
 ) -> Factors:
     """Find by what the inputs of linears should be divided; those that it does not help are left
     out.
@@ -96,8 +100,7 @@ def find_factors(
     Args:
         model: in float; it stays as it is.
         batches: tokens (B, T) each.
-        rounds: for the path of a linear, what rounds its input (T, I) and its weight (O, I) as the
-            quantized model will; None for one that stays in float.
+        formats: of the linears that will be quantized, by path.
     """
     model.eval()
     found: dict[str, Tensor] = {}
@@ -107,9 +110,10 @@ def find_factors(
             normed = [norm(x) for x in hidden]
             inner = [part.inner(x) for x in normed]
             for place, inputs in zip(half, (normed, inner), strict=True):
-                if place is None or (rounding := rounds(place.name)) is None:
+                if place is None or place.name not in formats:
                     continue
-                best = _best_factors(place, torch.cat([x.flatten(0, 1) for x in inputs]), rounding)
+                rows = torch.cat([x.flatten(0, 1) for x in inputs])
+                best = _best_factors(place, rows, formats[place.name])
                 if best is not None:
                     found[place.name] = best
             second: nn.Linear = getattr(part, part.names[1])
@@ -142,20 +146,32 @@ def _halves(path: str, block: Block) -> list[tuple[Place | None, Place | None]]:
     ]
 
 
-def _best_factors(place: Place, inputs: Tensor, rounding: tuple[Round, Round]) -> Tensor | None:
+def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | None:
     """The factors whose strength has the least error of the output, if they help."""
     weight, sample = place.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
-    round_input, round_weight = rounding
     expected = sample @ weight.T
+    x, w = place.largest(inputs), place.largest(weight)
 
     def error(factors: Tensor) -> float:
         spread = place.spread(factors)
-        rounded = round_input(sample / spread) @ round_weight(weight * spread).T
-        return float((rounded - expected).square().sum())
+        weights = fake_quantize_weight(weight * spread, form.weight)
+        rounded = _rounded(sample / spread, form, (x / factors).amax())
+        return float((rounded @ weights.T - expected).square().sum())
 
-    x, w = place.largest(inputs), place.largest(weight)
     used = (x > 0) & (w > 0)
-    options = [torch.where(used, x**a / w ** (1 - a), torch.ones_like(x)) for a in STRENGTHS]
+    found = [(x**a / w ** (1 - a)).clamp(1 / LARGEST, LARGEST) for a in STRENGTHS]
+    options = [torch.where(used, factors, torch.ones_like(x)) for factors in found]
     errors = [error(factors) for factors in options]
     least = min(range(len(options)), key=errors.__getitem__)
     return options[least] if errors[least] < GAIN * error(torch.ones_like(x)) else None
+
+
+def _rounded(x: Tensor, form: LinearFormat, largest: Tensor) -> Tensor:
+    """An input (T, I) as the linear will read it; `largest` is its largest magnitude, also in
+    tokens that are left out here."""
+    if form.activation == "dynamic_int8":
+        return RoundGroups(form.weight.group_size)(x)  # type: ignore[no-any-return]
+    if form.activation is None:
+        return x
+    scale = largest / ACTIVATION_LEVELS
+    return torch.round(x / scale) * scale

@@ -102,6 +102,10 @@ class QuantizationSettings(Settings):
     ones as it takes to stay within that.
     `none` leaves activations in float and quantizes the weights alone: the file shrinks as much,
     and nothing is computed in integers."""
+    smoothing: bool = True
+    """Whether to move ranges of activations into weights (SmoothQuant) where that makes a linear's
+    error smaller. It is done where weights have scales for groups of inputs, or static scales of
+    activations would cost more than `auto` allows; torch engine."""
     activation_preprocess_type: Literal["PACT"] | None = None
     """PACT clips activations at a bound that is learned; null does not clip."""
     moving_rate: Probability = 0.9

@@ -1,0 +1,106 @@
+"""Smoothing leaves the function as it was, and makes what is rounded err less."""
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from lathe.compress.activation import smoothing_factors
+from lathe.compress.plan import all_int8, make_plan
+from lathe.compress.smoothing import find_factors, fold
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import QuantizationSettings
+from lathe.model import fake_quant
+from lathe.model.checkpoint import load_checkpoint
+from lathe.model.gpt import GPT
+from tests.support import families
+from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
+from tests.support.small_export import PRUNED, make_model
+from tests.support.small_run import SMALL
+
+TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(4))
+
+
+def model_of(family: str, folder: Path, tokenizer: Tokenizer) -> GPT:
+    if family == "gpt2":
+        return make_model(PRUNED)  # widths differ between layers
+    hf = families.make(family, head_dim=16)
+    return load_checkpoint(families.save(hf, folder / "hf", tokenizer)).model.eval()
+
+
+def divergence(reference: GPT, model: GPT) -> float:
+    with torch.no_grad():
+        p, q = (x(TOKENS).double().log_softmax(-1) for x in (reference, model))
+    return float(F.kl_div(q, p, reduction="batchmean", log_target=True)) / TOKENS.shape[1]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_the_function_stays(family: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    model = model_of(family, tmp_path, byte_tokenizer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # uneven channels, to be evened out
+            if "norm" in name or ".ln_" in name:
+                parameter.mul_(torch.logspace(-1, 1, len(parameter)))
+        before = model(TOKENS)
+    plan = make_plan(model.config, QuantizationSettings(weight_bits=4))
+    factors = find_factors(model, [TOKENS], plan.linears)
+    kinds = {name.rpartition(".")[2] for name in factors}
+    assert len(kinds) >= (2 if family == "gpt2" else 3)
+    weights = copy.deepcopy(model.state_dict())
+    fold(model, factors)
+    changed = [name for name, value in model.state_dict().items() if not value.equal(weights[name])]
+    assert len(changed) >= 2 * len(kinds)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("settings", [{"weight_bits": 4}, {"activation_quantize_type": "dynamic"}])
+def test_what_is_rounded_errs_less(
+    make: Callable[[Path, Tokenizer], GPT],
+    settings: dict[str, object],
+    tmp_path: Path,
+    byte_tokenizer: Tokenizer,
+) -> None:
+    model = make(tmp_path, byte_tokenizer)
+    with torch.no_grad():
+        for block in model.blocks:  # channels that differ as a pretrained model's do
+            for norm, _ in block.halves:
+                norm.weight.mul_(
+                    torch.logspace(-1.5, 1.5, len(norm.weight))[torch.randperm(len(norm.weight))]
+                )
+    plan = make_plan(model.config, QuantizationSettings(**settings))  # type: ignore[arg-type]
+    smoothed = copy.deepcopy(model)
+    fold(smoothed, find_factors(model, [TOKENS], plan.linears))
+    costs = []
+    for one in (model, smoothed):
+        quantized = copy.deepcopy(one)
+        fake_quant.insert(quantized, plan)
+        costs.append(divergence(model, quantized))
+    assert costs[1] < costs[0]
+
+
+def test_it_is_done_where_it_is_due(
+    tmp_path: Path, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lathe")
+
+    def places(model: GPT, *overrides: str) -> int:
+        recipe = load_recipe("tiny", (*SMALL, *overrides))
+        formats = all_int8(model.config, recipe.Compress.Quantization)
+        if recipe.Compress.Quantization.weight_bits == 4:
+            formats = {}
+        return len(smoothing_factors(recipe, model, [TOKENS], formats))
+
+    plain = gpt2(tmp_path, byte_tokenizer)
+    massive = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
+    bits, off = "Compress.Quantization.weight_bits=4", "Compress.Quantization.smoothing=False"
+    assert not places(plain) and not places(massive, off) and not places(plain, bits, off)
+    assert "smoothed" not in caplog.text
+    places(massive), places(plain, bits)
+    assert caplog.text.count("linears are smoothed") == 2
