@@ -59,9 +59,15 @@ class ResultsReader:
             UserError: it is not known, or cannot be read from here.
         """
         root = run.runtime_config.pipeline_root if run.runtime_config else None
-        root = (root or self.default_root).partition("?")[0].rstrip("/")
-        _check_store(root)
-        return root
+        return _readable(root or self.default_root)
+
+    def own_root(self) -> str:
+        """The same for a run whose root nobody has given.
+
+        Raises:
+            UserError: it is not known, or cannot be read from here.
+        """
+        return _readable(self.default_root)
 
     @cached_property
     def default_root(self) -> str:
@@ -85,7 +91,8 @@ class ResultsReader:
         )
 
 
-def _check_store(root: str) -> None:
+def _readable(root: str) -> str:
+    root = root.partition("?")[0].rstrip("/")
     scheme = urlsplit(root).scheme
     if scheme not in ("s3", "minio"):
         raise UserError(f"{root}: not on S3", "look at the report in the UI")
@@ -101,3 +108,4 @@ def _check_store(root: str) -> None:
             "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-forward "
             "svc/seaweedfs 9000:9000, and http://localhost:9000",
         )
+    return root
