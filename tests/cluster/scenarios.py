@@ -260,9 +260,9 @@ def release_and_rollback(site: Site) -> str:
     digest = before.rstrip("/").rpartition("/")[2]
 
     def there_and_back() -> None:
-        (found,) = site.until("the load's pod runs", lambda: site.pods(f"{STAGE}=doctor"))
+        (found,) = site.until("the load's pod runs", lambda: site.pods(f"{STAGE}=doctor"), 300)
         pod = found.metadata.name
-        site.until("there is load", lambda: site.has_said(pod, "under load"))
+        site.until("there is load", lambda: site.has_said(pod, "under load"), 300)
         try:
             site.command("lathe", ["release", "rollback", *place])
             assert _live(site) != before
