@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
+from lathe.cluster.access import PIPELINES_ROOT
 from lathe.errors import StageError, UserError
 from lathe.report.results import Results, read_results, rows
 from pipelines.cluster import config_map, open_cluster
@@ -80,6 +81,8 @@ class ResultsReader:
             return given
         try:
             root = config_map(open_cluster(self._namespace), LAUNCHER).get("defaultPipelineRoot")
+            if root == "":  # as Pipelines comes
+                return PIPELINES_ROOT
             reason = f"the ConfigMap {LAUNCHER} cannot be read"
         except StageError as error:
             root, reason = None, str(error)

@@ -82,9 +82,10 @@ for name, host, port, wanted in json.loads({targets!r}):
     print(json.dumps(dict(check=name, state=state, said="open" if found else "closed", hint="")))
 """
 LOAD = """
-import json, threading, time, urllib.request
+import json, signal, threading, time, urllib.request
 
-failed, sent, end = [], 0, 0.0
+failed, sent, is_over = [], 0, threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: is_over.set())
 body = json.dumps(dict(text_input="Once upon a time", max_tokens=32)).encode()
 url = "http://lathe-serve:8000/v2/models/gpt/generate"
 
@@ -94,7 +95,7 @@ def ask():
 
 def client():
     global sent
-    while time.monotonic() < end:
+    while not is_over.is_set():
         try:
             ask()
         except OSError as error:
@@ -107,7 +108,7 @@ for _ in range(30):  # until the network policies of this pod are applied
         break
     except OSError:
         time.sleep(1)
-end = time.monotonic() + SECONDS
+print("under load", flush=True)
 clients = [threading.Thread(target=client) for _ in range(4)]
 [thread.start() for thread in clients]
 [thread.join() for thread in clients]
@@ -115,6 +116,7 @@ state = "broken" if failed or sent < 10 else "ok"
 said = f"{sent} requests, {len(failed)} failed {sorted(set(failed))[:3]}"
 print(json.dumps(dict(check="load", state=state, said=said, hint="")))
 """
+END_LOAD = "import os, signal; os.kill(1, signal.SIGUSR1)"
 PIPELINES, OUTSIDE = ("ml-pipeline.kubeflow.svc", 8888), ("1.1.1.1", 443)
 NEIGHBOUR = ("ml-pipeline-ui.kubeflow.svc", 80)
 
@@ -258,24 +260,28 @@ def release_and_rollback(site: Site) -> str:
     digest = before.rstrip("/").rpartition("/")[2]
 
     def there_and_back() -> None:
-        site.command("lathe", ["release", "rollback", *place])
-        assert _live(site) != before
-        site.command("lathe", ["release", "rollback", "--to", digest, *place])
-        assert _live(site) == before
+        (found,) = site.until("the load's pod runs", lambda: site.pods(f"{STAGE}=doctor"), 300)
+        pod = found.metadata.name
+        site.until("there is load", lambda: site.has_said(pod, "under load"), 300)
+        try:
+            site.command("lathe", ["release", "rollback", *place])
+            assert _live(site) != before
+            site.command("lathe", ["release", "rollback", "--to", digest, *place])
+            assert _live(site) == before
+        finally:
+            site.execute(pod, END_LOAD)
 
     with ThreadPoolExecutor() as pool:
         rolling = pool.submit(there_and_back)
-        load = _put_load(site, seconds=120)
-        in_time = rolling.done()
+        load = _put_load(site)
         rolling.result()
     assert load.state == "ok", load.said
-    assert in_time, "the load ended before the rollouts"
     return f"{digest[:20]} is live again; {load.said.partition(' [')[0]}"
 
 
-def _put_load(site: Site, seconds: float) -> Finding:
-    """Four clients in a pod of their own, which ask the Service for this long."""
-    body = pod_of_step([TRAIN], ["python", "-c", LOAD.replace("SECONDS", str(seconds))], None)
+def _put_load(site: Site) -> Finding:
+    """Four clients in a pod of their own, which ask the Service until it gets SIGUSR1."""
+    body = pod_of_step([TRAIN], ["python", "-c", LOAD], None)
     body["metadata"]["labels"]["lathe/client"] = "true"
     (found,) = (f for f in findings_of_pod(site.cluster, body) if f.check == "load")
     return found

@@ -108,7 +108,9 @@ class Site:
     def execute(self, pod: str, script: str) -> str:
         """Run Python in a step's container."""
         command = ["python", "-c", script]
-        connect_to = self.core.connect_get_namespaced_pod_exec
+        # stream() changes the client's request method: other threads have a client of their own.
+        own = kubernetes.CoreV1Api(kubernetes.ApiClient(self.cluster.api.configuration))
+        connect_to = own.connect_get_namespaced_pod_exec
         return str(
             stream(
                 connect_to, pod, self.cluster.namespace, container=CONTAINER, command=command,
