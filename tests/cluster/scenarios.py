@@ -18,9 +18,10 @@ from lathe.cluster.deployment import Deployment
 from lathe.cluster.findings import Finding
 from lathe.cluster.rollout import roll
 from lathe.errors import StageError
-from lathe.storage import fetch, remove, upload
+from lathe.storage import fetch, list_objects, remove, upload
 from pipelines.doctor_pod import findings_of_pod, pod_of_step
 from pipelines.pods import RUN, STAGE
+from pipelines.results import ResultsReader
 from pipelines.schedule import schedules, unfinished
 from pipelines.server import connect
 from tests.cluster.site import Site, skip_without
@@ -128,13 +129,35 @@ def doctor(site: Site) -> str:
 
 
 def full(site: Site) -> str:
-    """From text to a model that has passed the gate, and its report."""
-    production = ["--production", site.production] if site.production else []
+    """From text in three shards to a model that has passed the gate, its report, its release and
+    its notice, as far as there is somewhere to put them."""
+    arguments = ["--shards", "3", *_production(site)]
+    secrets = site.core.list_namespaced_secret(site.cluster.namespace).items
+    is_told = any(secret.metadata.name == "lathe-webhook" for secret in secrets)
     began = time.monotonic()
-    run = site.submit("full", *production)
+    run = site.submit("full", *arguments, *(["--notify"] if is_told else []))
     out = site.follow(run)
     assert "gate    passed" in out, out
+    assert not is_told or "notify: told" in out, out
+    site.trained = run
     return f"{time.monotonic() - began:.0f} s, gate passed"
+
+
+def given_model(site: Site) -> str:
+    """The model that `full` has trained is quantized, released and imported by its address: with
+    the other of the schemes that mean the same."""
+    skip_without(site.trained, "the scenario `full` has not succeeded")
+    root = f"{ResultsReader(connect()).default_root}/full/{site.trained}/pretrain/"
+    (model,) = {found.partition("/model/")[0] for found in list_objects(root) if "/model/" in found}
+    scheme, _, place = model.partition("://")
+    other = {"s3": "minio", "minio": "s3"}[scheme]
+    run = site.submit("qat", "--model", f"{other}://{place}/model", *SHORT, *_production(site))
+    site.follow(run)
+    return f"{other}:// for {scheme}://, and the run succeeded"
+
+
+def _production(site: Site) -> list[str]:
+    return ["--production", site.production] if site.production else []
 
 
 def two_nodes(site: Site) -> str:
@@ -350,6 +373,7 @@ SCENARIOS = (
     schedule,
     scheduled_run,
     full,
+    given_model,
     two_nodes,
     cancel,
     killed_step,

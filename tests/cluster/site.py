@@ -39,6 +39,8 @@ class Site:
         production: address of releases that may be replaced; empty leaves what is live alone.
         command: how a command is run.
         poll: seconds between two looks.
+        runs: those that the scenarios have started.
+        trained: the run of `full` that has succeeded; empty before.
     """
 
     cluster: Cluster
@@ -47,6 +49,7 @@ class Site:
     command: Command = in_process_of_its_own
     poll: float = 2.0
     runs: list[str] = field(default_factory=list)
+    trained: str = ""
 
     @property
     def core(self) -> Any:
