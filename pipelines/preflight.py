@@ -18,9 +18,10 @@ from lathe.train.batch import resolve_batch
 from lathe.train.layout import mesh_shape
 from pipelines.arguments import argument, recipe_names, wrong_names
 from pipelines.compile import images_of
-from pipelines.inputs import Inputs
+from pipelines.inputs import STORE_SECONDS, Inputs, within
 from pipelines.registry import check_image, image_labels
 from pipelines.resources import Pool, Variant
+from pipelines.results import ResultsReader
 from pipelines.server import Client, connect
 
 STAGES = {
@@ -114,11 +115,13 @@ class Preflight(Inputs):
                 f"  hint: {shortage.hint}; STRICT=1 (--strict) refuses to wait"
             )
 
-    def store(self, root: str) -> None:
-        """Check that an object can be written and deleted below the pipeline root, if
-        configured."""
-        if not root:
-            self.unchecked.append("object store: not checked: no pipeline root is given (ROOT=)")
+    def store(self, root: str, client: Client | None) -> None:
+        """Check that an object can be written and deleted below the given pipeline root, or else
+        that the server's own, which steps write to with keys of theirs, can be read from here."""
+        if not root and client:
+            self._own_store(ResultsReader(client))
+        elif not root:
+            return
         elif urlsplit(root).scheme not in ("s3", "minio"):
             self.unchecked.append(f"object store: not checked: {root} is not on S3")
         elif not os.environ.get("AWS_ACCESS_KEY_ID") and "LATHE_S3_SECRET_DIR" not in os.environ:
@@ -127,6 +130,13 @@ class Preflight(Inputs):
             )
         else:
             self.check("object store", _check_writable, root)
+
+    def _own_store(self, reader: ResultsReader) -> None:
+        try:
+            root = reader.own_root()
+            within(STORE_SECONDS, root, storage.exists, f"{root}/")
+        except (UserError, StageError) as error:
+            self.unchecked.append(f"object store: not checked: {error}")
 
 
 def _check_reachable(key: str, value: str) -> None:

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
+from lathe.cluster.access import PIPELINES_ROOT
 from lathe.errors import StageError, UserError
 from lathe.report.results import Results, read_results, rows
 from pipelines.cluster import config_map, open_cluster
@@ -59,9 +60,15 @@ class ResultsReader:
             UserError: it is not known, or cannot be read from here.
         """
         root = run.runtime_config.pipeline_root if run.runtime_config else None
-        root = (root or self.default_root).partition("?")[0].rstrip("/")
-        _check_store(root)
-        return root
+        return _readable(root or self.default_root)
+
+    def own_root(self) -> str:
+        """The same for a run whose root nobody has given.
+
+        Raises:
+            UserError: it is not known, or cannot be read from here.
+        """
+        return _readable(self.default_root)
 
     @cached_property
     def default_root(self) -> str:
@@ -74,6 +81,8 @@ class ResultsReader:
             return given
         try:
             root = config_map(open_cluster(self._namespace), LAUNCHER).get("defaultPipelineRoot")
+            if root == "":  # as Pipelines comes
+                return PIPELINES_ROOT
             reason = f"the ConfigMap {LAUNCHER} cannot be read"
         except StageError as error:
             root, reason = None, str(error)
@@ -85,7 +94,8 @@ class ResultsReader:
         )
 
 
-def _check_store(root: str) -> None:
+def _readable(root: str) -> str:
+    root = root.partition("?")[0].rstrip("/")
     scheme = urlsplit(root).scheme
     if scheme not in ("s3", "minio"):
         raise UserError(f"{root}: not on S3", "look at the report in the UI")
@@ -101,3 +111,4 @@ def _check_store(root: str) -> None:
             "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-forward "
             "svc/seaweedfs 9000:9000, and http://localhost:9000",
         )
+    return root

@@ -99,7 +99,7 @@ def prepare(
     preflight = Preflight()
     client = preflight.server()
     preflight.arguments(name, arguments)
-    preflight.store(root)
+    preflight.store(root, client)
     if name not in FUNCTIONS:
         preflight.finish()
     try:

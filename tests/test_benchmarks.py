@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +142,54 @@ def test_speeds_are_compared_within_their_round(league: None) -> None:
     lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
     assert "20.0 tok/s, 0.50x (0.50 to 0.50)" in lines["peer"] and "| 7 |" in lines["peer"]
     assert "+1.01% ± 0.00%" in lines["peer"] and "no compiler" in lines["other"]
+
+
+def test_a_row_counts_if_it_is_as_good_as_the_best_of_its_width(league: None) -> None:
+    from peers.page import table
+
+    def row(bits: int, loss: float, seconds: float) -> dict[str, Any]:
+        cloze = [[-1.0, True], [-3.0, False]]
+        return {"bits": bits, "losses": [loss], "cloze": cloze, "decode 1": [seconds]}
+
+    found = {
+        "Lathe float32": row(32, 3.0, 0.9),
+        "Lathe INT8": row(8, 3.005, 0.4),
+        "Lathe INT8, static scales": row(8, 3.5, 0.1),
+        "Lathe INT4": row(4, 3.105, 0.2),
+        "Lathe INT4, coarse": row(4, 3.2, 0.1),
+        "llama.cpp Q4_0": row(4, 3.1, 0.3),
+    }
+    lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
+    assert "~~10.0 tok/s" in lines["Lathe INT8, static scales"]  # the fastest, and no such model
+    assert "**2.5 tok/s**" in lines["Lathe INT8"] and "**5.0 tok/s" in lines["Lathe INT4"]
+    assert "~~10.0 tok/s" in lines["Lathe INT4, coarse"]
+    assert "| 3.3 tok/s" in lines["llama.cpp Q4_0"]  # counts, and is slower
+    assert "50.0% ± 35.4% | 7.4 |" in lines["Lathe INT4"]  # exp(2)
+
+
+def test_last_words_are_those_that_greedy_decoding_gives(
+    tmp_path: Path, byte_tokenizer: Tokenizer, league: None
+) -> None:
+    from peers.transformers import Transformers
+    from peers.worker import Measured
+
+    model = make_model(GROUPED)
+    folder = save(model, byte_tokenizer, tmp_path / "model")
+    context = random_tokens(1, 12)
+    said = []
+    with torch.no_grad():
+        for _ in range(3):
+            row = torch.cat([context[0], torch.tensor(said, dtype=torch.long)])
+            said.append(int(model(row[None])[0, -1].argmax()))
+        wrong = [*said[:2], (said[2] + 1) % GROUPED.vocab_size]
+        logits = model(torch.tensor([[*context[0].tolist(), *said[:2]]]))[0, -3:]
+    expected = logits.log_softmax(-1)[range(3), said].sum().item()
+    words = tmp_path / "cloze.json"
+    words.write_text(json.dumps([[context[0].tolist(), word] for word in (said, wrong)]))
+    measured = Measured(Transformers(folder, threads=1), GROUPED.vocab_size)
+    (right, is_right), (_, is_wrong) = measured.cloze(str(words))
+    assert right == pytest.approx(expected, abs=1e-4)
+    assert is_right and not is_wrong
 
 
 def test_the_clock_of_several_threads_is_that_of_the_busiest(league: None) -> None:

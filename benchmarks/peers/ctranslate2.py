@@ -63,7 +63,7 @@ class CTranslate2(Engine):
     def prefill(self, prompt: Ids) -> None:
         self.decode(prompt[None], 0, lambda: None)
 
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
         last = len(prompts) - 1
 
         def generated(step: ctranslate2.GenerationStepResult) -> bool:
@@ -71,7 +71,7 @@ class CTranslate2(Engine):
                 tick()
             return False
 
-        self.model.generate_batch(
+        found = self.model.generate_batch(
             _words(prompts),
             min_length=steps + 1,
             max_length=steps + 1,
@@ -79,6 +79,7 @@ class CTranslate2(Engine):
             include_prompt_in_result=False,
             callback=generated,
         )
+        return np.array([row.sequences_ids[0] for row in found])
 
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
         return np.array(self.model.score_batch(_words(tokens[None]))[0].log_probs)

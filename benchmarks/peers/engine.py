@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+DECODED_PROMPT, STEPS = 128, 16  # tokens of a prompt that is continued, and steps
 
 
 class Engine(ABC):
@@ -35,9 +36,11 @@ class Engine(ABC):
         """Read a prompt (T,) up to its first new token, with nothing remembered from before."""
 
     @abstractmethod
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
-        """Continue prompts (B, T) greedily and together; calls `tick` when all have been read,
-        and after each of `steps` steps of one token a row."""
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
+        """Continue prompts (B, T) greedily and together; returns the new tokens (B, steps + 1).
+
+        Calls `tick` when all prompts have been read, and after each of `steps` steps of one token a
+        row."""
 
     @abstractmethod
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.floating[Any]]:

@@ -55,6 +55,8 @@ FLOAT = "Lathe float32"
 ENTRIES = [
     Entry(FLOAT, "lathe", "saved", 32),
     Entry(REFERENCE, "lathe", "INT8", 8),
+    Entry("Lathe INT8, static scales", "lathe", "INT8static", 8),
+    Entry("Lathe INT8, dynamic scales", "lathe", "INT8dynamic", 8),
     Entry("Lathe INT8, single stream", "lathe_single_stream", "INT8", 8),
     Entry("Lathe INT4", "lathe", "INT4", 4),
     Entry("Lathe INT4, groups of 128", "lathe", "INT4g128", 4),

@@ -16,7 +16,9 @@ from peers.engine import Engine, Ids, log_likelihoods
 
 CALIBRATION_BATCH = 8
 FORMATS: dict[str, dict[str, Any]] = {
-    "INT8": {"weight_bits": 8},
+    "INT8": {},
+    "INT8static": {"activation_quantize_type": "moving_average_abs_max"},
+    "INT8dynamic": {"activation_quantize_type": "dynamic"},
     "INT4": {"weight_bits": 4},
     "INT4g128": {"weight_bits": 4, "group_size": 128},
 }
@@ -32,21 +34,24 @@ class Lathe(Engine):
         # Neither the server nor a worker that measures needs these.
         import torch
 
+        from lathe.compress.activation import with_int8_formats
         from lathe.compress.plan import make_plan
         from lathe.compress.quantize import write_scales
-        from lathe.config.settings import ExportSettings, QuantizationSettings
+        from lathe.config.settings import ExportSettings, Recipe
         from lathe.export.export import write
         from lathe.model import fake_quant
         from lathe.model.checkpoint import load_checkpoint
 
         checkpoint = load_checkpoint(model)
         if weights in FORMATS:
-            settings = QuantizationSettings(**FORMATS[weights], quantize_embedding=True)
-            config = checkpoint.model.config
+            quantization = {**FORMATS[weights], "quantize_embedding": True}
+            recipe = Recipe.model_validate({"Compress": {"Quantization": quantization}})
+            settings, config = recipe.Compress.Quantization, checkpoint.model.config
             is_learned = config.architecture.positions == "learned"
-            plan = replace(make_plan(config, settings), position_embedding=is_learned)
-            fake_quant.insert(checkpoint.model, plan)
             batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)
+            formats = with_int8_formats(recipe, checkpoint.model, batches, {})
+            plan = replace(make_plan(config, settings, formats), position_embedding=is_learned)
+            fake_quant.insert(checkpoint.model, plan)
             fake_quant.calibrate(checkpoint.model, batches)
             write_scales(checkpoint.model, plan)
         write(checkpoint, output, ExportSettings())
@@ -60,14 +65,15 @@ class Lathe(Engine):
             logits = self.model.step(cache, part)
         logits.argmax(axis=1)
 
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
         rows, length = prompts.shape
         cache = self.model.start(rows, length + steps)
-        logits = self.model.step(cache, prompts)
+        tokens = [self.model.step(cache, prompts).argmax(axis=1)]
         tick()
         for _ in range(steps):
-            logits = self.model.step(cache, logits.argmax(axis=1)[:, None])
+            tokens.append(self.model.step(cache, tokens[-1][:, None]).argmax(axis=1))
             tick()
+        return np.stack(tokens, axis=1)
 
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
         return log_likelihoods(self.model.logits(tokens[None])[0], tokens)

@@ -50,13 +50,15 @@ class LlamaCpp(Engine):
     def prefill(self, prompt: Ids) -> None:
         self.decode(prompt[None], 0, lambda: None)
 
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
         self._forget()
-        logits = self._read(prompts, 0, slice(-1, None))
+        tokens = [self._read(prompts, 0, slice(-1, None)).argmax(axis=1)]
         tick()
         for i in range(steps):
-            logits = self._read(logits.argmax(axis=1)[:, None], prompts.shape[1] + i, slice(None))
+            logits = self._read(tokens[-1][:, None], prompts.shape[1] + i, slice(None))
+            tokens.append(logits.argmax(axis=1))
             tick()
+        return np.stack(tokens, axis=1)
 
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
         self._forget()

@@ -37,13 +37,15 @@ class OpenVINO(Engine):
     def prefill(self, prompt: Ids) -> None:
         self.decode(prompt[None], 0, lambda: None)
 
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
         self.request.reset_state()
-        logits = self._infer(prompts, 0, prompts.shape[1] - 1)
+        length = prompts.shape[1]
+        tokens = [self._infer(prompts, 0, length - 1)[:, -1].argmax(axis=1)]
         tick()
         for i in range(steps):
-            logits = self._infer(logits[:, -1].argmax(axis=1)[:, None], prompts.shape[1] + i, 0)
+            tokens.append(self._infer(tokens[-1][:, None], length + i, 0)[:, -1].argmax(axis=1))
             tick()
+        return np.stack(tokens, axis=1)
 
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
         self.request.reset_state()

@@ -65,14 +65,13 @@ class OpenVINOGenAI(Engine):
     def prefill(self, prompt: Ids) -> None:
         self.decode(prompt[None], 0, lambda: None)
 
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
         settings = genai.GenerationConfig(max_new_tokens=steps + 1, ignore_eos=True)
         handles = self._ask(prompts, settings)
         while self.pipeline.has_non_finished_requests():
             self.pipeline.step()
             tick()
-        for handle in handles:
-            assert len(handle.read_all()[0].generated_ids) == steps + 1
+        return np.array([handle.read_all()[0].generated_ids for handle in handles])
 
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
         settings = genai.GenerationConfig(max_new_tokens=1, echo=True, logprobs=1)

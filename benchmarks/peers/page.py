@@ -10,6 +10,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from peers.engine import DECODED_PROMPT, STEPS
 from peers.entries import FLOAT, REFERENCE
 
 CASES = {  # name: (method of a worker, its argument)
@@ -19,6 +20,7 @@ CASES = {  # name: (method of a worker, its argument)
     "decode 8": ("decode", 8),
     "decode 16": ("decode", 16),
 }
+SLACK = 1.01  # perplexity of a row that counts, in that of the row that it is held against
 UNITS = {("prefill", False): "tokens", ("decode", False): "rows", ("decode", True): "row"}
 TITLES = tuple(f"{case} {UNITS[method, n == 1]}" for case, (method, n) in CASES.items())
 TEXT_AS_TEXT = {"svg.fonttype": "none", "svg.hashsalt": "league"}
@@ -26,11 +28,17 @@ BLUE, GREY = "#1f5fa8", "#9aa5b1"
 Found = dict[str, dict[str, Any]]
 
 
+def longest(method: str, argument: int) -> int:
+    """Tokens of a row at the end of a case."""
+    return argument if method == "prefill" else DECODED_PROMPT + STEPS
+
+
 def table(found: Found) -> str:
     """Markdown; in brackets, how many times as fast as Lathe INT8 in the same round, with
-    quartiles. Perplexities only where there are any."""
+    quartiles. Quality only where there is any; see `_counts` for the rows that are struck out."""
     scored = any("losses" in own for own in found.values())
-    quality = ["perplexity", "against float32"] if scored else []
+    quality = ["perplexity", "against float32", "last words", "their perplexity"] if scored else []
+    first = {(bits, case): _first(found, bits, case) for bits in (4, 8, 32) for case in CASES}
     head = ["", "version", "MB", "difference", *TITLES, *quality]
     lines = [head, ["---"] * len(head)]
     for title, own in found.items():
@@ -39,6 +47,14 @@ def table(found: Found) -> str:
             continue
         size = f"{own['bytes'] / 1e6:.0f}" if "bytes" in own else ""
         cells = [_speed(found, title, case) for case in CASES]
+        if scored and not _counts(found, title):
+            cells = [f"~~{cell}~~" if cell else "" for cell in cells]
+        elif scored:
+            bits = own.get("bits")
+            cells = [
+                f"**{cell}**" if cell and first.get((bits, case)) == title else cell
+                for case, cell in zip(CASES, cells, strict=True)
+            ]
         difference = f"{own['difference']:.3f}" if "difference" in own else ""
         quality = _quality(found, title) if scored else []
         lines.append([title, own.get("version", ""), size, difference, *cells, *quality])
@@ -111,9 +127,39 @@ def _change(found: Found, title: str) -> tuple[float, float] | None:
 def _quality(found: Found, title: str) -> list[str]:
     """Perplexity, and its change."""
     if "losses" not in found[title]:
-        return ["", ""]
+        return [""] * 4
+    words = _words(found[title].get("cloze", []))
     perplexity = f"{math.exp(np.mean(found[title]['losses'])):.2f}"
     change = _change(found, title)
     if title == FLOAT or change is None:
-        return [perplexity, ""]
-    return [perplexity, f"{change[0]:+.2%} ± {change[1]:.2%}"]
+        return [perplexity, "", *words]
+    return [perplexity, f"{change[0]:+.2%} ± {change[1]:.2%}", *words]
+
+
+def _words(scores: list[tuple[float, bool]]) -> list[str]:
+    """Share of passages whose last word greedy decoding gives, and the perplexity of the words."""
+    if not scores:
+        return ["", ""]
+    likelihoods, right = np.array(scores, float).T
+    error = right.std() / math.sqrt(len(right))
+    return [f"{right.mean():.1%} ± {error:.1%}", f"{math.exp(-likelihoods.mean()):.1f}"]
+
+
+def _counts(found: Found, title: str) -> bool:
+    """Whether the perplexity is at most 1 % above that of the model in float32, or in 4 bits of the
+    best engine but Lathe."""
+    own = found[title]
+    held_against = [FLOAT]
+    if own.get("bits") == 4:
+        held_against = [t for t, o in found.items() if o.get("bits") == 4 and "Lathe" not in t]
+    losses = [np.mean(found[t]["losses"]) for t in held_against if "losses" in found.get(t, {})]
+    if not losses or "losses" not in own:
+        return True
+    return bool(math.exp(np.mean(own["losses"]) - min(losses)) <= SLACK)
+
+
+def _first(found: Found, bits: int, case: str) -> str:
+    """The title of the fastest row of so many bits that counts; empty if there is none."""
+    rows = [t for t, own in found.items() if own.get("bits") == bits and case in own]
+    medians = {t: np.median(found[t][case]) for t in rows if _counts(found, t)}
+    return min(medians, key=lambda t: medians[t], default="")

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
+from lathe.evaluate.lambada import read_cloze
+from lathe.model.architecture import architecture_of
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
@@ -30,18 +32,20 @@ class Subject:
 
     Attributes:
         heldout: text for perplexities; random tokens, where the weights are.
+        cloze: pairs of a passage and its last word, in tokens; not where the weights are random.
     """
 
     name: str
     model: Path
     calibration: Path
     heldout: Path
+    cloze: Path
 
     @classmethod
     def below(cls, folder: Path, name: str, model: Path | None = None) -> "Subject":
         place = folder / name
         place.mkdir(parents=True, exist_ok=True)
-        files = place / "calibration.npy", place / "heldout.npy"
+        files = (place / name for name in ("calibration.npy", "heldout.npy", "cloze.json"))
         return cls(name, (model or place / "model").resolve(), *(f.resolve() for f in files))
 
     @property
@@ -51,6 +55,12 @@ class Subject:
     @property
     def vocabulary(self) -> int:
         return int(self.config["vocab_size"])
+
+    @property
+    def n_positions(self) -> int:
+        family = architecture_of(str(self.config["model_type"]))
+        assert family is not None
+        return int(str(self.config[family.key("n_positions")]))
 
     @property
     def config(self) -> dict[str, object]:
@@ -93,21 +103,32 @@ def _tokenizer(size: int) -> Tokenizer:
     return tokenizer
 
 
-def with_texts(model: Path, data: Path, windows: int, folder: Path) -> Subject:
-    """A checkpoint with windows of the text that it was trained on, and of what was held out."""
+def pretrained(
+    folder: Path, model: Path, data: Path, text: Path, cloze: Path, windows: int, passages: int
+) -> Subject:
+    """A checkpoint that has been trained.
+
+    Args:
+        folder: of all subjects.
+        data: what `lathe prepare` wrote for it; its training documents are calibrated on.
+        text: cut into at most `windows` windows.
+        cloze: LAMBADA-format file of at least `passages` passages.
+    """
     subject = Subject.below(folder, checkpoint_digest(model)[:12], model)
-    length = min(WINDOW, int(str(subject.config["n_positions"])))
+    length = min(WINDOW, subject.n_positions)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    text = (data / "heldout.txt").read_text(encoding="utf-8")
-    heldout = np.array(tokenizer.encode(text, add_special_tokens=False).ids)
+    heldout = tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     ((_, documents), *_) = TokenDataset.open(data).parts
     seen, i = np.empty(0, np.int64), 0
     while len(seen) < CALIBRATION * length:
         seen, i = np.concatenate([seen, documents[i]]), i + 1
     for file, tokens, most in (
         (subject.calibration, seen, CALIBRATION),
-        (subject.heldout, heldout, windows),
+        (subject.heldout, np.array(heldout), windows),
     ):
         count = min(most, len(tokens) // length)
         np.save(file, tokens[: count * length].reshape(count, length).astype(np.int64))
+    examples = read_cloze(cloze, tokenizer)[:passages]
+    pairs = [(e.context, e.label) for e in examples if len(e.context + e.label) <= length]
+    subject.cloze.write_text(json.dumps(pairs))
     return subject

@@ -30,13 +30,15 @@ class Transformers(Engine):
         self.model(torch.from_numpy(prompt[None]), logits_to_keep=1).logits.argmax(-1)
 
     @torch.inference_mode()
-    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> None:
+    def decode(self, prompts: Ids, steps: int, tick: Callable[[], None]) -> Ids:
         out = self.model(torch.from_numpy(prompts), logits_to_keep=1, use_cache=True)
+        tokens = [out.logits[:, -1:].argmax(-1)]
         tick()
         for _ in range(steps):
-            tokens = out.logits[:, -1:].argmax(-1)
-            out = self.model(tokens, past_key_values=out.past_key_values, use_cache=True)
+            out = self.model(tokens[-1], past_key_values=out.past_key_values, use_cache=True)
+            tokens.append(out.logits[:, -1:].argmax(-1))
             tick()
+        return torch.cat(tokens, 1).numpy()
 
     @torch.inference_mode()
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:

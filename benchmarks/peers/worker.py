@@ -16,10 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from peers.engine import Engine
+from peers.engine import DECODED_PROMPT, STEPS, Engine
 
-STEPS = 16
-DECODED_PROMPT = 128
 PER_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel
 
 
@@ -74,13 +72,24 @@ class Measured:
         """Seconds of each step of so many rows."""
         times: list[Times] = []
         prompts = self._random(rows, DECODED_PROMPT)
-        self.peer.decode(prompts, STEPS, lambda: times.append(self.clock()))
+        found = self.peer.decode(prompts, STEPS, lambda: times.append(self.clock()))
         assert len(times) == STEPS + 1, f"{len(times)} ticks"
+        assert found.shape == (rows, STEPS + 1), f"tokens {found.shape}"
         return [elapsed(*pair) for pair in itertools.pairwise(times)]
 
     def score(self, tokens: str) -> list[list[float]]:
         """Negative log-likelihoods (N, T - 1) of the tokens of windows in a file (N, T)."""
         return [(-self.peer.log_likelihoods(row)).tolist() for row in np.load(tokens)]
+
+    def cloze(self, passages: str) -> list[tuple[float, bool]]:
+        """The log-likelihood of every last word in a file of (context, word), and whether greedy
+        decoding gives all tokens of it."""
+        found = []
+        for context, word in json.loads(Path(passages).read_text()):
+            likelihoods = self.peer.log_likelihoods(np.array(context + word))
+            said = self.peer.decode(np.array([context]), len(word) - 1, lambda: None)[0]
+            found.append((float(likelihoods[-len(word) :].sum()), said.tolist() == word))
+        return found
 
     def _random(self, rows: int, length: int) -> np.ndarray:
         return np.random.default_rng(length).integers(1, self.vocabulary, (rows, length))

@@ -1,7 +1,5 @@
 """Two evaluations -> is the candidate as good as the baseline?"""
 
-from typing import NamedTuple
-
 from kfp import dsl
 
 from components.images import TRAIN
@@ -18,7 +16,7 @@ def gate(
     verdict: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     production: str = "",
-) -> NamedTuple("Gated", [("passed", bool), ("goes_live", bool)]):
+) -> bool:
     """Say whether a candidate model has lost too much.
 
     Args:
@@ -32,8 +30,7 @@ def gate(
             when empty.
 
     Returns:
-        passed: Whether the candidate has lost too little to matter.
-        goes_live: Whether it passed and `production` names the releases.
+        True when the candidate has passed and `production` names the releases.
     """
     import logging
     from pathlib import Path
@@ -47,4 +44,4 @@ def gate(
         for line in (f"gate: {result.outcome}", *result.reasons):
             logging.getLogger("lathe").info(line)
         record(result, metrics, verdict)
-        return (result.passed, result.passed and bool(production))
+        return result.passed and bool(production)

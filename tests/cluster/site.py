@@ -39,6 +39,8 @@ class Site:
         production: address of releases that may be replaced; empty leaves what is live alone.
         command: how a command is run.
         poll: seconds between two looks.
+        runs: those that the scenarios have started.
+        trained: the run of `full` that has succeeded; empty before.
     """
 
     cluster: Cluster
@@ -47,6 +49,7 @@ class Site:
     command: Command = in_process_of_its_own
     poll: float = 2.0
     runs: list[str] = field(default_factory=list)
+    trained: str = ""
 
     @property
     def core(self) -> Any:
@@ -108,7 +111,9 @@ class Site:
     def execute(self, pod: str, script: str) -> str:
         """Run Python in a step's container."""
         command = ["python", "-c", script]
-        connect_to = self.core.connect_get_namespaced_pod_exec
+        # stream() changes the client's request method: other threads have a client of their own.
+        own = kubernetes.CoreV1Api(kubernetes.ApiClient(self.cluster.api.configuration))
+        connect_to = own.connect_get_namespaced_pod_exec
         return str(
             stream(
                 connect_to, pod, self.cluster.namespace, container=CONTAINER, command=command,

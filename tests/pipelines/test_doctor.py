@@ -13,13 +13,16 @@ import yaml
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
-from lathe.cluster.access import RIGHTS
+from lathe.cluster.access import RIGHTS, pipeline_root
 from lathe.cluster.findings import Finding
 from lathe.storage import list_objects, write_text
 from pipelines import doctor_pod
+from pipelines.cluster import open_cluster
 from pipelines.doctor import app
 from pipelines.doctor_pod import pod_of_step
 from pipelines.resources import Pool
+from pipelines.results import ResultsReader
+from pipelines.server import connect
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes
@@ -309,3 +312,11 @@ def test_submit_names_the_doctor_where_it_cannot_look(kfp):
 
     arguments = ["pretrain", "--corpus", "s3://texts/new/"]
     assert "make doctor" in CliRunner().invoke(submit, arguments).output
+
+
+def test_a_namespace_that_names_no_root_has_pipelines_own(kfp, cluster, monkeypatch):
+    """Its ConfigMap has an empty one in the single-user mode."""
+    monkeypatch.delenv("LATHE_PIPELINE_ROOT", raising=False)
+    cluster.patch("configmaps", "kfp-launcher", {"data": {"defaultPipelineRoot": ""}})
+    assert pipeline_root(open_cluster("lathe")) == "minio://mlpipeline/v2/artifacts"
+    assert ResultsReader(connect()).default_root == "minio://mlpipeline/v2/artifacts"

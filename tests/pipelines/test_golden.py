@@ -31,7 +31,7 @@ def test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it(
     named = {task["taskInfo"]["name"]: task for task in judge.values()}
     outer = named["to-production"]
     (last,) = tasks_of(spec, outer).values()
-    condition = "inputs.parameter_values['pipelinechannel--gate-goes_live'] == true"
+    condition = "inputs.parameter_values['pipelinechannel--gate-Output'] == true"
     assert outer["triggerPolicy"]["condition"] == condition
     given = named["gate"]["inputs"]["parameters"]["production"]
     assert given == {"componentInputParameter": "production"}

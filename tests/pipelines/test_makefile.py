@@ -37,6 +37,13 @@ def test_the_default_is_the_full_pipeline():
     assert dry_run()[1:] == ["-m", "pipelines.run", "full"]
 
 
+def test_a_pretrained_model_has_a_pipeline_and_a_recipe_unless_they_are_given():
+    words = ["-m", "pipelines.run", "qat", "--model", "build/smollm2", "--recipe", "smollm2"]
+    assert dry_run("MODEL=smollm2")[1:] == words
+    given = dry_run("MODEL=smollm2", "PIPELINE=prune", "RECIPE=mine.yaml")
+    assert given[3:] == ["prune", "--model", "build/smollm2", "--recipe", "mine.yaml"]
+
+
 @pytest.mark.parametrize("target", ["run", "submit", "schedule", "doctor"])
 def test_shards_wherever_data_is_prepared(target):
     words = dry_run("SHARDS=8", target=target)

@@ -22,6 +22,7 @@ from pipelines.server import VARIABLES
 from pipelines.submit import app
 from tests.support import fake_kfp
 from tests.support.fake_kfp import frame, task
+from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.tls import certificate
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
@@ -480,3 +481,19 @@ def test_a_model_beside_the_artifacts_is_imported_as_they_are(kfp, monkeypatch, 
     assert result.exit_code == 0, result.output
     (run,) = kfp.runs.values()
     assert run["runtime_config"]["parameters"]["model"] == sent
+
+
+def test_the_servers_own_store_is_looked_at_with_the_keys_that_are_here(
+    kfp, s3, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+    with FakeKubernetes() as kubernetes:
+        path = str(kubernetes.kubeconfig(tmp_path))
+        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        data = {"defaultPipelineRoot": f"{s3}/runs"}
+        kubernetes.create("configmaps", {"metadata": {"name": "kfp-launcher"}, "data": data})
+        assert "object store" not in submit("qat", *MODEL).output
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        result = submit("qat", *MODEL)
+    assert result.exit_code == 0, result.output
+    assert f"object store: not checked: {s3}" in result.output
