@@ -80,22 +80,29 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
     return _Chain(attestations).step(own, ())
 
 
-def recorded_chain(folder: Path) -> Step | None:
+def recorded_chain(folder: Path, allows_gaps: bool = False) -> Step | None:
     """The chain as it is recorded, with no check of files or signatures; None if there is none.
+
+    Args:
+        allows_gaps: what a step of Lathe makes may lack an attestation, as a checkpoint of an
+            earlier version does; the chain ends there.
 
     Raises:
         UserError: it is broken.
     """
     attestations = bundle.read(folder)
-    return _Chain(attestations).step(attestations[0], ()) if attestations else None
+    if not attestations:
+        return None
+    return _Chain(attestations, allows_gaps).step(attestations[0], ())
 
 
 class _Chain:
     """Attestations by the digest that identifies what they attest: its metadata file's, or that of
     an output that is one file."""
 
-    def __init__(self, attestations: Sequence[Attestation]) -> None:
+    def __init__(self, attestations: Sequence[Attestation], allows_gaps: bool = False) -> None:
         self.by_digest: dict[str, Attestation] = {}
+        self.allows_gaps = allows_gaps
         for attestation in attestations:
             products = attestation.statement.products
             for name, found in products.items():
@@ -118,7 +125,7 @@ class _Chain:
 
     def _maker(self, material: Resource, user: Attestation) -> Attestation | None:
         maker = self.by_digest.get(material.sha256 or "")
-        if maker is None and material.kind in MADE:
+        if maker is None and material.kind in MADE and not self.allows_gaps:
             raise UserError(
                 f"{user.where}: the {material.kind} {material.name} of `{user.statement.step}` "
                 f"({(material.sha256 or 'no digest')[:SHORT]}) has no attestation",

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.errors import UserError
 from lathe.provenance.chain import family_tree, verify_chain
-from lathe.provenance.keys import generate, load_private, load_verifier
+from lathe.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
+from lathe.report.chain import chain_of
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import Made
 
@@ -99,10 +100,14 @@ def test_a_missing_file_is_named(made: Made) -> None:
         verify_chain(made.onnx, [made.public])
 
 
-def test_a_stripped_attestation_is_an_error(made: Made) -> None:
+def test_a_stripped_attestation_is_an_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
     change(made.onnx, lambda lines: [lines[0], *lines[2:]])
     with pytest.raises(UserError, match=r"of `(export|pretrain)` \(\w{12}\) has no attestation"):
         verify_chain(made.onnx, [made.public])
+    shown = chain_of(made.onnx)  # a report shows what there is, and what is missing
+    assert shown is not None and shown.lines[0].name == "export"
+    assert "has no attestation" in (shown.problem or "")
     (made.onnx / ATTESTATIONS).unlink()
     with pytest.raises(UserError, match="no attestations"):
         verify_chain(made.onnx, [made.public])
