@@ -17,9 +17,9 @@ MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
 def main(folder: Path) -> None:
     """Answer until the end of standard input."""
     tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    n_positions = json.loads((folder / "export.json").read_text())["n_positions"]
+    n_positions = json.loads((folder / "export.json").read_text(encoding="utf-8"))["n_positions"]
     longest = n_positions * TokenBytes(tokenizer).longest
-    source = json.loads((folder / "config.json").read_text())["lathe"]["chat_template"]
+    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]["chat_template"]
     chat: ChatTokenizer | PromptError
     _limit_memory()  # constants are computed as a template is compiled
     try:
@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
 
 
 def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 

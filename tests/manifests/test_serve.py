@@ -234,9 +234,10 @@ def test_the_gateway_answers_for_who_has_a_key(
             assert gateway.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         asked = json.dumps({"model": "gpt", "prompt": "x", "max_tokens": 3}).encode()
-        assert status(f"{address}/v1/completions", asked) == 401
+        kind = {"Content-Type": "application/json"}
+        assert status(f"{address}/v1/completions", asked, **kind) == 401
         key = {"Authorization": f"Bearer {KEY}"}
-        assert status(f"{address}/v1/completions", asked, **key) == 200
+        assert status(f"{address}/v1/completions", asked, **kind, **key) == 200
         gateway.send_signal(signal.SIGTERM)
         assert gateway.wait(120) == 0
     finally:
