@@ -106,9 +106,7 @@ class _Trial:
         usual: Format = "int4" if self.settings.weight_bits == 4 else "int8"
         undecided: set[Format] = {"int8"}
         if self.settings.activation_quantize_type == "moving_average_abs_max":
-            undecided.add(
-                "static_int8"
-            )  # which an analysis may have chosen: the warning is due too
+            undecided.add("static_int8")  # an analysis may have chosen it: the warning is due too
         plan = make_plan(model.config, self.settings, formats)
         self.names = [name for name in plan.linears if formats.get(name, usual) in undecided]
         self.limit = SHARE * math.log1p(recipe.Gate.max_perplexity_increase)
@@ -124,9 +122,8 @@ class _Trial:
         if both[0] != "static_int8" or not self.names:
             return both[:1]
         static = self.cost(self.all_in("static_int8"))
-        found = (
-            f"INT8 with static activation scales costs {static:.2g} nats a token before training"
-        )
+        cost = f"costs {static:.2g} nats a token before training"
+        found = f"INT8 with static activation scales {cost}"
         allowed = f"{self.limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
         if static <= self.limit:
             log.info("%s (limit %s): static", found, allowed)
@@ -148,9 +145,7 @@ class _Trial:
         is measured to cost.
         """
         plans = {form: self.plan(self.all_in(form)) for form in forms}
-        rows = torch.split(
-            self.sample, 1
-        )  # one at a time: gradients need all activations of a pass
+        rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass
         estimates = estimate_costs(self.model, plans, self.names, rows)
         totals = {form: self.cost(self.all_in(form)) for form in forms}
         scales = {form: totals[form] / sum(estimates[form].values()) for form in forms}
