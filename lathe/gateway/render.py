@@ -19,7 +19,9 @@ def main(folder: Path) -> None:
     tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     n_positions = json.loads((folder / "export.json").read_text(encoding="utf-8"))["n_positions"]
     longest = n_positions * TokenBytes(tokenizer).longest
-    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]["chat_template"]
+    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"][
+        "chat_template"
+    ]
     chat: ChatTokenizer | PromptError
     _limit_memory()  # constants are computed as a template is compiled
     try:

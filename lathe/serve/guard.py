@@ -28,8 +28,8 @@ from pathlib import Path
 GRACE_SECONDS = 10.0
 GATEWAY_SECONDS = 5.0  # for the gateway to answer what it has
 RESTART_SECONDS = 1.0
-MOST_CRASHES = 5  # within CRASH_SECONDS; then the server is given up
-CRASH_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 60.0  # before it is started again
+LIFE_SECONDS = 60.0  # after which a crash is the first one again
 WRONG_SETTINGS = 2
 SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
 
@@ -70,19 +70,18 @@ class Server:
         return self._process.pid
 
     def run(self) -> None:
-        """Keep it running until it ends by itself, is stopped, or crashes too often."""
-        crashes: list[float] = []
+        """Keep it running until it ends by itself or is stopped. It is never given up, as what it
+        crashes of may go away; the waits between crashes that follow each other double."""
+        crashes, began = 0, time.monotonic()
         while (status := self._process.wait()) and self.is_supervised:
             self._kill_remaining()
             clear_shared_memory(self._shared_memory)
-            crashes = [at for at in crashes if at > time.monotonic() - CRASH_SECONDS]
-            crashes.append(time.monotonic())
-            if self._is_over.is_set() or len(crashes) == MOST_CRASHES:
-                _say(f"the server has ended with status {status} and is not started again")
+            crashes = crashes + 1 if time.monotonic() - began < LIFE_SECONDS else 1
+            wait = min(RESTART_SECONDS * (2 ** (crashes - 1) - 1), LONGEST_WAIT_SECONDS)
+            _say(f"the server has ended with status {status} and is started again in {wait:g} s")
+            if self._is_over.wait(wait):
                 return
-            _say(f"the server has ended with status {status} and is started again")
-            if self._is_over.wait(RESTART_SECONDS * (len(crashes) - 1)):
-                return
+            began = time.monotonic()
             self._process = self._start()
             self._restarts += 1
             self._tell()

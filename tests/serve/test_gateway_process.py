@@ -125,15 +125,24 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
 
 
 @pytest.mark.slow
-def test_one_that_cannot_live_is_given_up(triton: None, repository: Path, tmp_path: Path) -> None:
+def test_one_that_cannot_live_is_tried_until_it_can(
+    triton: None, repository: Path, tmp_path: Path
+) -> None:
     shutil.copytree(repository, tmp_path / "repository")
     state = detached(tmp_path / "repository", tmp_path / "state")
-    (tmp_path / "repository" / "gpt" / "config.pbtxt").write_text("nonsense {")
+    config = tmp_path / "repository" / "gpt" / "config.pbtxt"
+    right, log = config.read_text(), tmp_path / "state" / "triton.log"
+    config.write_text("nonsense {")
     os.kill(state.server.pid, signal.SIGKILL)
-    wait_until_gone(state.shared_memory, 60)
-    log = (tmp_path / "state" / "triton.log").read_text()
-    assert log.count("is started again") == 4 and "is not started again" in log
-    assert serve_state.find(tmp_path / "state") is None
+    deadline = time.monotonic() + 60
+    while "is started again in 3 s" not in log.read_text():  # the third time
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    assert [f"in {wait} s" in log.read_text() for wait in (0, 1, 3)] == [True] * 3
+    config.write_text(right)
+    until_health(state, 200)
+    assert completion(state) == 200
+    assert serve_state.stop(tmp_path / "state") is not None
 
 
 def test_one_that_is_told_to_end_stays_ended(
