@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
-from lathe.model.config import GPTConfig
+from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
 from lathe.runtime.exported_model import METADATA, MODEL
@@ -169,7 +168,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
             "quantize the model with Compress.Quantization.quantize_embedding=True",
         )
     graph.save(folder / MODEL)
-    shutil.copyfile(checkpoint.folder / "config.json", folder / "config.json")
+    write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {
         "flavour": flavour(config, settings),

@@ -1,5 +1,6 @@
 """The shape of a model and its JSON form, which is HF's `config.json` for an unpruned model."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -249,6 +250,12 @@ def require_gpt2(
     if config.architecture != GPT2:
         title = config.architecture.title
         raise UserError(f"{folder}: is a {title} model, and {what} supports GPT-2 only", hint)
+
+
+def write_config(folder: Path, config: GPTConfig) -> None:
+    """Write `folder/config.json`, from which `read_config` reads the same again."""
+    text = json.dumps(config.to_json(), indent=2) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def read_config(folder: Path) -> GPTConfig:

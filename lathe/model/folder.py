@@ -26,7 +26,7 @@ from lathe.errors import UserError, os_errors
 from lathe.model.architecture import Architecture
 from lathe.model.card import CARD, README, card_of_checkpoint
 from lathe.model.chat_template import CHAT_FILES
-from lathe.model.config import GPTConfig, read_config
+from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.config_json import GENERATION
 from lathe.storage import digest, sha256
 from lathe.storage.verified import require_intact
@@ -258,9 +258,7 @@ def write_folder(
     try:
         with os_errors(folder / WEIGHTS):
             write_weights(work / WEIGHTS)
-        (work / "config.json").write_text(
-            json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8"
-        )
+        write_config(work, config)
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
         meta: dict[str, Any] = {

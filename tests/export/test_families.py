@@ -16,7 +16,7 @@ from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import ProofError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.config import GPTConfig
+from lathe.model.config import GPTConfig, read_config
 from lathe.model.gpt import GPT
 from lathe.model.quantization import Bits
 from lathe.runtime.session import OnnxModel
@@ -126,6 +126,19 @@ def test_one_attention_and_one_product_for_what_reads_the_same(
     (node,) = (n for n in branch.node if n.op_type == "GroupQueryAttention")
     found = {a.name: a.i for a in node.attribute}
     assert found == {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}
+
+
+def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    """Hugging Face has these in files of their own."""
+    source = folder_of("llama", tmp_path, byte_tokenizer)
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (source / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "data"), tmp_path / "onnx")
+    exported = read_config(tmp_path / "onnx")
+    assert exported == read_config(source)
+    assert exported.chat_template == "{{ messages[0].content }}" and exported.end_ids == (2, 5)
+    metadata = json.loads((tmp_path / "onnx" / "export.json").read_text())
+    assert {2, 5} <= set(metadata["end_ids"])
 
 
 def test_heads_that_onnxruntime_cannot_rotate(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
