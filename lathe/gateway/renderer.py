@@ -42,7 +42,9 @@ class Renderer:
         """
         line = json.dumps(request).encode() + b"\n"
         async with self._lock:
-            reply = await self._ask(line)
+            if self._process is None:
+                self._process = _start(self._folder)
+            reply = await self._ask(self._process, line)
         if "ids" in reply:
             found: list[int] = reply["ids"]
             return found
@@ -55,8 +57,8 @@ class Renderer:
             self._process.communicate()
             self._process = None
 
-    async def _ask(self, line: bytes) -> Any:
-        asked = asyncio.create_task(asyncio.to_thread(self._exchange, line))
+    async def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> Any:
+        asked = asyncio.create_task(asyncio.to_thread(_exchange, process, line))
         try:
             answer = await asyncio.wait_for(asyncio.shield(asked), RENDER_SECONDS)
             return json.loads(answer)
@@ -67,14 +69,12 @@ class Renderer:
             what = "takes too long" if isinstance(error, TimeoutError) else "takes too much memory"
             raise ApiError(400, f"the model's chat template {what}", param="messages") from None
 
-    def _exchange(self, line: bytes) -> bytes:
-        if self._process is None:
-            self._process = _start(self._folder)
-        process = self._process
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(line)
-        process.stdin.flush()
-        return process.stdout.readline()
+
+def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+    return process.stdout.readline()
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:

@@ -1,5 +1,6 @@
 """Chat completions: OpenAI's client, templates, and where these come from."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from lathe.errors import UserError
 from lathe.gateway import renderer
 from lathe.gateway.limits import Limits
 from lathe.gateway.models import read_models
+from lathe.gateway.renderer import Renderer
 from lathe.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
 from lathe.model.chat_template import read_chat_template
 from lathe.model.config import read_config
@@ -281,6 +283,29 @@ def test_a_template_that_takes_too_much_is_ended_alone(
                 client.chat.completions.create(model="gpt", messages=MESSAGES)
             assert raised.value.status_code == (500 if told == "is broken" else 400)
         assert client.completions.create(model="gpt", prompt="x", max_tokens=1).choices
+
+
+SLOW = "{% for i in range(99999) if messages[0].content == 'slow' %}{% for j in range(999) %}"
+SLOW += "{% endfor %}{% endfor %}{{ messages[0].content }}"
+
+
+def test_who_leaves_while_a_template_is_at_work_leaves_no_answer_to_the_next(
+    server: TritonServer, tmp_path: Path
+) -> None:
+    changes = chatting(server, SLOW, tmp_path)
+
+    async def ask() -> list[int]:
+        renderer = Renderer(changes["folder"])
+        leaving = asyncio.create_task(renderer.ids({"messages": [{"content": "slow"}]}))
+        await asyncio.sleep(0.5)
+        assert not leaving.done()
+        leaving.cancel()
+        found = await renderer.ids({"messages": [{"content": "quick"}]})
+        renderer.close()
+        return found
+
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert asyncio.run(ask()) == tokenizer.encode("quick").ids
 
 
 CONTROL = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
