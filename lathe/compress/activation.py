@@ -80,7 +80,7 @@ def smoothing_factors(
     int8 = INT8_FORMATS[settings.activation_quantize_type]
     is_due = settings.has_int4 or bool({"int4", "dynamic_int8"} & {*formats.values(), int8[0]})
     if settings.smoothing and not is_due and trial.names and int8[0] == "static_int8":
-        is_due = trial.cost(trial.all_in("static_int8")) > trial.limit
+        is_due = trial.cost_of_all("static_int8") > trial.limit
     if not (settings.smoothing and is_due):
         return {}
     form = int8[0] if _hindrance(recipe) else int8[-1]
@@ -112,6 +112,7 @@ class _Trial:
         self.limit = SHARE * math.log1p(recipe.Gate.max_perplexity_increase)
         rows = max(1, TOKENS // batches[0].shape[1])
         self.sample = torch.cat(list(batches))[:rows]
+        self._costs: dict[Format, float] = {}
 
     def all_in(self, form: Format) -> dict[str, Format]:
         return dict.fromkeys(self.names, form)
@@ -121,7 +122,7 @@ class _Trial:
         both = INT8_FORMATS[kind]
         if both[0] != "static_int8" or not self.names:
             return both[:1]
-        static = self.cost(self.all_in("static_int8"))
+        static = self.cost_of_all("static_int8")
         cost = f"costs {static:.2g} nats a token before training"
         found = f"INT8 with static activation scales {cost}"
         allowed = f"{self.limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
@@ -147,7 +148,7 @@ class _Trial:
         plans = {form: self.plan(self.all_in(form)) for form in forms}
         rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass
         estimates = estimate_costs(self.model, plans, self.names, rows)
-        totals = {form: self.cost(self.all_in(form)) for form in forms}
+        totals = {form: self.cost_of_all(form) for form in forms}
         scales = {form: totals[form] / sum(estimates[form].values()) for form in forms}
         costs = {n: [estimates[f][n] * scales[f] for f in forms] for n in self.names}
         sizes = {name: weight_of(self.model, name).numel() for name in self.names}
@@ -175,6 +176,12 @@ class _Trial:
     @cached_property
     def measure(self) -> Measure:
         return Measure("kl", [self.sample.cpu().numpy()], self.model)
+
+    def cost_of_all(self, form: Format) -> float:
+        """The cost of having all in one format, which is measured once."""
+        if form not in self._costs:
+            self._costs[form] = self.cost(self.all_in(form))
+        return self._costs[form]
 
     def cost(self, formats: Formats) -> float:
         """KL(float || these linears quantized), nats a token."""

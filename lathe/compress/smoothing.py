@@ -13,21 +13,17 @@ every linear by the error of its output, as in AWQ (Lin et al. 2024, arXiv:2306.
 Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lathe.model.block import MLP, Attention, Block
-from lathe.model.fake_quant import fake_quantize_weight
+from lathe.model.fake_quant import fake_quantize_weight, observer_of
 from lathe.model.gpt import GPT
-from lathe.model.groups import RoundGroups
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe.progress import track
-
-log = logging.getLogger("lathe")
 
 STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 TOKENS = 512
@@ -155,8 +151,11 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
     def error(factors: Tensor) -> float:
         spread = place.spread(factors)
         weights = fake_quantize_weight(weight * spread, form.weight)
-        rounded = _rounded(sample / spread, form, (x / factors).amax())
-        return float((rounded @ weights.T - expected).square().sum())
+        # The scale is that of all inputs, also of those that are not in the sample.
+        scale = float((x / factors).amax()) / ACTIVATION_LEVELS
+        observer = observer_of(replace(form, activation_scale=scale))
+        inputs = sample / spread if observer is None else observer.eval()(sample / spread)
+        return float((inputs @ weights.T - expected).square().sum())
 
     used = (x > 0) & (w > 0)
     found = [(x**a / w ** (1 - a)).clamp(1 / LARGEST, LARGEST) for a in STRENGTHS]
@@ -164,14 +163,3 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
     errors = [error(factors) for factors in options]
     least = min(range(len(options)), key=errors.__getitem__)
     return options[least] if errors[least] < GAIN * error(torch.ones_like(x)) else None
-
-
-def _rounded(x: Tensor, form: LinearFormat, largest: Tensor) -> Tensor:
-    """An input (T, I) as the linear will read it; `largest` is its largest magnitude, also in
-    tokens that are left out here."""
-    if form.activation == "dynamic_int8":
-        return RoundGroups(form.weight.group_size)(x)  # type: ignore[no-any-return]
-    if form.activation is None:
-        return x
-    scale = largest / ACTIVATION_LEVELS
-    return torch.round(x / scale) * scale

@@ -176,7 +176,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
     A scale of 0 means "not known yet": calibrate before use.
     """
     for name, form in plan.linears.items():
-        observer = _observer(form, pact)
+        observer = observer_of(form, pact)
         if name == HEAD:
             model.head_input = observer
             for table in model.config.tables:
@@ -197,7 +197,8 @@ def _quantize_table(model: GPT, name: str, form: WeightFormat) -> None:
     replace_module(model, name, FakeQuantEmbedding(table, form))
 
 
-def _observer(form: LinearFormat, pact: bool) -> Observer | RoundGroups | None:
+def observer_of(form: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
+    """What rounds the input of a linear of this format; None if nothing does."""
     if form.activation == "dynamic_int8":
         return RoundGroups(form.weight.group_size)
     return Observer(form.activation_scale, pact) if form.activation else None
