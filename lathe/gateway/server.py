@@ -10,7 +10,7 @@ import uvicorn
 
 from lathe.gateway.app import Gateway
 from lathe.gateway.connections import MOST_HEAD, Connection, Connections
-from lathe.gateway.web import is_this_machine
+from lathe.serve.reach import is_this_machine
 
 LAST_SECONDS = 2
 """For what is left of the connections when all answers have been given."""

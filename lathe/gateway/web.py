@@ -7,7 +7,6 @@ names only. That a body has to say that it is JSON (`Endpoint`) keeps out what b
 without asking.
 """
 
-import ipaddress
 import re
 import uuid
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lathe.gateway.errors import ApiError
+from lathe.serve.reach import is_this_machine
 
 REQUEST_ID = "x-request-id"
 _ID = re.compile(r"[!-~]{1,128}")
@@ -54,7 +54,8 @@ class Web:
     def _refusal(self, headers: Headers) -> ApiError | None:
         if self._hosts is not None and "host" in headers:  # HTTP/1.0 may have none, browsers do
             host = _hostname(headers["host"])
-            if host not in self._hosts and not is_this_machine(host):
+            is_ours = is_this_machine(host) or host.endswith(".localhost")
+            if not is_ours and host not in self._hosts:
                 what = f"{host!r} is not a name of this machine"
                 return ApiError(421, what, code="unknown_host")
         origin = headers.get("origin")
@@ -69,13 +70,3 @@ def _hostname(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return host[:100]
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether a name or an address leads to this machine wherever it is said."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -44,7 +44,11 @@ def require_base_url(url: str) -> str:
 
 def is_loopback(url: str) -> bool:
     """Whether a URL names this machine, which no proxy can reach."""
-    host = urlsplit(url).hostname or ""
+    return is_this_machine(urlsplit(url).hostname or "")
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a name or an address leads to this machine wherever it is said."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
