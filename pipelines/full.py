@@ -40,5 +40,4 @@ def full(
     models = {"dense": dense, "pruned": pruned, "int8": quantized["model"]}
     given = {"data": data, "sensitivity": quantized["sensitivity"]}
     given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
-    given |= {key: found[key] for key in ("weights", "scored")}
-    groups().judge(models, **given)
+    groups().judge(models, found, **given)

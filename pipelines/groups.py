@@ -1,7 +1,7 @@
 """The parts of the larger pipelines, each a pipeline of its own and one node of the graph."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -170,9 +170,16 @@ class Groups:
         self.search = _traced(search)
         self._judges = {variants: _traced(judge(variants)) for variants in JUDGED}
 
-    def judge(self, models: dict[str, Any], **inputs: Any) -> dsl.PipelineTask:
-        """The task that judges these models, the dense one first."""
-        return self._judges[tuple(models)](**models, **inputs)
+    def judge(
+        self, models: dict[str, Any], found: Mapping[str, Any], **inputs: Any
+    ) -> dsl.PipelineTask:
+        """The task that judges these models, the dense one first.
+
+        Args:
+            found: what the run reads from outside; see `look_up`.
+        """
+        read = {key: found[key] for key in ("weights", "scored")}
+        return self._judges[tuple(models)](**models, **read, **inputs)
 
 
 # KFP traces no pipeline within another: these have to be traced before those that they are part of.

@@ -29,5 +29,4 @@ def prune(
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
     given = {"recipe": recipe, "overrides": overrides, "data": data, "cloze": cloze}
-    given |= {key: found[key] for key in ("weights", "scored")}
-    groups().judge({"dense": dense, "pruned": pruned}, **given)
+    groups().judge({"dense": dense, "pruned": pruned}, found, **given)

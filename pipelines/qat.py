@@ -35,5 +35,4 @@ def qat(
     models = {"dense": dense, "int8": quantized["model"]}
     given = {"data": data, "sensitivity": quantized["sensitivity"]}
     given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
-    given |= {key: found[key] for key in ("weights", "scored")}
-    groups().judge(models, **given)
+    groups().judge(models, found, **given)
