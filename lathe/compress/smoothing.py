@@ -7,8 +7,10 @@ division is folded into whatever makes the channel: the norm before queries, key
 FFN's first matrix, the rows of the values before the attention's output, and those of a gated FFN's
 second factor. GELU stands between GPT-2's two FFN matrices, so that nothing can be folded there.
 
-Source: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4. The strength is found for
-every linear by the error of its output, as in AWQ (Lin et al. 2024, arXiv:2306.00978).
+Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, whose factors come from the
+largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation 4,
+whose factors are a power of a channel's mean magnitude. Every linear gets those with the least error
+of its output.
 
 Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
 """
@@ -26,6 +28,9 @@ from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe.progress import track
 
 STRENGTHS = (0.35, 0.5, 0.65, 0.8)
+"""Of SmoothQuant's factors, which look at the largest value of a channel."""
+MEAN_STRENGTHS = (0.2, 0.3, 0.4, 0.5, 0.6)
+"""Of AWQ's, which look at its mean magnitude."""
 TOKENS = 512
 """On which strengths are compared."""
 LARGEST = 1e3
@@ -58,6 +63,11 @@ class Place:
         """(..., I) -> the largest magnitude for every factor."""
         absolute = values.detach().abs().flatten(0, -2).amax(0)
         return absolute.view(-1, self.shared, self.size).amax(1, keepdim=True)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(..., I) -> the mean magnitude for every factor."""
+        absolute = values.detach().abs().flatten(0, -2).mean(0)
+        return absolute.view(-1, self.shared, self.size).mean(1, keepdim=True)
 
     def spread(self, factors: Tensor) -> Tensor:
         """Factors -> (I,)."""
@@ -158,8 +168,13 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
         return float((inputs @ weights.T - expected).square().sum())
 
     used = (x > 0) & (w > 0)
-    found = [(x**a / w ** (1 - a)).clamp(1 / LARGEST, LARGEST) for a in STRENGTHS]
-    options = [torch.where(used, factors, torch.ones_like(x)) for factors in found]
+    if not used.any():
+        return None
+    found = [x**a / w ** (1 - a) for a in STRENGTHS]
+    mean = place.mean(inputs)
+    found += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
+    limited = [factors.clamp(1 / LARGEST, LARGEST) for factors in found]
+    options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]
     errors = [error(factors) for factors in options]
     least = min(range(len(options)), key=errors.__getitem__)
     return options[least] if errors[least] < GAIN * error(torch.ones_like(x)) else None
