@@ -36,13 +36,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from lathe.compress.prune import prune
+from lathe.data.tokens import TokenDataset
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.runtime.exported_model import METADATA, MODEL
 from lathe.runtime.session import OnnxModel
 from lathe.storage import sha256
-from lathe.train.batches import first_batches, open_data
+from lathe.train.batches import first_batches
 
 CALIBRATION = 8  # batches
 
@@ -193,8 +194,7 @@ def by_onnxruntime(dense: Path, folder: Path, batches: list[Tensor]) -> None:
 def make_all(settings: argparse.Namespace) -> None:
     recipe = tuned(settings, *PRUNE_RATE, "Compress.Prune.ratio=0")
     checkpoint = load_checkpoint(settings.model)
-    config = checkpoint.model.config
-    data = open_data(settings.data, recipe, config.vocab_size, config.n_positions)
+    data = TokenDataset.open(settings.data)
     batches = [torch.from_numpy(batch) for batch in first_batches(recipe, data, CALIBRATION)]
 
     folder = settings.output / "int8 by onnxruntime"

@@ -26,6 +26,7 @@ from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.folder import (
     WEIGHTS,
     checkpoint_digest,
+    drop_tied_head,
     non_finite,
     read_marker,
     read_tensors,
@@ -100,7 +101,9 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     read_marker(folder)
     require_size([folder / WEIGHTS], config)
     arrays: Arrays = {}
-    for name, array in read_tensors(folder / WEIGHTS, "np", GPT2):
+    tensors = dict(read_tensors(folder / WEIGHTS, "np", GPT2))
+    drop_tied_head(tensors, GPT2, folder / WEIGHTS)
+    for name, array in tensors.items():
         if GPT2.is_fused(name):
             array = by_head(array, config.head_dim)
         arrays[_their_name(name)] = narrow = array.astype(dtype)

@@ -85,7 +85,7 @@ def _one_round(
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
         trainable = with_dropout(left.model, recipe.Model)
         config = trainable.config
-        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+        tokens = open_data(data, recipe, config, left.tokenizer)
         batches = first_batches(recipe, tokens, settings.calibration_batches)
         calibration = [torch.from_numpy(batch) for batch in batches]
         pruned = cut(trainable, settings, dense, index, calibration)

@@ -61,7 +61,7 @@ def quantize(
         config = start.model.config
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
-        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+        tokens = open_data(data, recipe, config, start.tokenizer)
         batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
         named = named_formats(config, settings, sensitivity)
         fold(

@@ -1,13 +1,15 @@
 """Tokenizers: read GPT-2's or any `tokenizers` file, or train a byte-level BPE."""
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lathe.errors import UserError, explain_os_error, os_errors
 from lathe.inputs import open_file, parse_json
@@ -15,7 +17,10 @@ from lathe.inputs import open_file, parse_json
 EOS = "<|endoftext|>"
 OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>")
 """How tokenizers without that token call the end of a document, as a special token."""
-FILES = ("tokenizer.json", "vocab.json", "merges.txt")
+ADDED_TOKEN = {"single_word", "lstrip", "rstrip", "normalized", "special"}
+"""What `tokenizer_config.json` says of an added token."""
+ADDED = "added_tokens.json"
+FILES = ("tokenizer.json", "vocab.json", "merges.txt", ADDED)
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
 HINT = "give an unbroken file"
@@ -38,7 +43,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = _parse(file, lambda: Tokenizer.from_file(str(file)))
     elif is_pair:
         _require_vocabulary(vocab)
-        tokenizer = _parse(path, lambda: _byte_level(models.BPE.from_file(str(vocab), str(merges))))
+        tokenizer = _parse(path, lambda: _from_pair(vocab, merges))
     else:
         raise UserError(
             f"{path}: no tokenizer there",
@@ -117,14 +122,51 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
+def require_same_vocabulary(data: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError unless a token data set was made with the ids that a model reads."""
+    theirs = load_tokenizer(data)
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{data}: was prepared with another tokenizer ({theirs.get_vocab_size():,} tokens) "
+            f"than the model's ({tokenizer.get_vocab_size():,} tokens)",
+            "prepare the data with the model's tokenizer: `lathe prepare --tokenizer MODEL`",
+        )
+
+
 def vocab_size(tokenizer: Tokenizer) -> int:
     """Number of rows that an embedding needs: the largest id plus one."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _byte_level(model: models.BPE) -> Tokenizer:
+def _from_pair(vocab: Path, merges: Path) -> Tokenizer:
+    """GPT-2's tokenizer of two files, with what transformers writes beside them: tokens that were
+    added later, and whether a text gets a space before it."""
+    settings = _optional(vocab.with_name("tokenizer_config.json"))
+    tokenizer = _byte_level(
+        models.BPE.from_file(str(vocab), str(merges)), bool(settings.get("add_prefix_space"))
+    )
+    added = _optional(vocab.with_name(ADDED))
+    described = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    described |= {i: {"content": name} for name, i in added.items() if i not in described}
+    for i, token in sorted(described.items()):
+        known = {key: token[key] for key in ADDED_TOKEN & token.keys()}
+        tokenizer.add_tokens([AddedToken(token["content"], **known)])
+        if (found := tokenizer.token_to_id(token["content"])) != i:
+            raise ValueError(f"the added token {token['content']} would have id {found}, not {i}")
+    return tokenizer
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is none."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} is not an object")
+    return found
+
+
+def _byte_level(model: models.BPE, add_prefix_space: bool = False) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

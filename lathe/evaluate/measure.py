@@ -19,7 +19,7 @@ from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import EVALUATION
 from lathe.artifacts.metadata import TASK_NAME
 from lathe.config.settings import OfflineEvalSettings, Recipe
-from lathe.data.tokenizer import load_tokenizer
+from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
 from lathe.evaluate.reference import compare_text
@@ -141,7 +141,8 @@ def measure(
     """
     settings = recipe.Offline_Eval
     if data is not None:
-        _require_same_vocabulary(subject, data)
+        read_data_metadata(data)
+        require_same_vocabulary(data, subject.tokenizer)
     files = _find_inputs(settings, data, cloze, text, task_files(tasks))
     if reference is not None:
         _require_comparable(subject, reference, files)
@@ -321,17 +322,6 @@ def _held_out(path: Path) -> Path | None:
         return path
     log.warning("%s is absent or empty (no test documents): not measured", path)
     return None
-
-
-def _require_same_vocabulary(subject: EvaluatedModel, data: Path) -> None:
-    read_data_metadata(data)
-    theirs, ours = load_tokenizer(data), subject.tokenizer
-    if theirs.get_vocab() != ours.get_vocab():
-        raise UserError(
-            f"{data}: prepared with another vocabulary ({theirs.get_vocab_size()} ids) than that "
-            f"of {subject.folder} ({ours.get_vocab_size()} ids)",
-            "prepare the data with the model's tokenizer, or give only cloze and text files",
-        )
 
 
 def _require_comparable(

@@ -70,10 +70,12 @@ class Architecture:
             a part of `arithmetic`; in the order in which they are written.
         arithmetic: key in `config.json` -> values that Lathe computes; the first one is written,
             and assumed where the key is absent.
+        defaults: key in `config.json` -> what transformers takes where the key is absent, if Lathe
+            would take something else.
         norm: LayerNorm with a bias, or RMSNorm without one; `epsilon` is its default.
         activation: of the FFN; gated where its column linear has two parts.
         prefix: prefix of the tensor names in Hugging Face's files; the head has none.
-        not_weights: suffixes of tensor names in those files that are buffers or duplicates.
+        not_weights: suffixes of tensor names in those files that are buffers.
         transposed: whether those files store the weights of block linears as (in, out).
         blocks: path of the list of blocks.
         linears: the linears of a block, in the order of computation.
@@ -109,6 +111,7 @@ class Architecture:
     head_norms: tuple[str, ...] = ()
     always_biased: tuple[str, ...] = ()
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     fleetx_names: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -211,7 +214,7 @@ GPT2 = Architecture(
     epsilon=1e-5,
     activation="gelu_tanh",
     prefix="transformer.",
-    not_weights=(".attn.bias", ".attn.masked_bias", "lm_head.weight"),
+    not_weights=(".attn.bias", ".attn.masked_bias"),
     transposed=True,
     blocks="h",
     linears=(
@@ -315,17 +318,32 @@ def _like_llama(model_type: str, title: str, class_stem: str, **changes: Any) ->
 
 
 _WHOLE_CONTEXT = {"use_sliding_window": (False, None)}
+_QWEN_DEFAULTS = {"intermediate_size": 22_016, "num_key_value_heads": 32}
 LLAMA = _like_llama(
-    "llama", "Llama", "Llama", biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP}
+    "llama",
+    "Llama",
+    "Llama",
+    biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
+    defaults={"intermediate_size": 11_008},
 )
 MISTRAL = _like_llama(
     "mistral",
     "Mistral",
     "Mistral",
     arithmetic={"sliding_window": (None,)},
+    defaults={
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
 )
 QWEN2 = _like_llama(
-    "qwen2", "Qwen2", "Qwen2", always_biased=_ATTENTION[:1], arithmetic=_WHOLE_CONTEXT
+    "qwen2",
+    "Qwen2",
+    "Qwen2",
+    always_biased=_ATTENTION[:1],
+    arithmetic=_WHOLE_CONTEXT,
+    defaults=_QWEN_DEFAULTS,
 )
 QWEN3 = _like_llama(
     "qwen3",
@@ -334,6 +352,7 @@ QWEN3 = _like_llama(
     biases={"attention_bias": _ATTENTION},
     head_norms=("self_attn.q_norm", "self_attn.k_norm"),
     arithmetic=_WHOLE_CONTEXT,
+    defaults=_QWEN_DEFAULTS | {"head_dim": 128},
 )
 ARCHITECTURES = {x.model_type: x for x in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
 """Every family by its `model_type`, which is also its name in a recipe."""

@@ -19,6 +19,7 @@ from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     HINT,
     checkpoint_digest,
+    drop_tied_head,
     non_finite,
     read_marker,
     read_tensors,
@@ -108,6 +109,8 @@ def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]
             if name in found:
                 raise UserError(f"{path}: holds {name}, as another file does", HINT)
             found[name] = tensor
+    if config.tie_word_embeddings:
+        drop_tied_head(found, family, files[0])
     wanted = dict(config.tensor_shapes())
     require_fit(files[0], {name: tensor.shape for name, tensor in found.items()}, wanted)
     with torch.device("meta"):

@@ -63,8 +63,10 @@ class GPTConfig:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether HF's class can represent the model: its layers do not differ, and its heads are
-        as many as that class allows."""
+        """Whether HF's class can represent the model: its layers do not differ, its heads are as
+        many as that class allows, and rotary embedding turns all of a head."""
+        if self.rope is not None and self.rope.partial_rotary_factor < 1:
+            return False
         if len({*zip(self.n_head, self.n_kv_head, self.n_inner, strict=True)}) > 1:
             return False
         if self.architecture.has_head_dim:

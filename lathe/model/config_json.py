@@ -16,6 +16,8 @@ MOST_LAYERS = 100_000
 HINT = "give the folder of a checkpoint"
 GENERATION = "generation_config.json"
 FULL_ATTENTION = "full_attention"
+WINDOW = "sliding_window", "use_sliding_window"
+"""Keys of attention to the last tokens alone."""
 ROPE_TYPES = ("default", "linear", "llama3")
 _Size = Annotated[int, Field(gt=0, lt=2**31)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -102,8 +104,10 @@ def parse(values: dict[str, Any], source: str) -> Shape:
             f"{source}: model_type is {values.get('model_type')!r}",
             f"give a checkpoint of one of these: {', '.join(ARCHITECTURES)}",
         )
-    _require_arithmetic(values, family, source)
     own = values.get("lathe")
+    if own is None:
+        values = {**family.defaults, **values}
+    _require_arithmetic(values, family, source)
     if own is None:
         own = _plain(values, family, source)
     elif not isinstance(own, dict):
@@ -126,19 +130,26 @@ def parse(values: dict[str, Any], source: str) -> Shape:
 def _require_arithmetic(values: dict[str, Any], family: Architecture, source: str) -> None:
     """Raise UserError for what Lathe would compute differently."""
     hint = f"give a checkpoint of the plain {family.title} architecture"
+    idle = WINDOW if _window_is_idle(values, family) else ()
     for key, wanted in family.arithmetic.items():
-        if values.get(key, wanted[0]) not in wanted:
+        if key not in idle and values.get(key, wanted[0]) not in wanted:
             shown = repr(values[key])
             shown = shown if len(shown) < 60 else f"{shown[:57]}..."
             raise UserError(
                 f"{source}: {key} is {shown}, but Lathe supports {wanted[0]!r} only", hint
             )
     kinds = values.get("layer_types") or []
-    if others := [kind for kind in kinds if kind != FULL_ATTENTION]:
+    if others := [kind for kind in kinds if not idle and kind != FULL_ATTENTION]:
         raise UserError(
             f"{source}: layer_types has {others[0]!r}, but Lathe supports {FULL_ATTENTION!r} only",
             hint,
         )
+
+
+def _window_is_idle(values: dict[str, Any], family: Architecture) -> bool:
+    """Whether the window of attention is no shorter than the longest text."""
+    window, positions = values.get(WINDOW[0]), values.get(family.key("n_positions"))
+    return isinstance(window, int) and isinstance(positions, int) and window >= positions
 
 
 def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[str, Any]:
@@ -207,7 +218,14 @@ def _rope(values: dict[str, Any], source: str) -> Rope:
     for key in ("rope_theta", "partial_rotary_factor"):
         if values.get(key) is not None:
             found.setdefault(key, values[key])
-    return read_rope(found, source)
+    rope = read_rope(found, source)
+    if rope.partial_rotary_factor < 1 and "lathe" not in values:
+        raise UserError(
+            f"{source}: partial_rotary_factor is {rope.partial_rotary_factor:g}, "
+            "which transformers ignores in this family",
+            "take it out of the file if the model was trained without it",
+        )
+    return rope
 
 
 def read_rope(found: dict[str, Any], source: str) -> Rope:

@@ -7,6 +7,7 @@ weight itself. Dynamic INT8, and INT4: weights have a scale for every group of i
 (`lathe.model.groups`), and so have activations, computed from each token.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,8 @@ from lathe.model.quantization import (
     QuantizationPlan,
     WeightFormat,
 )
+
+log = logging.getLogger("lathe")
 
 
 class _FakeQuantize(torch.autograd.Function):
@@ -246,8 +249,11 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         for tokens in batches:
             model(tokens)
     fold_observers(model, 0.0)
-    for observer in found.values():
+    for name, observer in found.items():
         observer.calibrating = False
+        if not observer.absmax:
+            log.warning("the input of %s is zero in all calibration batches", name)
+            observer.absmax.fill_(1.0)  # any scale will do, but not 0, by which values are divided
     return {name: observer.scale for name, observer in found.items()}
 
 

@@ -21,9 +21,10 @@ from lathe.artifacts.metadata import CheckpointMetadata
 from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.data.sources import named
+from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
-from lathe.model.architecture import Architecture
+from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, card_of_checkpoint
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
@@ -93,7 +94,7 @@ def resolve(folder: Path | str) -> Path:
     if name.startswith(HUB):
         from huggingface_hub import snapshot_download
 
-        patterns = ["config.json", WEIGHTS, "tokenizer.json", "vocab.json", "merges.txt"]
+        patterns = ["config.json", WEIGHTS, *TOKENIZER_FILES]
         patterns += [INDEX, "model-*.safetensors", GENERATION, *CHAT_FILES]
         try:
             return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
@@ -195,6 +196,23 @@ def read_tensors(
         with safe_open(path, framework) as file:
             tensor = file.get_tensor(name)
         yield short, tensor
+
+
+def drop_tied_head(found: dict[str, Any], architecture: Architecture, path: Path) -> None:
+    """Take the head out of the tensors of a model whose head is the token embedding: many files
+    hold the matrix twice.
+
+    Raises:
+        UserError: the head is another matrix.
+    """
+    name, table = f"{HEAD}.weight", architecture.table
+    head = found.pop(name, None)
+    if head is not None and table in found and not bool((head == found[table]).all()):
+        raise UserError(
+            f"{path}: {name} differs from {table}, but config.json says that they are one matrix",
+            "if the model has a head of its own, set tie_word_embeddings to false in config.json "
+            "(not for GPT-2, where Lathe supports one matrix only)",
+        )
 
 
 def require_size(files: Sequence[Path], config: GPTConfig) -> None:

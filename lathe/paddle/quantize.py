@@ -46,7 +46,7 @@ def quantize(
         plan = make_plan(config, settings, named_formats(config, settings, sensitivity))
         pact = settings.activation_preprocess_type == "PACT"
         fake_quant.insert(trainable, plan, pact, settings.moving_rate)
-        tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+        tokens = open_data(data, recipe, config, start.tokenizer)
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
         if workers.size > 1:
             fake_quant.share_ranges(trainable)

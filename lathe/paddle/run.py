@@ -80,7 +80,7 @@ def run_training(
                 return _agreed(workers, output)
             work = make(workers)
             config = work.model.config
-            tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+            tokens = open_data(data, recipe, config, work.tokenizer)
             origin = origin_of(work.parent, tokens)
 
             def observe() -> None:

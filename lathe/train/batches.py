@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
+from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
+from lathe.model.config import GPTConfig
 from lathe.train.batch import Batch
 
 log = logging.getLogger("lathe")
@@ -127,24 +130,29 @@ def first_batches(recipe: Recipe, data: TokenDataset, count: int) -> Iterator[ND
             yield batches(step, 0)
 
 
-def open_data(folder: Path, recipe: Recipe, vocab_size: int, n_positions: int) -> TokenDataset:
-    """Open a token data set, or a blend, for a model of these limits.
+def open_data(
+    folder: Path, recipe: Recipe, config: GPTConfig, tokenizer: Tokenizer
+) -> TokenDataset:
+    """Open a token data set, or a blend, for a model with this configuration and tokenizer.
 
     Raises:
-        UserError: the vocabulary or the sequence length exceeds the model's.
+        UserError: the tokens are another tokenizer's, or the vocabulary or the sequence length
+            exceeds the model's.
     """
     data = TokenDataset.open(folder)
-    if data.vocab_size > vocab_size:
+    require_same_vocabulary(folder, tokenizer)
+    if data.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: tokens of a {data.vocab_size}-id vocabulary, the model has {vocab_size}",
+            f"{folder}: tokens of a {data.vocab_size}-id vocabulary, the model has "
+            f"{config.vocab_size}",
             "prepare the data with the model's tokenizer, or set Model.vocab_size",
         )
     for part in ("Train", "Eval"):
         length = getattr(recipe.Data, part).dataset.max_seq_len
-        if length > n_positions:
+        if length > config.n_positions:
             raise UserError(
-                f"Data.{part}.dataset.max_seq_len {length} exceeds the model's {n_positions} "
-                "positions",
+                f"Data.{part}.dataset.max_seq_len {length} exceeds the model's "
+                f"{config.n_positions} positions",
                 "lower it, or raise Model.max_position_embeddings",
             )
     return data

@@ -96,7 +96,7 @@ def run_training(
                 return workers.agree(lambda: read_result(output))
             work = make(workers)
             config = work.model.config
-            tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+            tokens = open_data(data, recipe, config, work.tokenizer)
             origin = origin_of(work.parent, tokens)
             # Not kept in a variable: the whole weights are freed when the stages have their parts.
             stages = build_stages(

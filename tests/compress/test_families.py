@@ -16,12 +16,13 @@ from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.widths import KeptUnits, by_rank, of_ranks, shrink
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import PruneSettings, Recipe
+from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.train.batches import EvalBatches, open_data
+from lathe.train.batches import EvalBatches
 from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import pretrain
 from tests.support.families import VOCABULARY, make, save
@@ -208,7 +209,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     for table in model.config.tables:  # the embedding and the head are rounded, each by its rows
         weight = model.get_parameter(f"{table}.weight")
         assert not torch.equal(model.get_submodule(table).table(), weight)  # type: ignore[operator]
-    tokens = open_data(small_data, recipe, model.config.vocab_size, model.config.n_positions)
+    tokens = TokenDataset.open(small_data)
     batches = EvalBatches(recipe, tokens, 4, 2)
     with torch.no_grad():
         tensors = [torch.from_numpy(batches[i]) for i in range(len(batches))]

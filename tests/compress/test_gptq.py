@@ -15,6 +15,7 @@ from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.measure import Measure
 from lathe.config.recipe import load_recipe
+from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import GPT2, LLAMA, QWEN3, Architecture
 from lathe.model.checkpoint import load_checkpoint
@@ -22,7 +23,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import FakeQuantLinear, fake_quantize_weight
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, WeightFormat
-from lathe.train.batches import EvalBatches, open_data
+from lathe.train.batches import EvalBatches
 from tests.support.small_run import SMALL
 
 FORMATS = (WeightFormat.int4(32), WeightFormat.int4(64), INT8)
@@ -182,7 +183,7 @@ def test_post_training_quantization_as_a_stage(
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
     """KL from the float model on validation text, nats a token."""
     recipe = load_recipe("tiny", SMALL)
-    tokens = open_data(data, recipe, dense.config.vocab_size, dense.config.n_positions)
+    tokens = TokenDataset.open(data)
     return fmean(Measure("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
 
 

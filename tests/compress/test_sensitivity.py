@@ -29,11 +29,12 @@ from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import validation_batches
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
+from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
-from lathe.train.batches import EvalBatches, calibration_batches, open_data
+from lathe.train.batches import EvalBatches, calibration_batches
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL
 
@@ -104,7 +105,7 @@ def replaced(
 
 def validation(recipe: Recipe, data: Path) -> Tensor:
     """All tokens (N, T + 1) that the metric is measured on."""
-    tokens = open_data(data, recipe, 384, 32)
+    tokens = TokenDataset.open(data)
     batches = EvalBatches(
         recipe, tokens, recipe.Global.micro_batch_size, recipe.Sensitivity.eval_batches
     )
@@ -150,7 +151,7 @@ def test_scores_are_those_of_a_transcription(
     tokens, n = validation(recipe, small_data), recipe.Global.micro_batch_size
     error = 2 / tokens[:, 1:].numel() if metric == "accuracy" else 1e-5
     with torch.no_grad():
-        data = open_data(small_data, recipe, 384, 32)
+        data = TokenDataset.open(small_data)
         with replaced(model, names, observe):
             for batch in map(torch.from_numpy, calibration_batches(recipe, data)):
                 model(batch)
@@ -296,7 +297,7 @@ def test_estimates_are_scaled_to_what_all_linears_together_cost(
     result = analyze(recipe, loud, small_data, tmp_path / "s")
     quantize(recipe, loud, small_data, tmp_path / "q")
     dense, int8 = (load_checkpoint(path).model for path in (loud, tmp_path / "q"))
-    tokens = open_data(small_data, recipe, dense.config.vocab_size, dense.config.n_positions)
+    tokens = TokenDataset.open(small_data)
     batches = validation_batches(recipe, tokens)
     measured = fmean(Measure("kl", batches, dense)(int8))
     assert sum(x.score for x in result.linears) == pytest.approx(measured, rel=1e-3)

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import GPT2Tokenizer
 
 from lathe.data.tokenizer import (
     EOS,
@@ -229,3 +231,41 @@ def test_a_tokenizer_that_must_not_be_read_is_not_called_broken(tmp_path: Path) 
     with pytest.raises((UserError, StageError), match="Input/output error") as raised:
         load_tokenizer(tmp_path)
     assert "unbroken" not in str(raised.value)
+
+
+@pytest.mark.parametrize("prefix_space", [False, True])
+@pytest.mark.parametrize("described", [False, True])
+def test_a_pair_with_added_tokens_reads_as_transformers_does(
+    prefix_space: bool, described: bool, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    theirs = GPT2Tokenizer.from_pretrained(tmp_path, add_prefix_space=prefix_space)
+    theirs.add_tokens(
+        [AddedToken("<call>", rstrip=described), AddedToken("<|im_end|>", special=True)]
+    )
+    model = json.loads(byte_tokenizer.to_str())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "added_tokens.json").write_text(json.dumps(theirs.get_added_vocab()))
+    settings: dict[str, Any] = {"add_prefix_space": prefix_space}
+    if described:
+        settings["added_tokens_decoder"] = {
+            i: {"content": str(token), "rstrip": token.rstrip, "special": token.special}
+            for i, token in theirs.added_tokens_decoder.items()
+        }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = load_tokenizer(tmp_path)
+    for text in ("Once <call> upon<|im_end|>a time", "<call>  x", " <|im_end|>"):
+        assert ours.encode(text).ids == theirs.encode(text), text
+
+
+def test_an_added_token_with_another_id_is_refused(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    vocabulary = json.loads(byte_tokenizer.to_str())["model"]["vocab"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "added_tokens.json").write_text('{"<call>": 300}')
+    with pytest.raises(UserError, match=r"<call> would have id 257, not 300"):
+        load_tokenizer(tmp_path)

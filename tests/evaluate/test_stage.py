@@ -175,7 +175,7 @@ def test_another_vocabulary_is_refused_and_nothing_written(
     recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     byte_tokenizer.save(str(data / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"another vocabulary \(257 ids\)"):
+    with pytest.raises(UserError, match=r"another tokenizer \(257 tokens\)"):
         evaluate(recipe, model_folder, tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
 

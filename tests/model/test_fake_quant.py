@@ -126,3 +126,18 @@ def test_a_kept_weight_is_made_again_when_the_weight_changes(small_gpt: GPT) -> 
         optimizer.step()
         with torch.no_grad():
             assert not torch.equal(small_gpt(TOKENS), kept)
+
+
+def test_an_input_that_is_always_zero_gets_a_scale(
+    small_gpt: GPT, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(small_gpt)
+    with torch.no_grad():
+        for parameter in model.get_submodule("h.0.ln_2").parameters():
+            parameter.zero_()
+    fake_quant.insert(model, full_plan(model))
+    with caplog.at_level("WARNING", "lathe"):
+        scales = fake_quant.calibrate(model, [TOKENS])
+    assert "the input of h.0.mlp.c_fc is zero in all calibration batches" in caplog.messages
+    assert min(scales.values()) > 0
+    assert model(TOKENS).isfinite().all()

@@ -2,17 +2,20 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GlmConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     Qwen2Config,
 )
@@ -29,7 +32,7 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.rope import Rope, RopeScaling
 from lathe.model.rotary import frequencies, rotate, rotation
-from tests.support.families import FAMILIES, LLAMA3, VOCABULARY, make, save
+from tests.support.families import FAMILIES, LLAMA3, POSITIONS, VOCABULARY, make, save
 
 TOKENS = torch.randint(VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(3))
 every_family = pytest.mark.parametrize("case", FAMILIES)
@@ -220,6 +223,11 @@ REFUSED = {
     "local experts": ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
     "window": ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
     "mistral window": ("mistral", {"sliding_window": 32}, "sliding_window is 32"),
+    "half rotated": (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5",
+    ),
     "layer types": (
         "qwen3",
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
@@ -262,6 +270,82 @@ def test_what_lathe_does_not_compute_is_refused(
         (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=message):
         load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        *(("llama", key) for key in ("intermediate_size", "rms_norm_eps", "rope_parameters")),
+        *(("mistral", key) for key in ("num_key_value_heads", "intermediate_size", "head_dim")),
+        *(("qwen2", key) for key in ("num_key_value_heads", "intermediate_size")),
+        *(("qwen3", key) for key in ("num_key_value_heads", "head_dim", "attention_bias")),
+        *((case, "tie_word_embeddings") for case in ("llama", "qwen2")),
+    ],
+)
+def test_an_absent_key_means_what_transformers_takes(case: str, key: str) -> None:
+    values = make(case, num_attention_heads=32, hidden_size=64, head_dim=2).config.to_dict()
+    del values[key]
+    theirs = AutoConfig.for_model(**values)
+    own = GPTConfig.from_json(values)
+    shape = own.n_kv_head[0], own.n_inner[0], own.head_dim, own.layer_norm_epsilon
+    head_dim = getattr(theirs, "head_dim", None) or 64 // 32
+    wanted = theirs.num_key_value_heads, theirs.intermediate_size, head_dim, theirs.rms_norm_eps
+    assert shape == wanted
+    assert own.rope == Rope(theirs.rope_parameters["rope_theta"])
+    assert own.tie_word_embeddings == theirs.tie_word_embeddings
+    assert bool(own.biases) == bool(getattr(theirs, "attention_bias", False))
+
+
+def test_a_window_matters_only_to_texts_that_are_longer(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    folder = folder_of("mistral", tmp_path, byte_tokenizer)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    with torch.inference_mode():
+        expected = load_checkpoint(folder).model(TOKENS)
+        for idle in ({"sliding_window": POSITIONS}, {}):  # absent: 4,096
+            del values["sliding_window"]
+            path.write_text(json.dumps(values | idle))
+            torch.testing.assert_close(load_checkpoint(folder).model(TOKENS), expected)
+            values["sliding_window"] = None
+    del values["sliding_window"]
+    path.write_text(json.dumps(values | {"max_position_embeddings": 8192}))
+    with pytest.raises(UserError, match="sliding_window is 4096"):
+        load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gpt2"])
+def test_a_tied_head_may_be_there_twice_but_not_be_another_matrix(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    if case == "gpt2":
+        shape = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+        theirs: Any = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape)).eval()
+    else:
+        theirs = make(case)
+    folder = save(theirs, tmp_path / "hf", byte_tokenizer)
+    with torch.inference_mode():
+        expected = theirs(TOKENS).logits
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    table = theirs.get_input_embeddings().weight.detach()
+    save_file(tensors | {"lm_head.weight": table.clone()}, path, {"format": "pt"})
+    with torch.inference_mode():
+        torch.testing.assert_close(load_checkpoint(folder).model(TOKENS), expected)
+    save_file(tensors | {"lm_head.weight": table + 0.1}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from"):
+        load_checkpoint(folder)
+
+
+def test_a_model_that_rotates_half_a_head_is_not_written_as_transformers_llama(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    plain = read_config(folder_of("llama", tmp_path, byte_tokenizer))
+    half = replace(plain, rope=Rope(10_000.0, 0.5))
+    values = half.to_json()
+    assert values["model_type"] == "lathe-llama"
+    assert GPTConfig.from_json(values) == half
 
 
 def test_the_keys_of_earlier_versions_of_transformers_are_read(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
@@ -13,10 +14,12 @@ from lathe.data.blend import blend
 from lathe.data.blended_samples import blending_indices
 from lathe.data.megatron import MegatronWriter
 from lathe.data.samples import Samples
+from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences
 from lathe.errors import UserError
 from lathe.train.batch import Batch
 from lathe.train.batches import EvalBatches, TrainBatches, calibration_batches, open_data
+from tests.support.small_export import UNIFORM
 
 T = 8
 DOCUMENTS = {"novels": 100, "code": 40}
@@ -189,8 +192,22 @@ class TestValidation:
 
 
 def test_open_data_of_a_blend_checks_the_limits(folders: dict[str, Path]) -> None:
-    assert len(open_data(folders["blend"], recipe(), 257, T).parts) == 2
+    tokenizer = load_tokenizer(folders["blend"])
+
+    def opened(vocab_size: int, n_positions: int) -> TokenDataset:
+        config = replace(UNIFORM, vocab_size=vocab_size, n_positions=n_positions)
+        return open_data(folders["blend"], recipe(), config, tokenizer)
+
+    assert len(opened(257, T).parts) == 2
     with pytest.raises(UserError, match="257-id vocabulary, the model has 256"):
-        open_data(folders["blend"], recipe(), 256, T)
+        opened(256, T)
     with pytest.raises(UserError, match="8 exceeds the model's 7"):
-        open_data(folders["blend"], recipe(), 257, T - 1)
+        opened(257, T - 1)
+
+
+def test_tokens_of_another_tokenizer_are_refused(folders: dict[str, Path]) -> None:
+    other = Tokenizer.from_str(load_tokenizer(folders["blend"]).to_str())
+    other.add_tokens(["another"])
+    config = replace(UNIFORM, vocab_size=300, n_positions=T)
+    with pytest.raises(UserError, match=r"another tokenizer \(257 tokens\) than .* \(258"):
+        open_data(folders["blend"], recipe(), config, other)

@@ -1,6 +1,7 @@
 """The loop against a hand-written one, across workers, and across kills."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from lathe.config.recipe import load_recipe
+from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
@@ -17,6 +19,7 @@ from lathe.train.optimizer import make_optimizer
 from lathe.train.pretrain import new_model, pretrain
 from lathe.train.schedule import learning_rate
 from lathe.train.shape import model_config
+from tests.support.small_export import UNIFORM
 from tests.support.small_run import SMALL, records, run
 
 
@@ -117,8 +120,9 @@ class TestRefusals:
 
     def test_sequence_longer_than_the_model(self, small_data: Path) -> None:
         recipe = load_recipe("tiny", (*SMALL, "Data.Train.dataset.max_seq_len=33"))
+        config = replace(UNIFORM, n_positions=32)
         with pytest.raises(UserError, match="33 exceeds the model's 32"):
-            open_data(small_data, recipe, 257, 32)
+            open_data(small_data, recipe, config, load_tokenizer(small_data))
 
     def test_loss_that_is_not_finite(self, small_data: Path, tmp_path: Path) -> None:
         recipe = load_recipe(

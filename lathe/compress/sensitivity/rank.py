@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import scipy  # type: ignore[import-untyped]
+from tokenizers import Tokenizer
 
 from lathe.artifacts.journal import Journal
 from lathe.artifacts.kinds import SENSITIVITY
@@ -85,6 +86,10 @@ class Loaded(Protocol):
         """The model, which has a `config`."""
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
     def digest(self) -> str:
         """The checkpoint's digest."""
 
@@ -113,7 +118,7 @@ def run_analysis(
     claim_output_folder(output, SENSITIVITY, model, data)
     config = checkpoint.model.config
     _require_mode(recipe.Sensitivity, config.quantization is not None, model)
-    tokens = open_data(data, recipe, config.vocab_size, config.n_positions)
+    tokens = open_data(data, recipe, config, checkpoint.tokenizer)
     journal = Journal(
         output.with_name(f"{output.name}.unfinished.jsonl"),
         {
