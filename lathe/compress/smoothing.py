@@ -7,10 +7,10 @@ division is folded into whatever makes the channel: the norm before queries, key
 FFN's first matrix, the rows of the values before the attention's output, and those of a gated FFN's
 second factor. GELU stands between GPT-2's two FFN matrices, so that nothing can be folded there.
 
-Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, whose factors come from the
-largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation 4,
-whose factors are a power of a channel's mean magnitude. Every linear gets those with the least error
-of its output.
+Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, where factors come from the
+largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation
+4, where they are a power of a channel's mean magnitude. Every linear gets those with the least
+error of its output.
 
 Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
 """

@@ -15,8 +15,13 @@ from lathe.errors import UserError, explain_os_error, os_errors
 from lathe.inputs import open_file, parse_json
 
 EOS = "<|endoftext|>"
-OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>")
-"""How tokenizers without that token call the end of a document, as a special token."""
+OTHER_ENDS = (
+    *("</s>", "<|end_of_text|>", "<eos>", "[EOS]"),
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's
+    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>"),
+)
+"""How tokenizers without that token call the end of a document, or else of a chat's turn, as a
+special token."""
 ADDED_TOKEN = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 """What `tokenizer_config.json` says of an added token."""
 ADDED = "added_tokens.json"

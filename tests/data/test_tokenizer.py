@@ -14,6 +14,7 @@ from transformers import GPT2Tokenizer
 
 from lathe.data.tokenizer import (
     EOS,
+    OTHER_ENDS,
     continuation,
     end_token,
     eos_id,
@@ -129,6 +130,14 @@ def test_a_tokenizer_of_sentencepiece_ends_documents_in_its_own_way(tmp_path: Pa
     assert after[: len(before)] == before
     assert continuation(loaded, before, after[len(before) :]) == " aé"
     assert loaded.decode(after[len(before) :]) == "aé"  # alone it would lose the space
+
+
+@pytest.mark.parametrize("name", OTHER_ENDS)
+def test_the_end_is_what_the_tokenizer_calls_it(name: str, tmp_path: Path) -> None:
+    made = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    made.add_special_tokens(["<pad>", name])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert end_token(load_tokenizer(tmp_path)) == name
 
 
 def test_an_end_that_is_ordinary_text_is_none(tmp_path: Path) -> None:
