@@ -35,20 +35,14 @@ def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[st
         earlier: places of the runs whose steps that run took itself.
 
     Raises:
-        UserError: the store does not answer, or there are none.
+        UserError: the store does not answer.
     """
     found: dict[str, Outputs] = {}
     for where in (*earlier, place):
         addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
         found |= finished_steps(where, addresses)
     left = {*ANEW, *_steps_in_loops(name)}
-    taken = {step: outputs for step, outputs in found.items() if step not in left}
-    if not taken:
-        raise UserError(
-            f"{place}: no step of that run has finished",
-            f"start a new one: make submit PIPELINE={name}",
-        )
-    return taken
+    return {step: outputs for step, outputs in found.items() if step not in left}
 
 
 def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
@@ -94,7 +88,9 @@ def main(
             )
         root = f"{ResultsReader(client).root_of(before)}/{name}"
         taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))
-        print(f"taken from {run}: {', '.join(sorted(taken))}")
+        # A step that Pipelines took from its cache has no outputs below this run's folder.
+        nothing = "nothing; steps that were cached are taken from the cache again"
+        print(f"taken from {run}: {', '.join(sorted(taken)) or nothing}")
         settings = before.runtime_config
         arguments = {"overrides": []} | dict(settings.parameters or {})
         submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)

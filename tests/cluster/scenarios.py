@@ -213,7 +213,8 @@ def killed_step(site: Site) -> str:
 
 def resume(site: Site) -> str:
     """A step of each kind fails, one after another, and the resumed run does no step twice."""
-    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0")
+    unlike_any_before = f"Global.seed={int(time.time())}"  # so that no training is cached
+    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0", "-o", unlike_any_before)
     for kind in KINDS:
         _fail(site, run, kind)
         assert site.end_of(run) == "FAILED"

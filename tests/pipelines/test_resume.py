@@ -140,10 +140,15 @@ def test_an_importer_of_the_sdks_is_confused_and_that_is_found() -> None:
         require_own_executors(spec_of(whole))
 
 
-def test_a_run_that_has_finished_nothing_or_is_not_ours_is_refused(kfp, place):
+def test_a_run_whose_steps_were_all_cached_begins_again(kfp, place):
     kfp.runs["other"] = kfp.runs[RUN] | {"run_id": "other"}
     result = CliRunner().invoke(resume.app, ["other"])
-    assert result.exit_code == 2 and "no step of that run has finished" in result.output
+    assert result.exit_code == 0, result.output
+    assert "taken from other: nothing; steps that were cached are taken from" in result.output
+    assert len(kfp.uploads) == 1
+
+
+def test_a_run_that_is_not_ours_is_refused(kfp, place):
     kfp.runs["mine"] = kfp.runs[RUN] | {"run_id": "mine", "display_name": "somebody's"}
     result = CliRunner().invoke(resume.app, ["mine"])
     assert result.exit_code == 2 and "is not one that `make submit` started" in result.output
