@@ -62,8 +62,26 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     function = _with_notice(name, function) if variant.notify else function
     with compiling(variant), with_groups():
         pipeline = dsl.pipeline(name=name)(function)
+    _draw_less(pipeline.pipeline_spec)
     require_own_executors(json_format.MessageToDict(pipeline.pipeline_spec))
     return pipeline
+
+
+def _draw_less(spec: Any) -> None:
+    """Take out of a compiled pipeline what a task waits for because another that it waits for
+    does: the UI draws a line for each."""
+    for dag in [spec.root.dag, *(component.dag for component in spec.components.values())]:
+        before = {name: set(task.dependent_tasks) for name, task in dag.tasks.items()}
+        for name, task in dag.tasks.items():
+            task.dependent_tasks[:] = sorted(before[name] - implied(name, before))
+
+
+def implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
+    """What a task waits for because another that it waits for does."""
+    found: set[str] = set()
+    for earlier in before[name]:
+        found |= before[earlier] | implied(earlier, before)
+    return found
 
 
 def require_own_executors(spec: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ def full(
     pruned = steps.prune(prune_recipe, model=dense, data=data).outputs["pruned"]
     inputs = {"model": pruned, "data": data, "weights": found["weights"]}
     quantized = groups().quantization(recipe=qat_recipe, overrides=overrides, **inputs).outputs
-    models = {"dense": dense, "pruned": pruned, "int8": quantized["model"]}
+    models = {"dense": dense, "pruned": pruned, "int8": quantized["quantized"]}
     given = {"data": data, "sensitivity": quantized["sensitivity"]}
     given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
     groups().judge(models, found, **given)

@@ -1,6 +1,6 @@
 """A pipeline's graph, as the UI shows it, in the language of Mermaid."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from typing import Any
 
@@ -11,7 +11,7 @@ INDENT = "  "
 
 def mermaid(name: str) -> str:
     """The graph of pipeline `name`: its steps, those of a part within a box, and what each waits
-    for, without what follows from the rest."""
+    for."""
     spec = built(name).pipeline_spec
     return "\n".join(["flowchart LR", *_dag(spec, spec.root.dag, "", INDENT)])
 
@@ -31,13 +31,5 @@ def _dag(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
         else:
             yield f'{indent}{key}["{label}"]'
     for name in order:
-        for earlier in sorted(before[name] - _implied(name, before)):
+        for earlier in sorted(before[name]):
             yield f"{indent}{prefix}{earlier} --> {prefix}{name}"
-
-
-def _implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
-    """What a step waits for because another that it waits for does."""
-    found: set[str] = set()
-    for earlier in before[name]:
-        found |= before[earlier] | _implied(earlier, before)
-    return found

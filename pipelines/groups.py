@@ -23,9 +23,13 @@ class Measured(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """What `quantization` gives."""
+    """What `quantization` gives.
 
-    model: dsl.Model
+    The UI knows a line of its graph by the output's name and the task that reads it: an output
+    `model` would hide the line of the dense model, which `judge` reads as well.
+    """
+
+    quantized: dsl.Model
     sensitivity: dsl.Dataset
 
 
@@ -40,7 +44,7 @@ def quantization(
     steps = Steps(overrides, {"weights": weights})
     ranked = steps.analyze(recipe, model=model, data=data).outputs["sensitivity"]
     int8 = steps.quantize(recipe, model=model, data=data, sensitivity=ranked)
-    return Quantized(model=int8.outputs["quantized"], sensitivity=ranked)
+    return Quantized(quantized=int8.outputs["quantized"], sensitivity=ranked)
 
 
 def measure(

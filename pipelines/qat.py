@@ -32,7 +32,7 @@ def qat(
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     inputs = {"model": dense, "data": data, "weights": found["weights"]}
     quantized = groups().quantization(recipe=recipe, overrides=overrides, **inputs).outputs
-    models = {"dense": dense, "int8": quantized["model"]}
+    models = {"dense": dense, "int8": quantized["quantized"]}
     given = {"data": data, "sensitivity": quantized["sensitivity"]}
     given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
     groups().judge(models, found, **given)

@@ -42,11 +42,20 @@ def test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it(
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_graph_of_a_run_fits_on_a_screen(compiled, name):
-    """Pipelines draws a node for each task and artifact, and a line for each use of one."""
-    tasks = load(compiled[name])["root"]["dag"]["tasks"].values()
-    used = [given for task in tasks for given in task["inputs"].get("artifacts", {}).values()]
-    lines = sum("taskOutputArtifact" in given for given in used)
-    assert len(tasks) <= 6 and lines <= 12
+    """Pipelines draws a node for each task and artifact, and a line for each use of one and for
+    each task that another waits for. It knows a line by the artifact's name and the task that reads
+    it: of two with one name it would draw one."""
+    tasks = load(compiled[name])["root"]["dag"]["tasks"]
+    lines = {
+        (output["producerTask"], output["outputArtifactKey"], reader)
+        for reader, task in tasks.items()
+        for given in task["inputs"].get("artifacts", {}).values()
+        if (output := given.get("taskOutputArtifact"))
+    }
+    assert len(tasks) <= 6 and len(lines) <= 12
+    assert len({line[1:] for line in lines}) == len(lines)
+    waits = sum(len(task.get("dependentTasks", [])) for task in tasks.values())
+    assert waits <= len(tasks) + 1
 
 
 def test_full_compresses_the_pruned_model_and_judges_all_three(compiled):
