@@ -24,6 +24,9 @@ MARK = "[lathe] "
 CRASHED = 70
 """Exit status of a stage one of whose worker processes was killed; sysexits.h's EX_SOFTWARE."""
 
+UNAVAILABLE = 69
+"""Exit status of `lathe.errors.Unavailable`, which this process need not import."""
+
 RESTARTS = "LATHE_RESTARTS_FD"
 """Environment variable of a supervised step: the file descriptor that `allow_restarts` writes."""
 
@@ -115,7 +118,8 @@ def _crash(status: int) -> str | None:
         return "was killed by SIGKILL, as the kernel does for want of memory"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
-    return "lost a worker process" if status == CRASHED else None
+    known = {CRASHED: "lost a worker process", UNAVAILABLE: "waited in vain for a server"}
+    return known.get(status)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,15 @@ class UserError(Exception):
         return f"{self.what}; {self.hint}"
 
 
+class Unavailable(UserError):
+    """A server that was waited for has not answered; the same command may succeed later.
+
+    Status 69 is sysexits.h's EX_UNAVAILABLE. A step or a worker that ends with it is started again.
+    """
+
+    status = 69
+
+
 class StageError(RuntimeError):
     """Work that failed on valid input; the message says what failed and where to look.
 

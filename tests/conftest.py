@@ -32,6 +32,9 @@ hypothesis.settings.load_profile("lathe")
 # What the golden files name, whatever was pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
 
+# A server that a test has stopped will not be back.
+os.environ["LATHE_NETWORK_PATIENCE"] = "0"
+
 # The models are too small for a second thread: it would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
 

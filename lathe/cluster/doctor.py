@@ -27,6 +27,7 @@ from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from lathe.launch.shape import visible_gpus
 from lathe.provenance.keys import load_signer, signing_key
+from lathe.storage.network import PATIENCE
 from lathe.storage.probe import StoreProbe
 
 SECONDS = 10.0
@@ -151,6 +152,7 @@ def main(
 ) -> None:
     """Check what the steps of a pipeline need, and print what was found."""
     settings = LaunchSettings.model_validate_json(launch)
+    os.environ[PATIENCE] = "0"  # a store that is away now is what it has to tell
     for found in findings(root, pipelines, metadata, settings, gpus):
         print(found.line(), flush=True)
 

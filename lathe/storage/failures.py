@@ -2,23 +2,42 @@
 
 import errno
 import http.client
+import logging
+import os
 import re
 import socket
+import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from threading import Event
+from typing import ParamSpec, TypeVar
 from xml.etree import ElementTree
 
 import urllib3
 from tenacity import RetryCallState, retry, retry_if_exception, wait_exponential_jitter
 from urllib3.exceptions import NewConnectionError
 
-from lathe.errors import UserError, explain_os_error, printable
-from lathe.storage.network import VARIABLE
+from lathe.errors import Unavailable, UserError, explain_os_error, printable
+from lathe.storage.network import PATIENCE, VARIABLE, network_patience
 from lathe.storage.stores import is_store
 
-BUSY = {"429", "InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"}
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger("lathe")
+
+BUSY = {
+    "429",
+    "502",
+    "503",
+    "504",
+    "InternalError",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+}
 MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
 REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
@@ -86,10 +105,45 @@ def timed_out(error: BaseException | None) -> bool:
     return False
 
 
+_answered = Event()
+"""Set as soon as a server has answered this process: then the address is right, and a server that
+falls silent will be back."""
+IN_POD = "KUBERNETES_SERVICE_HOST"
+
+
+def _is_away(error: BaseException | None) -> bool:
+    """Whether a server has not answered, or says that it cannot answer now."""
+    code = status(error)
+    return code in BUSY if code else not isinstance(error, Damaged)
+
+
 def _stop(state: RetryCallState) -> bool:
-    """Stop after four attempts, or after two if the last one timed out."""
+    """Stop after four attempts, or after two if the last one timed out; but wait for a server that
+    has answered before, or that a pod needs."""
     error = state.outcome.exception() if state.outcome else None
-    return state.attempt_number >= (2 if timed_out(error) else 4)
+    if state.attempt_number < (2 if timed_out(error) else 4):
+        return False
+    must_be_there = _answered.is_set() or IN_POD in os.environ
+    if not _is_away(error) or not must_be_there:
+        return True
+    return (state.seconds_since_start or 0) >= network_patience()
+
+
+class _Outage:
+    """Says once that a server is waited for, not once for each of many connections."""
+
+    AGAIN_SECONDS = 60
+    said = -float(AGAIN_SECONDS)
+
+    @classmethod
+    def say(cls, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        if state.attempt_number < 3 or time.monotonic() < cls.said + cls.AGAIN_SECONDS:
+            return
+        cls.said = time.monotonic()
+        who = getattr(error, "store", "") or "a server"
+        wait = f"waiting for it, up to {network_patience():.0f} s ({PATIENCE})"
+        log.warning("%s does not answer (%s): %s", shown(who), _one_line(error), wait)
 
 
 def _note_time(state: RetryCallState) -> None:
@@ -98,13 +152,24 @@ def _note_time(state: RetryCallState) -> None:
         error.add_note(f"{state.seconds_since_start or 0:.0f} s")
 
 
-retried = retry(
-    retry=retry_if_exception(_transient),
-    stop=_stop,
-    after=_note_time,
-    wait=wait_exponential_jitter(initial=0.25, max=8, jitter=0.25),
-    reraise=True,
-)
+def retried(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a request: call it again after failures that may pass."""
+    persistent = retry(
+        retry=retry_if_exception(_transient),
+        stop=_stop,
+        after=_note_time,
+        before_sleep=_Outage.say,
+        wait=wait_exponential_jitter(initial=0.25, max=8, jitter=0.25),
+        reraise=True,
+    )(function)
+
+    @wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        result = persistent(*arguments, **named)
+        _answered.set()
+        return result
+
+    return call
 
 
 @contextmanager
@@ -165,7 +230,8 @@ def _explain(uri: str, error: Exception) -> UserError:
             f"{what}: redirected in a loop, or not to a web address", "check the address"
         )
     if code:
-        return UserError(f"{what}: the store answered {code}", "check the store's log")
+        kind = Unavailable if code in BUSY else UserError
+        return kind(f"{what}: the store answered {code}", "check the store's log")
     if isinstance(error, Damaged):
         return UserError(
             f"{what}: {error}", "run it again; if it persists, check the store's disks"
@@ -175,10 +241,11 @@ def _explain(uri: str, error: Exception) -> UserError:
     if timed_out(error):
         waited = (getattr(error, "__notes__", None) or ["the time allowed"])[-1]
         what = f"{what}: no answer{source} in {waited}"
-        return UserError(f"{what}: {_one_line(error)}", f"{hint}; set {VARIABLE}=60 to wait longer")
-    return UserError(f"{what}: no answer{source}: {_one_line(error)}", hint)
+        longer = f"{hint}; set {VARIABLE}=60 to wait longer"
+        return Unavailable(f"{what}: {_one_line(error)}", longer)
+    return Unavailable(f"{what}: no answer{source}: {_one_line(error)}", hint)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException | None) -> str:
     """The error as one short line: a server may answer with anything."""
     return printable(" ".join(str(error).split()))

@@ -19,6 +19,8 @@ from lathe.errors import UserError
 
 VARIABLE = "LATHE_NETWORK_TIMEOUT"
 DEFAULT_SECONDS = 15.0
+PATIENCE = "LATHE_NETWORK_PATIENCE"
+DEFAULT_PATIENCE = 300.0
 CONNECT_SECONDS = 5.0
 SLOWEST = 100  # bytes a second
 SEND_BYTES = 1 << 16
@@ -30,17 +32,38 @@ def network_timeout() -> float:
     Raises:
         UserError: it is not a number above 0 and up to 86400.
     """
-    text = os.environ.get(VARIABLE) or str(DEFAULT_SECONDS)
+    seconds = _seconds(VARIABLE, DEFAULT_SECONDS)
+    if not seconds:
+        raise _wrong(VARIABLE, "0", DEFAULT_SECONDS)
+    return seconds
+
+
+def network_patience() -> float:
+    """Seconds for which a server that does not answer is waited for, where it must be there:
+    LATHE_NETWORK_PATIENCE, 0 for not at all.
+
+    Raises:
+        UserError: it is not a number from 0 to 86400.
+    """
+    return _seconds(PATIENCE, DEFAULT_PATIENCE)
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= 86400:
-        raise UserError(
-            f"{VARIABLE}={text}: not a number of seconds",
-            "give a number above 0 and up to 86400, such as 15",
-        )
+    if not 0 <= seconds <= 86400:
+        raise _wrong(variable, text, default)
     return seconds
+
+
+def _wrong(variable: str, text: str, default: float) -> UserError:
+    return UserError(
+        f"{variable}={text}: not a number of seconds",
+        f"give a number above 0 and up to 86400, such as {default:g}",
+    )
 
 
 class _Paced(io.RawIOBase):

@@ -96,7 +96,7 @@ def test_a_dead_store_is_one_error_of_the_command_line(tmp_path: Path) -> None:
         capture_output=True,
         encoding="utf-8",
     )
-    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.returncode == 69 and ended.stdout == ""
     first, hint = ended.stderr.splitlines()
     assert first.startswith("error: s3://bucket/model/: no answer from http://127.0.0.1:")
     assert hint == "  hint: check the network and AWS_ENDPOINT_URL"

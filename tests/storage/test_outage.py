@@ -1,0 +1,90 @@
+"""A store that is away for a while is waited for; one that does not come back ends the command."""
+
+import logging
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import Unavailable
+from lathe.storage import failures, fetch
+
+WAIT = 12.0
+
+
+class _Greeting(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATHE_NETWORK_PATIENCE", str(WAIT))
+    monkeypatch.setattr(failures._Outage, "said", -60.0)
+    monkeypatch.setattr(failures, "_answered", threading.Event())
+
+
+def serve_later(port: int, seconds: float) -> threading.Thread:
+    """Answers one request, `seconds` from now."""
+
+    def run() -> None:
+        time.sleep(seconds)
+        with HTTPServer(("127.0.0.1", port), _Greeting) as server:
+            server.timeout = 30
+            server.handle_request()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("known", ["a pod needs it", "it has answered before"])
+def test_a_server_that_must_be_there_is_waited_for(
+    known: str,
+    port: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if known == "a pod needs it":
+        monkeypatch.setenv(failures.IN_POD, "10.96.0.1")
+    else:
+        failures._answered.set()
+    server = serve_later(port, 5)  # four attempts take some three seconds
+    with caplog.at_level(logging.WARNING, "lathe"):
+        found = fetch(f"http://127.0.0.1:{port}/greeting.txt", tmp_path)
+    server.join()
+    assert found.read_text(encoding="utf-8") == "hello"
+    (said,) = caplog.messages
+    assert "does not answer" in said and "up to 12 s (LATHE_NETWORK_PATIENCE)" in said
+
+
+def test_an_address_that_never_answered_is_given_up_at_once(port: int, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="no answer") as raised:
+        fetch(f"http://127.0.0.1:{port}/greeting.txt", tmp_path)
+    assert time.monotonic() - began < WAIT and raised.value.status == 69
+
+
+def test_patience_ends(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATHE_NETWORK_PATIENCE", "4")
+    monkeypatch.setenv(failures.IN_POD, "10.96.0.1")
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="no answer"):
+        fetch(f"http://127.0.0.1:{port}/greeting.txt", tmp_path)
+    assert 4 <= time.monotonic() - began < 30
