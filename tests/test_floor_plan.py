@@ -40,6 +40,7 @@ LIBRARIES = {
     "onnxruntime": {"runtime", "export", "paddle"},
     "onnx": {"export", "paddle", "runtime", "certify"},
     "openvino": {"runtime"},
+    "llguidance": {"runtime"},
     "minio": {"storage"},
     "tenacity": {"storage", "cluster"},
     "urllib3": {"storage", "cluster"},

@@ -21,6 +21,7 @@ class Usage:
     """Numbers of tokens, added up from chunks."""
 
     prompt: int = 0
+    cached: int = 0  # of the prompt's
     completion: int = 0
 
     def add(self, chunk: Chunk, is_first: bool, echo: bool) -> None:
@@ -31,6 +32,7 @@ class Usage:
             echo: whether the prompt's tokens are among those of the sequence.
         """
         self.prompt += chunk.prompt_tokens if is_first else 0
+        self.cached += chunk.cached_tokens if is_first else 0
         self.completion += len(chunk.tokens) - (chunk.prompt_tokens if echo else 0)
 
     def to_json(self) -> Json:
@@ -39,6 +41,7 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 

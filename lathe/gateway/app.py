@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lathe.gateway.answers import Json
 from lathe.gateway.chat import Chat, prompt_of
 from lathe.gateway.completions import Completion
 from lathe.gateway.endpoint import Answer, Endpoint
@@ -23,10 +24,11 @@ from lathe.gateway.models import Model
 from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.slots import Slots
+from lathe.gateway.tokens import Detokenize, detokenize, read_tokenize, tokenize
 from lathe.gateway.triton import Triton
 from lathe.gateway.web import Web
 
-PATHS = "/v1/models, /v1/completions and /v1/chat/completions"
+PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /tokenize and /detokenize"
 
 
 class Gateway:
@@ -57,6 +59,8 @@ class Gateway:
         door, metrics = self._door, self.metrics
         completions = Endpoint("/v1/completions", self._completion, door, metrics)
         chat = Endpoint("/v1/chat/completions", self._chat, door, metrics)
+        tokenizing = Endpoint("/tokenize", self._tokenize, door, metrics)
+        detokenizing = Endpoint("/detokenize", self._detokenize, door, metrics)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
@@ -68,6 +72,8 @@ class Gateway:
             "/v1/models/{name}": (self._model, "GET"),
             "/v1/completions": (completions, "POST"),
             "/v1/chat/completions": (chat, "POST"),
+            "/tokenize": (tokenizing, "POST"),
+            "/detokenize": (detokenizing, "POST"),
             "/health": (self._health, "GET"),
             "/metrics": (self._page, "GET"),
         }
@@ -134,6 +140,15 @@ class Gateway:
         prompt = await prompt_of(request, model, self._renderers[model.name])
         return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
+    async def _tokenize(self, given: Any) -> Json:
+        request = read_tokenize(given)
+        model = self._named(request.model)
+        return await tokenize(request, model, self._renderers[model.name])
+
+    async def _detokenize(self, given: Any) -> Json:
+        request = Detokenize.model_validate(given)
+        return await detokenize(request, self._renderers[self._named(request.model).name])
+
     def _named(self, name: str) -> Model:
         if name in self._models:
             return self._models[name]
@@ -161,10 +176,12 @@ class Gateway:
         return self.metrics.page()
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return error.response()
     assert isinstance(error, HTTPException)
-    response = ApiError(error.status_code, f"{error.detail}: {PATHS} are there").response()
+    path = request.url.path[:100]
+    what = f"{path} does not exist" if error.status_code == 404 else error.detail
+    response = ApiError(error.status_code, f"{what}: this server has {PATHS}").response()
     response.headers.update(error.headers or {})  # Allow
     return response

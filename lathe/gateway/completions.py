@@ -28,7 +28,12 @@ class Completion:
         self, request: CompletionRequest, model: Model, triton: Triton, slots: Slots
     ) -> None:
         task = Task(
-            request.prompts, request.of_backend(), request.n, request.sequences, request.echo
+            request.prompts,
+            request.of_backend(),
+            request.n,
+            request.sequences,
+            request.echo,
+            request.form,
         )
         self._request = request
         self._generation = Generation(task, model, triton, slots)

@@ -57,13 +57,14 @@ class Endpoint:
     """An ASGI application for one path.
 
     Args:
-        read: understands the body, which is any JSON; raises ValidationError or ApiError.
+        read: understands the body, which is any JSON, and returns what answers it, or the answer
+            itself; raises ValidationError or ApiError.
     """
 
     def __init__(
         self,
         path: str,
-        read: Callable[[Any], Awaitable[Answer]],
+        read: Callable[[Any], Awaitable[Answer | Json]],
         door: Door,
         metrics: GatewayMetrics,
     ) -> None:
@@ -77,8 +78,11 @@ class Endpoint:
             body = await self._door.body(scope, receive)
             with self._door.place():
                 answer = await self._read(_parsed(body))
-                usage = answer.usage
-                status = await _unless_left(_send(answer, scope, receive, send), receive)
+                if isinstance(answer, dict):
+                    status = await _send_whole(answer, scope, receive, send)
+                else:
+                    usage = answer.usage
+                    status = await _unless_left(_send(answer, scope, receive, send), receive)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
@@ -139,8 +143,7 @@ async def _left(receive: Receive) -> None:
 
 async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:
     if not answer.is_stream:
-        await JSONResponse(await answer.whole())(scope, receive, send)
-        return 200
+        return await _send_whole(await answer.whole(), scope, receive, send)
     status = 200
     async with aclosing(answer.stream()) as events:
         first = asyncio.ensure_future(anext(events))
@@ -166,6 +169,11 @@ async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> i
             await asyncio.gather(*tasks, return_exceptions=True)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
     return status
+
+
+async def _send_whole(answer: Json, scope: Scope, receive: Receive, send: Send) -> int:
+    await JSONResponse(answer)(scope, receive, send)
+    return 200
 
 
 async def _comment(send: Send) -> None:

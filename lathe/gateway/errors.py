@@ -1,5 +1,6 @@
 """Errors as OpenAI's interface shows them."""
 
+import re
 from collections.abc import Sequence
 
 from pydantic import ValidationError
@@ -7,6 +8,7 @@ from starlette.responses import JSONResponse
 
 from lathe.errors import UserError
 from lathe.gateway.triton import Unavailable
+from lathe.runtime.params import FIELDS
 from lathe.runtime.protocol import BUSY
 
 RETRY_SECONDS = 1
@@ -73,7 +75,9 @@ def of_backend(error: Exception) -> ApiError:
         if UNKNOWN in error.what:  # to Triton; the gateway knows it
             return ApiError(503, "the model is not loaded", code="unavailable")
         code = "context_length_exceeded" if "positions" in error.what else None
-        return ApiError(400, f"{error.what}: {error.hint}", code=code)
+        name = re.split("[: ]", error.what, maxsplit=1)[0]
+        param = name if name in FIELDS else None
+        return ApiError(400, f"{error.what}: {error.hint}", param=param, code=code)
     if isinstance(error, Unavailable):
         return ApiError(503, "the model server does not answer", code="unavailable")
     if str(error) == CANCELLED:  # and not by the client, who would not be told

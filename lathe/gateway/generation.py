@@ -5,13 +5,18 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from lathe.errors import UserError
 from lathe.gateway.answers import Usage
 from lathe.gateway.errors import ApiError
 from lathe.gateway.models import Model
 from lathe.gateway.requests import Parameters, Prompt
 from lathe.gateway.slots import Slots
+from lathe.gateway.structure import Form
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
+
+STRUCTURED = "structured_outputs"
+"""What the backend calls the form of a text."""
 
 MOST_UNREAD = 512
 """Pieces of an answer that may wait for a client that reads too slowly."""
@@ -26,6 +31,7 @@ class Task:
         n: sequences to return for each prompt.
         sequences: to generate for each prompt; the best `n` are returned.
         echo: whether sequences begin with the prompt.
+        form: what the request says of the text's form.
     """
 
     prompts: Sequence[Prompt]
@@ -33,6 +39,7 @@ class Task:
     n: int
     sequences: int
     echo: bool = False
+    form: Form | None = None
 
 
 class Generation:
@@ -98,10 +105,17 @@ class Generation:
     async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
         async with self._turns, self._slots.hold(self._task.sequences, number == 0):
             found = self._triton.generate(self._model.name, prompt, self._task.parameters)
-            async with aclosing(found) as chunks:
-                async for chunk in chunks:
-                    self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
-                    yield chunk
+            try:
+                async with aclosing(found) as chunks:
+                    async for chunk in chunks:
+                        self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
+                        yield chunk
+            except UserError as error:
+                form = self._task.form
+                if form is not None and error.what.startswith(STRUCTURED):
+                    what = f"{form.field}{error.what.removeprefix(STRUCTURED)}"
+                    raise ApiError(400, what, param=form.field) from None
+                raise
 
     def _mean_log_probability(self, chunk: Chunk) -> float:
         new = chunk.log_probabilities[chunk.prompt_tokens if self._task.echo else 0 :]

@@ -23,7 +23,7 @@ class Model:
             that a prompt has taken recently.
         folder: its export.
         n_positions: of its context.
-        has_chat_template: whether the checkpoint came with one.
+        chat_template: that of the checkpoint; empty if it has none.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Model:
     folder: Path
     n_positions: int
     max_wait: float | None = None
-    has_chat_template: bool = False
+    chat_template: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Its entry in the list of models."""
@@ -87,7 +87,7 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
         folder,
         _setting(folder / "export.json", "n_positions"),
         max_wait,
-        isinstance(template, str),
+        template if isinstance(template, str) else "",
     )
 
 

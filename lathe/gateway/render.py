@@ -1,4 +1,7 @@
-"""`python -m lathe.gateway.render EXPORT`: the process of `Renderer`; a JSON object a line."""
+"""`python -m lathe.gateway.render EXPORT`: the process of `Renderer`; a JSON object a line.
+
+Each names what is to be done, with its arguments.
+"""
 
 import json
 import resource
@@ -9,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lathe.gateway.template import ChatTemplate, ChatTokenizer, PromptError
+from lathe.runtime.prompt import encode_prompts
 from lathe.runtime.text import TokenBytes
 
 MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
@@ -19,9 +23,8 @@ def main(folder: Path) -> None:
     tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     n_positions = json.loads((folder / "export.json").read_text(encoding="utf-8"))["n_positions"]
     longest = n_positions * TokenBytes(tokenizer).longest
-    source = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"][
-        "chat_template"
-    ]
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]
+    source = settings.get("chat_template", "")
     chat: ChatTokenizer | PromptError
     _limit_memory()  # constants are computed as a template is compiled
     try:
@@ -29,7 +32,7 @@ def main(folder: Path) -> None:
     except PromptError as error:
         chat = error
     for line in sys.stdin:
-        print(json.dumps(_answer(chat, json.loads(line))), flush=True)
+        print(json.dumps(_answer(chat, tokenizer, json.loads(line))), flush=True)
 
 
 def _limit_memory() -> None:
@@ -38,13 +41,37 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _answer(chat: ChatTokenizer | PromptError, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(
+    chat: ChatTokenizer | PromptError, tokenizer: Tokenizer, request: dict[str, Any]
+) -> dict[str, Any]:
     try:
-        if isinstance(chat, PromptError):
-            raise chat
-        return {"ids": chat.ids(**request)}
+        match request:
+            case {"chat": given}:
+                if isinstance(chat, PromptError):
+                    raise chat
+                return {"done": chat.ids(**given)}
+            case {"text": text, "add_special_tokens": True}:
+                return {"done": encode_prompts(tokenizer, [text])[0]}
+            case {"text": text}:
+                return {"done": tokenizer.encode(text, add_special_tokens=False).ids}
+            case {"names": ids}:
+                return {"done": [tokenizer.id_to_token(i) for i in ids]}
+            case {"tokens": ids}:
+                return {"done": _text(tokenizer, ids)}
+        raise AssertionError(request)
     except PromptError as error:
         return {"error": str(error), "is_broken": error.is_broken}
+    except (UnicodeEncodeError, TypeError):  # of the tokenizer
+        return {"error": "half a character is no text", "is_broken": False}
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    most = tokenizer.get_vocab_size()
+    wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
+    if wrong:
+        raise PromptError(f"{wrong[0]} is no token of the tokenizer, which has {most}")
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    return text
 
 
 if __name__ == "__main__":

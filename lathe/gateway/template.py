@@ -23,7 +23,7 @@ BREAK = "\ufdd0"
 """Breaks the spelling of a special token within a message. Unicode has assigned no character to it,
 and never will."""
 
-OURS = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
+OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 """Variables of a template that a request may not set."""
 
 
@@ -67,6 +67,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt.
 
@@ -74,6 +75,7 @@ class ChatTemplate:
             add_generation_prompt: end it with what asks for the assistant's next message.
             continue_final_message: end it within the last message instead.
             variables: what the template is told besides.
+            tools: that the model may call, as in OpenAI's interface.
 
         Raises:
             PromptError: the template refuses the messages.
@@ -83,6 +85,7 @@ class ChatTemplate:
         try:
             prompt = self._template.render(
                 messages=messages,
+                tools=tools,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 bos_token=END_OF_TEXT,
                 eos_token=END_OF_TEXT,
@@ -115,16 +118,20 @@ class ChatTokenizer:
         self._special = dict(sorted(special.items(), key=lambda one: len(one[0]), reverse=True))
         self._bos = bos_ids(tokenizer)
 
-    def ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any
+    ) -> list[int]:
         """Token ids of a prompt.
 
         Args:
-            options: those of `ChatTemplate.render`.
+            tools: see `ChatTemplate.render`.
+            options: its others.
 
         Raises:
             PromptError: see `ChatTemplate.render`; or the prompt is too long.
         """
-        prompt = self._template.render([self._plain(message) for message in messages], **options)
+        plain = [self._plain(message) for message in messages]
+        prompt = self._template.render(plain, tools=self._plain(tools), **options)
         if len(prompt.encode(errors="replace")) > self._longest:
             raise PromptError(f"the messages make a prompt of over {self._longest:,} bytes")
         if BREAK not in prompt:
@@ -139,7 +146,7 @@ class ChatTokenizer:
                 value = value.replace(token, token[:1] + BREAK + token[1:])
             return value
         if isinstance(value, Mapping):
-            return {key: self._plain(item) for key, item in value.items()}
+            return {self._plain(key): self._plain(item) for key, item in value.items()}
         return [self._plain(item) for item in value] if isinstance(value, list) else value
 
     def _parts(self, prompt: str) -> list[str]:

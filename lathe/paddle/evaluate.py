@@ -66,7 +66,7 @@ def generate(
     net: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
-    eos: int | None,
+    eos: int,
     seed: int,
 ) -> list[list[int]]:
     """One continuation per prompt, with a full forward pass for each token; greedy search replaces
@@ -85,7 +85,7 @@ def generate(
         seen[ids] = True
         for n in range(settings.max_dec_len):
             hidden = net.hidden(paddle.to_tensor([ids]))  # (1, T, C)
-            token = next_token(net.head(hidden[0, -1:]).numpy()[0], seen, n, params, eos, rng)
+            token = next_token(net.head(hidden[0, -1:]).numpy()[0], seen, n, params, [eos], rng)
             if token == eos:
                 break
             ids.append(token)

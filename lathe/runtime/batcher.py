@@ -68,7 +68,6 @@ class Batcher:
         self._pairs: dict[int, MixedCaches] = {}
         self._waiting: deque[SequenceGroup] = deque()
         self._reading: SequenceGroup | None = None
-        self._reused = 0  # tokens of its prompt that the prefix cache had
         self._owners: list[SequenceGroup] = []  # of the occupied rows
         self._tokens: list[int] = []  # last token of each row
         self._rows: dict[SequenceGroup, list[int]] = {}  # rows of its branches, in their order
@@ -170,7 +169,8 @@ class Batcher:
         self._tell(self._watcher.admitted, time.monotonic() - group.arrived)
         part = self._prompt_cache()
         part.lengths[0] = 0
-        self._reused = 0 if group.scores_prompt else self._prefixes.load(group.prompt, part)
+        if not group.scores_prompt:
+            group.cached_tokens = self._prefixes.load(group.prompt, part)
 
     def _can_mix(self) -> bool:
         assert self._reading is not None
@@ -217,13 +217,15 @@ class Batcher:
         self._reading = None
 
     def _has_read(self, logits: NDArray[np.float32]) -> None:
-        """After the last chunk of a prompt, with logits (1, V), its request is running."""
+        """Store what was read. After the last chunk of a prompt, with logits (1, V), its request is
+        running."""
         group, row = self._reading, len(self._owners)
         assert group is not None
-        if self._cache.lengths[row] < len(group.prompt):
-            return
+        done = int(self._cache.lengths[row])
         try:
-            self._prefixes.store(group.prompt, self._prompt_cache())
+            self._prefixes.store(group.prompt[:done], self._prompt_cache())
+            if done < len(group.prompt):
+                return
             step = group.choose(logits)
         except Exception as error:
             self._fail_prompt(error)
@@ -232,7 +234,7 @@ class Batcher:
         branches = range(row, row + len(step.tokens))
         self._cache.permute(branches, [row] * len(branches))
         seconds = time.monotonic() - group.arrived
-        self._tell(self._watcher.begun, len(group.prompt), self._reused, seconds)
+        self._tell(self._watcher.begun, len(group.prompt), group.cached_tokens, seconds)
         self._tell(self._watcher.stepped, group.width)
         self._owners += [group] * len(branches)
         self._tokens += step.tokens

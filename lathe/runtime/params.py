@@ -7,7 +7,7 @@ The names are those common to language model servers; PaddleFleetX's `min_dec_le
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -18,8 +18,15 @@ STRATEGIES = ("sampling", "greedy_search", "beam_search")
 MAX_INT = 2**63 - 1
 MAX_TOP = 20  # alternatives of a token, as in OpenAI's interface
 MOST_STOPS, LONGEST_STOP = 16, 1000  # every new token is compared with all of them
+MOST_IDS = 1024  # of `stop_token_ids` and `logit_bias`
+MOST_BIAS = 100.0  # as in OpenAI's interface
+FORMS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
+LONGEST_FORM = 100_000
 
-NO_BEAMS = ("logprobs", "echo", "presence_penalty", "frequency_penalty")
+NO_BEAMS = (
+    *("logprobs", "echo", "presence_penalty", "frequency_penalty"),
+    *("min_p", "logit_bias", "stop_token_ids", "ignore_eos", "structured_outputs"),
+)
 """What beam search does not have."""
 
 
@@ -29,7 +36,10 @@ class Params:
     the room left in the context; a number that exceeds that room is refused, and 0 only reads the
     prompt. A request ends with what it has generated `timeout_seconds` after its arrival. With
     `echo` the answer begins with the prompt. The presence and frequency penalties count the
-    generated tokens, as OpenAI's do."""
+    generated tokens, as OpenAI's do. `logit_bias` is added to the logits of its tokens before
+    anything else, and a token of `stop_token_ids` ends the text as the model's own do, which
+    `ignore_eos` excludes. `structured_outputs` is the form of the text; see
+    `lathe.runtime.grammar`."""
 
     max_tokens: int | None = None
     min_tokens: int = 1
@@ -37,6 +47,7 @@ class Params:
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 0.75
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -46,6 +57,10 @@ class Params:
     seed: int | None = None
     timeout_seconds: float | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    structured_outputs: str = ""
     logprobs: bool = False
     top_logprobs: int = 0
     echo: bool = False
@@ -74,6 +89,7 @@ FIELDS = {
     "temperature": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
     "top_k": Field(int, lambda v: 0 <= v <= MAX_INT, "at least 0 (0: no limit)"),
     "top_p": Field(float, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "min_p": Field(float, lambda v: 0 <= v <= 1, "from 0 to 1"),
     "repetition_penalty": Field(float, lambda v: 0 < v < math.inf, "above 0 and finite"),
     "presence_penalty": Field(float, lambda v: -2 <= v <= 2, "from -2 to 2"),
     "frequency_penalty": Field(float, lambda v: -2 <= v <= 2, "from -2 to 2"),
@@ -84,6 +100,19 @@ FIELDS = {
         str,
         bool,
         f"a string, or a JSON list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters",
+    ),
+    "stop_token_ids": Field(str, bool, f"a JSON list of at most {MOST_IDS} token ids"),
+    "ignore_eos": Field(bool, lambda v: True, "true or false"),
+    "logit_bias": Field(
+        str,
+        bool,
+        f"a JSON object of at most {MOST_IDS} token ids with numbers from -{MOST_BIAS:g} to "
+        f"{MOST_BIAS:g}",
+    ),
+    "structured_outputs": Field(
+        str,
+        lambda v: len(v) <= LONGEST_FORM,
+        f"a JSON object with one of {', '.join(FORMS)}, of at most {LONGEST_FORM:,} characters",
     ),
     "logprobs": Field(bool, lambda v: True, "true or false"),
     "top_logprobs": Field(int, lambda v: 0 <= v <= MAX_TOP, f"from 0 to {MAX_TOP}"),
@@ -110,8 +139,9 @@ def parse(given: Mapping[str, Any], defaults: Params) -> Params:
         if field_name in values:
             raise UserError(f"{field_name} is given twice, once as {name}", "give one of them")
         values[field_name] = _checked(name, value, FIELDS[field_name])
-    if "stop" in values:
-        values["stop"] = _stop_strings(values["stop"])
+    for name, read in READERS.items():
+        if name in values:
+            values[name] = read(values[name])
     params = replace(defaults, **values)
     sequences, strategy = params.num_return_sequences, params.decode_strategy
     if strategy == "greedy_search" and sequences > 1:
@@ -155,12 +185,53 @@ def _stop_strings(value: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _token_ids(value: str) -> tuple[int, ...]:
+    ids = _json("stop_token_ids", value)
+    if not isinstance(ids, list) or len(ids) > MOST_IDS or not all(map(_is_id, ids)):
+        raise _misread("stop_token_ids", value)
+    return tuple(ids)
+
+
+def _logit_bias(value: str) -> dict[int, float]:
+    given = _json("logit_bias", value)
+    if not isinstance(given, dict) or len(given) > MOST_IDS:
+        raise _misread("logit_bias", value)
+    for token, bias in given.items():
+        is_number = type(bias) in (int, float) and -MOST_BIAS <= bias <= MOST_BIAS
+        if not (token.isdecimal() and len(token) < 20 and is_number):
+            raise _misread("logit_bias", value)
+    return {int(token): float(bias) for token, bias in given.items()}
+
+
+def _json(name: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise _misread(name, value) from None
+
+
+def _misread(name: str, value: str) -> UserError:
+    return UserError(f"{name}: not understood: {value:.100}", f"give {FIELDS[name].limit}")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "stop": _stop_strings,
+    "stop_token_ids": _token_ids,
+    "logit_bias": _logit_bias,
+}
+"""Of parameters that are more than a number or a word: Triton's parameters are not."""
+
+
 def _checked(name: str, value: Any, field: Field) -> Any:
     if field.kind is float and type(value) is int:
         value = float(value)
     if type(value) is not field.kind:
         raise UserError(f"{name} {value!r} is not of type {field.kind.__name__}", field.limit)
     if not field.allowed(value):
-        shown = f"{value:g}" if field.kind is float else f"{value}"
+        shown = format(value, {float: "g", str: ".100"}.get(field.kind, ""))
         raise UserError(f"{name} {shown} is out of range", f"give {name} {field.limit}")
     return value

@@ -2,8 +2,9 @@
 
 A prefix is divided into blocks of BLOCK tokens. A block is found by all tokens up to its end, which
 are compared and not only hashed, so that nothing but the same beginning ever matches. It is stored
-when it is met for the second time: prompts that nobody repeats cost neither memory nor copying.
-The least recently used blocks make room for new ones.
+as soon as it has been read, so that the next turn of a conversation finds the one before. What was
+generated is not stored: a step of one token may round otherwise than one of many, and an answer
+must not depend on what is cached. The least recently used blocks make room for new ones.
 
 Source: automatic prefix caching, vLLM (Kwon et al., SOSP 2023).
 """
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 from lathe.runtime.kv_cache import KVCache, Tokens
 
 BLOCK = 16
-SEEN = 2**16  # hashes of blocks that have been met once
 
 
 class PrefixCache:
@@ -30,7 +30,6 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._blocks: OrderedDict[bytes, Tokens] = OrderedDict()
-        self._seen: OrderedDict[int, None] = OrderedDict()
         self.n_bytes = 0
 
     def stored(self, prompt: NDArray[np.int64]) -> int:
@@ -53,23 +52,20 @@ class PrefixCache:
         return len(found) * BLOCK
 
     def store(self, prompt: NDArray[np.int64], cache: KVCache) -> None:
-        """Take note of a prompt whose keys and values a cache of one row holds."""
+        """Store a prompt, or the part of it that was read, from a cache of one row; of one that is
+        larger than `max_bytes` the beginning."""
         if not self._max_bytes:
             return
         keys = [*_keys(prompt)]
         for number, key in enumerate(keys):
-            if key in self._blocks:
-                continue
-            if hash(key) in self._seen:
-                del self._seen[hash(key)]
+            if key not in self._blocks:
                 block = cache.read(number * BLOCK, BLOCK)
+                if (number + 1) * block.nbytes > self._max_bytes:
+                    del keys[number:]
+                    break
                 self._blocks[key] = block
                 self.n_bytes += block.nbytes
-            else:
-                self._seen[hash(key)] = None
-        self._touch([key for key in keys if key in self._blocks])
-        while len(self._seen) > SEEN:
-            self._seen.popitem(last=False)
+        self._touch(keys)
         while self.n_bytes > self._max_bytes:
             _, block = self._blocks.popitem(last=False)
             self.n_bytes -= block.nbytes

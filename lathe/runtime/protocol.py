@@ -36,6 +36,7 @@ class Chunk:
         top: log-probabilities by name of the likeliest tokens at each token's place and of the
             token itself, if requested; empty for the first token of an echoed prompt.
         prompt_tokens: number of tokens of the prompt; 0 before the last chunk.
+        cached_tokens: those of them that the prefix cache had; 0 before the last chunk.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Chunk:
     names: list[str] = field(default_factory=list)
     top: list[dict[str, float]] = field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 def score_name(model_name: str) -> str:

@@ -1,10 +1,11 @@
 """Choose the next token from one row of logits, in numpy.
 
-The definitions are those of transformers' logits processors, in their order: repetition penalty,
-minimum length, then for sampling: temperature, top-k, top-p (on what remains), one draw. OpenAI's
-presence and frequency penalties follow the repetition penalty.
+The definitions are those of transformers' logits processors, in their order: bias, repetition
+penalty, minimum length, then for sampling: temperature, top-k, top-p and min-p (each on what
+remains), one draw. OpenAI's presence and frequency penalties follow the repetition penalty.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,31 +23,44 @@ def next_token(
     seen: NDArray[np.bool_],
     n_generated: int,
     params: Params,
-    eos_id: int | list[int] | None,
+    end_ids: Sequence[int],
     rng: np.random.Generator,
     counts: NDArray[np.int32] | None = None,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> int:
     """Choose the next id.
 
     Args:
         logits: (vocab,) float32 of the last position; not modified.
         seen: (vocab,) true for every id in the prompt or generated so far.
-        n_generated: number of ids generated so far; `eos_id`, one or several, is
+        n_generated: number of ids generated so far; `end_ids` and `params.stop_token_ids` are
             excluded below `params.min_tokens`.
+        end_ids: the model's own.
         counts: (vocab,) how often each id was generated so far, for the presence and frequency
             penalties.
+        allowed: (vocab,) the ids that may come next; at least one besides the ends.
     """
+    if allowed is not None:
+        logits = np.where(allowed, logits, np.float32(-np.inf))
+    if params.logit_bias:
+        logits = logits.copy()
+        logits[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     if params.repetition_penalty != 1.0:
         logits = penalize(logits, seen, params.repetition_penalty)
     if counts is not None and (params.presence_penalty or params.frequency_penalty):
         penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
         logits = logits - penalty.astype(np.float32)
-    if eos_id is not None and n_generated < params.min_tokens:
+    is_early = n_generated < params.min_tokens
+    excluded = [*end_ids] if is_early or params.ignore_eos else []
+    excluded += params.stop_token_ids if is_early else ()
+    if excluded:
         logits = logits.copy()
-        logits[eos_id] = -np.inf
+        logits[excluded] = -np.inf
     if params.decode_strategy == "greedy_search":
         return int(logits.argmax())
-    ids, probabilities = distribution(logits, params.temperature, params.top_k, params.top_p)
+    ids, probabilities = distribution(
+        logits, params.temperature, params.top_k, params.top_p, params.min_p
+    )
     steps = probabilities.cumsum()
     return int(ids[np.searchsorted(steps, rng.random() * steps[-1], side="right")])
 
@@ -74,12 +88,14 @@ def penalize(logits: Logits, seen: NDArray[np.bool_], penalty: float) -> Logits:
 
 
 def distribution(
-    logits: Logits, temperature: float, top_k: int, top_p: float
+    logits: Logits, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The ids that survive top-k (0: all) and top-p, and their probabilities, which sum to one.
+    """The ids that survive top-k (0: all), top-p and min-p, and their probabilities, which sum to
+    one.
 
     Ties at the k-th place all survive. Top-p keeps the smallest set of most probable ids whose
-    probability reaches `top_p`, at least one (Holtzman et al., 2020).
+    probability reaches `top_p`, at least one (Holtzman et al., 2020). Min-p keeps those that are at
+    least `min_p` times as probable as the most probable one (Nguyen et al., 2024).
     """
     ids = _top(logits, top_k) if 0 < top_k < logits.size else np.arange(logits.size)
     with np.errstate(over="ignore"):
@@ -96,6 +112,9 @@ def distribution(
         # In the order of ids, not of probabilities: rounding could swap two that are almost equal,
         # and the same random number would then choose another token.
         keep = np.sort(order[before < top_p])
+        ids, probabilities = ids[keep], probabilities[keep] / probabilities[keep].sum()
+    if min_p:
+        keep = np.flatnonzero(probabilities >= min_p * probabilities.max())
         ids, probabilities = ids[keep], probabilities[keep] / probabilities[keep].sum()
     return ids, probabilities
 

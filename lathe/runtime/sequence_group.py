@@ -5,12 +5,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lathe.errors import UserError
+from lathe.runtime.grammar import Grammar
 from lathe.runtime.lookup import Lookup
 from lathe.runtime.params import Params
 from lathe.runtime.protocol import Chunk, FinishReason
@@ -47,13 +48,15 @@ class Receiver:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt's ids, and how to continue them, by at most `max_tokens`."""
+    """A prompt's ids, and how to continue them, by at most `max_tokens`, in the form of
+    `grammar`."""
 
     prompt: Sequence[int]
     max_tokens: int
     params: Params
     vocabulary: Vocabulary
     receiver: Receiver
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class SequenceGroup(ABC):
 
     Attributes:
         begun: whether its first tokens have been chosen.
+        cached_tokens: tokens of the prompt that need not be read.
     """
 
     def __init__(self, request: Request) -> None:
@@ -77,6 +81,7 @@ class SequenceGroup(ABC):
         self.width = request.params.branches
         self.arrived = time.monotonic()
         self.begun = False
+        self.cached_tokens = 0
         self._params, self._receiver = request.params, request.receiver
         self._token_bytes = request.vocabulary.token_bytes
         self._prompt_scores: list[Score] = [(math.nan, {})]
@@ -136,6 +141,8 @@ class SequenceGroup(ABC):
 
     def deliver(self, answer: Chunk | Exception) -> None:
         """Deliver; a failing receiver must fail neither this request nor its neighbours."""
+        if isinstance(answer, Chunk) and answer.prompt_tokens:
+            answer = replace(answer, cached_tokens=self.cached_tokens)
         try:
             self._receiver.deliver(answer)
         except Exception:
@@ -217,6 +224,7 @@ class _Branch:
         self._count, self._prompt_tokens = 0, len(request.prompt)
         self._token_bytes = vocabulary.token_bytes
         self._lookup = Lookup(request.prompt)
+        self._grammar = request.grammar and request.grammar.copy()
 
     def draft(self) -> list[int]:
         return self._lookup.draft(self._max_tokens - self._count - 1)
@@ -228,14 +236,28 @@ class _Branch:
         return Chunk(text, [], reason, self._index, prompt_tokens=self._prompt_tokens)
 
     def choose(self, logits: NDArray[np.float32]) -> Chunk:
+        allowed = None
+        if self._grammar is not None:
+            allowed = self._grammar.allowed()
+            if allowed is None:
+                return self._ended(self._text.rest(), "stop")
         token = next_token(
-            logits, self._seen, self._count, self._params, self._end_ids, self._rng, self._counts
+            logits,
+            self._seen,
+            self._count,
+            self._params,
+            self._end_ids,
+            self._rng,
+            self._counts,
+            allowed,
         )
-        if token in self._end_ids:
+        if token in self._end_ids or token in self._params.stop_token_ids:
             return self._ended(self._text.rest(), "stop")
         self._count, self._seen[token] = self._count + 1, True
         self._counts[token] += 1
         self._lookup.add(token)
+        if self._grammar is not None:
+            self._grammar.add(token)
         text = self._text.add(token)
         reason: FinishReason = ""
         if self._text.stopped:

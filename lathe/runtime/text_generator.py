@@ -1,9 +1,10 @@
 """Text generation with an exported model: tokenizer, limits and the running batch, no server.
 
-Needs only numpy, onnxruntime and tokenizers, and where it runs OpenVINO, that and onnx.
+Needs only numpy, onnxruntime and tokenizers; where it runs OpenVINO, that and onnx; and for
+structured output llguidance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from lathe.errors import UserError
 from lathe.runtime.batcher import Batcher
 from lathe.runtime.beams import Beams
+from lathe.runtime.grammar import Grammars
 from lathe.runtime.open_model import Runtime, open_model
 from lathe.runtime.params import Params
 from lathe.runtime.prompt import encode_prompts
@@ -52,6 +54,7 @@ class TextGenerator:
         self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.token_bytes = TokenBytes(self.tokenizer)
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.end_ids, self.token_bytes)
+        self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.model.end_ids)
         self._batcher = Batcher(
             self.model, max_running, max_queue, prefix_bytes, speculates, watcher
         )
@@ -66,10 +69,13 @@ class TextGenerator:
             False if the queue is full.
 
         Raises:
-            UserError: the prompt is empty or too long, an id is out of range, `max_tokens` exceeds
-                the room in the context, or more branches are requested than may run at a time.
+            UserError: the prompt is empty or too long, an id anywhere is out of range, `max_tokens`
+                exceeds the room in the context, more branches are requested than may run at a time,
+                or the form of the text is not supported.
         """
         ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
         max_tokens = self._max_tokens(len(ids), params.max_tokens)
         kind = Beams if params.decode_strategy == "beam_search" else Samples
         if params.branches > self._batcher.max_running:
@@ -79,7 +85,10 @@ class TextGenerator:
                 f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
             )
-        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver))
+        grammar = None
+        if params.structured_outputs:
+            grammar = self._grammars.start(params.structured_outputs, params.stop_token_ids)
+        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver, grammar))
         return self._batcher.submit(group)
 
     def close(self) -> None:
@@ -102,10 +111,13 @@ class TextGenerator:
     def _checked(self, ids: Sequence[int]) -> list[int]:
         if not ids:
             raise UserError("input_ids is empty", "give at least one token")
+        self._check_ids("input_ids", ids)
+        return list(ids)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         limit = self.model.vocab_size
         if wrong := [i for i in ids if not 0 <= i < limit]:
-            raise UserError(f"input_ids: {wrong[0]} is no token", f"give ids from 0 to {limit - 1}")
-        return list(ids)
+            raise UserError(f"{name}: {wrong[0]} is no token", f"give ids from 0 to {limit - 1}")
 
     def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
         room = self.n_positions - n_prompt

@@ -154,6 +154,7 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
         [name for chunk in chunks for name in chunk.names],
         [top for chunk in chunks for top in chunk.top],
         chunks[-1].prompt_tokens,
+        chunks[-1].cached_tokens,
     )
 
 
@@ -171,6 +172,8 @@ def _response(chunks: Sequence[Chunk]) -> Any:
     }
     if any(chunk.prompt_tokens for chunk in chunks):
         arrays["prompt_token_count"] = np.array([c.prompt_tokens for c in chunks], np.int64)
+    if any(chunk.cached_tokens for chunk in chunks):
+        arrays["cached_token_count"] = np.array([c.cached_tokens for c in chunks], np.int64)
     if any(chunk.names for chunk in chunks):
         names = [name.encode() for chunk in chunks for name in chunk.names]
         arrays["token_names"] = np.array(names, np.object_)

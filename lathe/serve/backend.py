@@ -1,8 +1,8 @@
 """Triton's Python backend for text generation: requests in, decoupled responses out.
 
 Runs inside Triton's stub process, the only one that can import `triton_python_backend_utils`; its
-environment has only numpy, onnxruntime, openvino with onnx, and tokenizers. Requests share one
-running batch, and a failing request does not affect the others.
+environment has only numpy, onnxruntime, openvino with onnx, tokenizers and llguidance. Requests
+share one running batch, and a failing request does not affect the others.
 """
 
 import json

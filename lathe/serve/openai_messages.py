@@ -1,5 +1,6 @@
 """OpenAI's /v1/completions: bodies from the clients' parameters, and chunks from its answers."""
 
+import json
 import math
 from typing import Any
 
@@ -12,7 +13,10 @@ from lathe.serve.openai_errors import ApiError, not_openai, told
 from lathe.serve.transport import Parameters
 
 ONLY_TRITON = ("num_beams", "length_penalty", "timeout_seconds")
-OTHERWISE = ("decode_strategy", "num_return_sequences", "stop", "logprobs", "top_logprobs")
+OTHERWISE = (
+    *("decode_strategy", "num_return_sequences", "stop", "logprobs", "top_logprobs"),
+    "structured_outputs",
+)
 SAME = FIELDS.keys() - {*ONLY_TRITON, *OTHERWISE}
 """Parameters with the same name and meaning in both; `top_k` and others are those of vLLM."""
 
@@ -37,10 +41,17 @@ class Choice(BaseModel):
     token_ids: list[int] | None = None
 
 
+class PromptDetails(BaseModel):
+    """Numbers of a prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
 class Usage(BaseModel):
     """Numbers of tokens."""
 
     prompt_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class Completion(BaseModel):
@@ -70,11 +81,21 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
         found["temperature"] = 0
     if params.stop:
         found["stop"] = params.stop
+    if params.structured_outputs:
+        found["structured_outputs"] = _form(params.structured_outputs)
     if params.logprobs:
         found["logprobs"] = params.top_logprobs
     if "num_return_sequences" in given:
         found["n"] = params.num_return_sequences
     return {"model": model_name, "prompt": prompt, "return_token_ids": True, **found}
+
+
+def _form(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        limit = FIELDS["structured_outputs"].limit
+        raise UserError(f"structured_outputs: not JSON: {text:.100}", f"give {limit}") from None
 
 
 def chunks_of(data: str | bytes, url: str) -> list[Chunk]:
@@ -90,12 +111,12 @@ def chunks_of(data: str | bytes, url: str) -> list[Chunk]:
         raise not_openai(url, data) from None
     if found.error is not None:
         raise told(url, found.error.status, found.error)
-    prompt_tokens = found.usage.prompt_tokens if found.usage else 0
+    usage = found.usage or Usage()
     choices = sorted(found.choices, key=lambda choice: choice.index)
-    return [_chunk(choice, prompt_tokens) for choice in choices]
+    return [_chunk(choice, usage) for choice in choices]
 
 
-def _chunk(choice: Choice, prompt_tokens: int) -> Chunk:
+def _chunk(choice: Choice, usage: Usage) -> Chunk:
     scored = choice.logprobs or Logprobs(tokens=[], token_logprobs=[])
     return Chunk(
         choice.text,
@@ -105,5 +126,6 @@ def _chunk(choice: Choice, prompt_tokens: int) -> Chunk:
         [math.nan if value is None else value for value in scored.token_logprobs],
         scored.tokens,
         [top or {} for top in scored.top_logprobs or []],
-        prompt_tokens,
+        usage.prompt_tokens,
+        (usage.prompt_tokens_details or PromptDetails()).cached_tokens or 0,
     )

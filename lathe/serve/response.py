@@ -18,6 +18,7 @@ def chunks_of(response: Any) -> list[Chunk]:
     }
     reasons, counts = _texts(raw, "finish_reason"), _numbers(raw, "token_count")
     prompts = _numbers(raw, "prompt_token_count") or [0] * len(counts)
+    cached = _numbers(raw, "cached_token_count") or [0] * len(counts)
     tokens, names = iter(_numbers(raw, "tokens")), iter(_texts(raw, "token_names"))
     chances, tops = iter(_numbers(raw, "log_probabilities", np.float32)), iter(_tops(raw))
     parts = zip(
@@ -26,6 +27,7 @@ def chunks_of(response: Any) -> list[Chunk]:
         reasons,
         _numbers(raw, "sequence"),
         prompts,
+        cached,
         strict=True,
     )
     return [
@@ -38,8 +40,9 @@ def chunks_of(response: Any) -> list[Chunk]:
             list(islice(names, count)),
             list(islice(tops, count)),
             prompt,
+            known,
         )
-        for text, count, reason, sequence, prompt in parts
+        for text, count, reason, sequence, prompt, known in parts
     ]
 
 

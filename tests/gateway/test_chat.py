@@ -19,7 +19,10 @@ from lathe.gateway.models import read_models
 from lathe.gateway.renderer import Renderer
 from lathe.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
 from lathe.model.chat_template import read_chat_template
+from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
+from lathe.production.agreement import greedy_tokens
+from lathe.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
 from tests.support.gateways import chatting, opened
 from tests.support.small_models import small_config
@@ -56,7 +59,8 @@ def test_messages_become_the_templates_prompt(chat: OpenAI) -> None:
         assert choice.message.role == "assistant"
         assert choice.message.content == expected.choices[0].text
         assert choice.finish_reason == expected.choices[0].finish_reason
-        assert found.usage == expected.usage
+        assert found.usage is not None and expected.usage is not None
+        assert found.usage.total_tokens == expected.usage.total_tokens
 
 
 def test_a_stream_of_several_choices_is_the_whole_in_pieces(chat: OpenAI) -> None:
@@ -72,7 +76,30 @@ def test_a_stream_of_several_choices_is_the_whole_in_pieces(chat: OpenAI) -> Non
         roles.append(choice.delta.role)
     assert list(texts.values()) == [choice.message.content for choice in whole.choices]
     assert roles.count("assistant") == 2
-    assert last.usage == whole.usage and last.usage is not None
+    assert last.usage is not None and whole.usage is not None
+    assert last.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_second_turn_reads_what_is_new(chat: OpenAI, checkpoint: Checkpoint) -> None:
+    messages: Any = [{"role": "user", "content": "Tell me of the sea, at some length, please."}]
+    cached, lengths = [], []
+    for turn in range(3):
+        whole = chat.chat.completions.create(
+            model="gpt", messages=messages, temperature=0, max_tokens=20
+        )
+        assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+        cached.append(whole.usage.prompt_tokens_details.cached_tokens)
+        lengths.append(whole.usage.prompt_tokens)
+        text = "".join(f"{m['role']}: {m['content'].strip()}\n" for m in messages) + "assistant:"
+        answer = whole.choices[0].message.content
+        tokens = greedy_tokens(checkpoint, text, 20)  # torch has no cache
+        assert checkpoint.tokenizer.decode(tokens).startswith(answer)
+        messages += [
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": f"And of the land? {turn}"},
+        ]
+    assert cached[0] == 0
+    assert cached[1] >= lengths[0] - BLOCK and cached[2] >= lengths[1] - BLOCK
 
 
 def test_tokens_have_log_probabilities(chat: OpenAI) -> None:
@@ -159,8 +186,8 @@ def test_a_developer_is_the_system(chat: OpenAI) -> None:
         ({"messages": MESSAGES[:1] * 5000}, "messages", "at most 4096"),
         ({"messages": MESSAGES * 100}, "messages", "prompt of over"),
         ({"messages": MESSAGES, "max_tokens": 1010}, "messages", "exceed the 1024 positions"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "Field required"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "may not set messages"),
         (
@@ -252,7 +279,7 @@ def test_a_checkpoint_brings_its_template(tmp_path: Path) -> None:
 
 
 def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path) -> None:
-    assert not read_models(repository)["gpt"].has_chat_template
+    assert not read_models(repository)["gpt"].chat_template
     for name in ("config.pbtxt", "1/export.json", "1/config.json"):
         target = tmp_path / "gpt" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +287,7 @@ def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path
     config = json.loads(target.read_text())
     config["lathe"]["chat_template"] = TEMPLATE
     target.write_text(json.dumps(config))
-    assert read_models(tmp_path)["gpt"].has_chat_template
+    assert read_models(tmp_path)["gpt"].chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ def test_a_stream_is_the_whole_in_pieces(openai: OpenAI) -> None:
         None,
         whole.choices[0].finish_reason,
     ]
-    assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
+    assert pieces[-1].choices == [] and pieces[-1].usage is not None and whole.usage is not None
+    assert pieces[-1].usage.total_tokens == whole.usage.total_tokens
     assert {p.usage for p in pieces[:-1]} == {None}
     assert len({p.id for p in pieces}) == 1 and len(pieces) > 3
 
@@ -174,7 +175,12 @@ def test_penalties_and_the_parameters_of_others(openai: OpenAI) -> None:
     [
         ({"model": "nope"}, 404, "model", "'nope' does not exist: there is gpt"),
         ({"suffix": "x"}, 400, "suffix", "not supported"),
-        ({"logit_bias": {"1": 5}}, 400, "logit_bias", "not supported"),
+        ({"logit_bias": {"1": 101}}, 400, "logit_bias.1", "less than or equal to 100"),
+        ({"logit_bias": {"a": 1}}, 400, "logit_bias.a.[key]", "should match"),
+        ({"logit_bias": {"400": 1}}, 400, "logit_bias", "400 is no token"),
+        ({"stop_token_ids": [400]}, 400, "stop_token_ids", "400 is no token"),
+        ({"stop_token_ids": ["a"]}, 400, "stop_token_ids[0]", "valid integer"),
+        ({"min_p": 2}, 400, "min_p", "less than or equal to 1"),
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
         ({"temperature": "hot"}, 400, "temperature", "valid number.*'hot'"),
         ({"n": 0}, 400, "n", "greater than or equal to 1"),
@@ -206,9 +212,34 @@ def test_a_mistake_is_named(
         assert raised.value.code == "context_length_exceeded"
 
 
-def test_the_paths_that_are_there_are_named(address: str) -> None:
-    reply = requests.post(f"{address}/v1/embeddings", json={}, timeout=30)
-    assert reply.status_code == 404 and "/v1/completions" in reply.json()["error"]["message"]
+def test_a_token_is_as_likely_as_its_bias_says(openai: OpenAI) -> None:
+    (banned,) = openai.completions.create(
+        **HELLO, max_tokens=1, extra_body={"return_token_ids": True}
+    ).choices
+    (first,) = banned.model_extra["token_ids"]  # type: ignore[index]
+    for bias, is_first in ((-100, False), (100, True)):
+        drawn = openai.completions.create(
+            model="gpt", prompt="hello", n=4, seed=1, max_tokens=9, logit_bias={str(first): bias},
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        tokens = {t for choice in drawn.choices for t in choice.model_extra["token_ids"]}  # type: ignore[index]
+        assert tokens == {first} if is_first else first not in tokens
+
+
+@pytest.mark.parametrize("path", ["embeddings", "responses", "images/generations"])
+def test_the_paths_that_are_there_are_named(address: str, path: str) -> None:
+    reply = requests.post(f"{address}/v1/{path}", json={}, timeout=30)
+    error = reply.json()["error"]
+    assert reply.status_code == 404 and error["type"] == "invalid_request_error"
+    assert f"/v1/{path} does not exist" in error["message"]
+    assert "/v1/chat/completions" in error["message"]
+
+
+def test_embeddings_and_responses_are_said_to_be_missing(openai: OpenAI) -> None:
+    with pytest.raises(sdk.NotFoundError, match="/v1/embeddings does not exist"):
+        openai.embeddings.create(model="gpt", input="x")
+    with pytest.raises(sdk.NotFoundError, match="/v1/responses does not exist"):
+        openai.responses.create(model="gpt", input="x")
 
 
 @pytest.mark.parametrize("stream", [True, False])

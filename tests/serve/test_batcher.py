@@ -274,7 +274,7 @@ def _as_before_mixed_steps(path: Path) -> None:
 
 
 def test_a_shared_beginning_is_read_once(folder: Path) -> None:
-    """Of a prompt's blocks, the third request reads none but the last one's."""
+    """Of a prompt's blocks, the next request reads none but the last one's."""
     reused = []
 
     class Notes(Watcher):
@@ -290,7 +290,7 @@ def test_a_shared_beginning_is_read_once(folder: Path) -> None:
         assert prompt != shared + "a" or tokens == expected
     echo = Caller(generator, shared, replace(GREEDY, echo=True, logprobs=True, max_tokens=0))
     echo.wait()  # needs the logits of every token
-    assert reused == [0, 0, 0, 2 * BLOCK, BLOCK, BLOCK, 0]
+    assert reused == [0, 0, 2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK, 0]
     generator.close()
 
 

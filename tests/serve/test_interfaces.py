@@ -60,6 +60,8 @@ def test_sampling_takes_every_parameter(client: Client, openai: Client) -> None:
         "temperature": 0.8,
         "top_k": 7,
         "top_p": 0.9,
+        "min_p": 0.05,
+        "logit_bias": '{"104": 4, "105": -100}',
         "seed": 3,
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
@@ -71,6 +73,16 @@ def test_sampling_takes_every_parameter(client: Client, openai: Client) -> None:
     assert [c.sequence for c in ours] == [0, 1, 2]
     aliases = {**options, "max_dec_len": options["max_tokens"], "max_tokens": None}
     assert [c.tokens for c in openai.generate_all("x", **aliases)] == [c.tokens for c in ours]
+
+
+def test_a_token_that_is_named_ends_the_text(either: Client) -> None:
+    whole = either.generate("hello", **GREEDY)
+    last = whole.tokens[-1]
+    chunk = either.generate("hello", stop_token_ids=f"[{last}]", **GREEDY)
+    assert chunk.tokens == whole.tokens[: whole.tokens.index(last)]
+    assert chunk.finish_reason == "stop"
+    longer = either.generate("hello", stop_token_ids=f"[{last}]", **GREEDY, min_tokens=20)
+    assert len(longer.tokens) == 20 and last not in longer.tokens[:-1]
 
 
 @pytest.mark.parametrize("as_list", [False, True])

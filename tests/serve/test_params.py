@@ -48,11 +48,26 @@ def test_the_seeds_names_are_taken() -> None:
         ({"tempreature": 1.0}, "unknown parameter tempreature.*did you mean temperature"),
         ({"zzz": 1.0}, "unknown parameter zzz.*known: max_tokens"),
         ({"seed": -1}, "seed -1 .* at least 0"),
+        ({"min_p": 1.5}, "min_p 1.5 .* from 0 to 1"),
+        ({"stop_token_ids": "[-1]"}, "stop_token_ids: not understood.*list of at most 1024"),
+        ({"stop_token_ids": "7"}, "stop_token_ids: not understood: 7"),
+        ({"stop_token_ids": "[" * 9999}, "stop_token_ids: not understood"),
+        ({"logit_bias": '{"5": 101}'}, "logit_bias: not understood.*-100 to 100"),
+        ({"logit_bias": '{"x": 1}'}, "logit_bias: not understood"),
+        ({"logit_bias": '{"5": NaN}'}, "logit_bias: not understood"),
+        ({"decode_strategy": "beam_search", "min_p": 0.1}, "min_p with beam_search"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_limit(given: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
         parse(given, Params())
+
+
+def test_lists_and_objects_come_as_json() -> None:
+    given = {"stop_token_ids": "[5, 7]", "logit_bias": '{"3": -100, "9": 0.5}'}
+    params = parse(given, Params())
+    assert params.stop_token_ids == (5, 7)
+    assert params.logit_bias == {3: -100.0, 9: 0.5}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,16 @@
 """The sampler against transformers' logits processors, and its draws against their odds."""
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -22,12 +27,13 @@ def logits_of(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.7, 50, 0.75), (1.3, 0, 0.9), (0.5, 5, 1.0), (1.0, 1, 0.5), (1.0, 500, 0.01)],
 )
 def test_distribution_is_transformers(
-    seed: int, temperature: float, top_k: int, top_p: float
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = logits_of(seed)
     scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
@@ -35,8 +41,9 @@ def test_distribution_is_transformers(
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
+    scores = MinPLogitsWarper(min_p)(None, scores)
     expected = scores.softmax(-1)[0].numpy()
-    ids, probabilities = distribution(logits, temperature, top_k, top_p)
+    ids, probabilities = distribution(logits, temperature, top_k, top_p, min_p)
     got = np.zeros(VOCAB)
     got[ids] = probabilities
     assert set(ids) == set(np.flatnonzero(expected))
@@ -69,6 +76,44 @@ def test_repetition_penalty_is_transformers(penalty: float) -> None:
     np.testing.assert_allclose(penalize(logits, seen, penalty), expected, rtol=1e-6)
 
 
+def test_a_bias_is_transformers_and_comes_before_the_penalty() -> None:
+    logits, history = logits_of(0), [3, 5, 9]
+    bias = {3: 40.0, 17: 21.5, 18: -100.0}
+    seen = np.zeros(VOCAB, bool)
+    seen[history] = True
+    scores = torch.from_numpy(logits.copy())[None]
+    sequences = {(token,): value for token, value in bias.items()}
+    scores = SequenceBiasLogitsProcessor(sequences)(torch.tensor([history]), scores)
+    scores = RepetitionPenaltyLogitsProcessor(2.0)(torch.tensor([history]), scores)
+    params = Params(decode_strategy="greedy_search", repetition_penalty=2.0, logit_bias=bias)
+    found = next_token(logits, seen, 0, params, [EOS], np.random.default_rng(0))
+    assert found == int(scores.argmax()) == 17
+    np.testing.assert_array_equal(logits, logits_of(0))
+
+
+@pytest.mark.parametrize(
+    ("likely", "changes", "n_generated", "is_possible"),
+    [
+        (EOS, {}, 0, True),
+        (EOS, {"min_tokens": 2}, 1, False),
+        (EOS, {"ignore_eos": True}, 5, False),
+        (8, {"stop_token_ids": (8,)}, 0, True),
+        (8, {"stop_token_ids": (8,), "min_tokens": 2}, 1, False),
+        (8, {"stop_token_ids": (8,), "min_tokens": 2}, 2, True),
+        (8, {"stop_token_ids": (8,), "ignore_eos": True}, 5, True),
+    ],
+)
+def test_which_tokens_may_end_a_text(
+    likely: int, changes: dict[str, Any], n_generated: int, is_possible: bool
+) -> None:
+    logits = logits_of(0)
+    logits[likely] = 100.0
+    params = replace(Params(decode_strategy="greedy_search", min_tokens=0), **changes)
+    seen, rng = np.zeros(VOCAB, bool), np.random.default_rng(0)
+    found = next_token(logits, seen, n_generated, params, [EOS], rng)
+    assert (found == likely) is is_possible
+
+
 @pytest.mark.parametrize("n_generated", [0, 1, 2, 3])
 def test_minimum_length_is_transformers(n_generated: int) -> None:
     logits = logits_of(0)
@@ -79,7 +124,7 @@ def test_minimum_length_is_transformers(n_generated: int) -> None:
     params = Params(decode_strategy="greedy_search", min_tokens=2)
     rng = np.random.default_rng(0)
     seen = np.zeros(VOCAB, bool)
-    assert next_token(logits, seen, n_generated, params, EOS, rng) == expected
+    assert next_token(logits, seen, n_generated, params, [EOS], rng) == expected
     assert logits[EOS] == 100.0
 
 
@@ -89,7 +134,7 @@ def test_draws_follow_the_distribution() -> None:
     rng = np.random.default_rng(0)
     seen = np.zeros(VOCAB, bool)
     n = 4000
-    drawn = [next_token(logits, seen, 0, params, EOS, rng) for _ in range(n)]
+    drawn = [next_token(logits, seen, 0, params, [EOS], rng) for _ in range(n)]
     ids, probabilities = distribution(logits, 2.0, 6, 1.0)
     counts = np.bincount(drawn, minlength=VOCAB)[ids]
     assert counts.sum() == n

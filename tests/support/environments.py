@@ -16,6 +16,7 @@ NEEDED_BY = {
         "documents/test_examples.py",
         *("gateway/test_chat.py", "gateway/test_completions.py", "gateway/test_connections.py"),
         *("gateway/test_hostile.py", "gateway/test_isolation.py", "gateway/test_limits.py"),
+        *("gateway/test_structured.py", "gateway/test_tokens.py", "gateway/test_tools.py"),
         "gateway/test_web.py",
         "hostile",
         "manifests/test_serve.py",

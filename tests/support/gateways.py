@@ -56,4 +56,4 @@ def chatting(server: TritonServer, template: str, folder: Path) -> dict[str, Any
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "export.json"):
         (folder / name).write_bytes((export / name).read_bytes())
-    return {"folder": folder, "has_chat_template": True}
+    return {"folder": folder, "chat_template": template}

@@ -1,0 +1,88 @@
+"""What a text has to look like, by the names that OpenAI, vLLM and its earlier versions give it."""
+
+import json
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class Form(NamedTuple):
+    """What a request says of the text's form.
+
+    Attributes:
+        field: the field of the request.
+        value: as the backend's `structured_outputs`.
+    """
+
+    field: str
+    value: str
+
+
+class JsonSchema(BaseModel):
+    """A schema with its name, which only people read."""
+
+    model_config = ConfigDict(strict=True)
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, which needs it")
+        return self
+
+    @property
+    def value(self) -> dict[str, Any] | None:
+        """As `structured_outputs`; None is any text."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class Structured(BaseModel):
+    """The fields of a request that say what the text has to look like, of which one is enough."""
+
+    response_format: ResponseFormat | None = None
+    # As in vLLM.
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(found := self._forms()) > 1:
+            raise ValueError(f"{' and '.join(found)} exclude each other")
+        return self
+
+    @property
+    def form(self) -> Form | None:
+        """What is said; None if nothing is."""
+        for name, value in self._forms().items():
+            return Form(name, json.dumps(value))
+        return None
+
+    def _forms(self) -> dict[str, dict[str, Any]]:
+        told = self.response_format.value if self.response_format else None
+        found = {"response_format": told, "structured_outputs": self.structured_outputs}
+        for name, kind in GUIDED.items():
+            value = getattr(self, name)
+            found[name] = None if value is None else {kind: value}
+        return {name: value for name, value in found.items() if value is not None}

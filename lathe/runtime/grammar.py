@@ -1,0 +1,151 @@
+"""Structured output: the tokens that may come next in a text of a given form, by llguidance.
+
+A form is written as in vLLM's `structured_outputs`: a JSON object with one of FORMS. Unlike what it
+is in llguidance, white space between the parts of a JSON text is bounded, so that a text of a
+bounded schema ends whatever the model prefers.
+
+Source: https://github.com/guidance-ai/llguidance
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.runtime.params import FORMS
+
+CACHED = 64  # forms that are compiled already
+LEXER_STATES = 50_000  # of one of them, at most; each takes 1 to 2 kB
+LONGEST_ERROR = 300
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,20}"}
+
+
+class Grammar:
+    """A text of some form, as far as it has been generated.
+
+    Args:
+        matcher: llguidance's `LLMatcher`.
+        size: of the vocabulary.
+        end_ids: the tokens that may end the text, and are no part of it.
+    """
+
+    def __init__(self, matcher: Any, size: int, end_ids: Sequence[int]) -> None:
+        self._matcher, self._size, self._end_ids = matcher, size, list(end_ids)
+
+    def copy(self) -> "Grammar":
+        """Another text, which is the same so far."""
+        return Grammar(self._matcher.deep_copy(), self._size, self._end_ids)
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """Which tokens may come next (V,), or None if the text is complete and cannot go on.
+
+        Raises:
+            UserError: finding out takes too much work.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise _refused(self._matcher.get_error())
+        found = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
+        found[self._end_ids] = False
+        if self._matcher.is_stopped() or not found.any():
+            return None
+        found[self._end_ids] = self._matcher.is_accepting()
+        return found
+
+    def add(self, token: int) -> None:
+        """Append an allowed token, not one that ends the text."""
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Compiles forms for one tokenizer, and keeps the last ones.
+
+    Args:
+        size: of the model's vocabulary; the tokenizer's may be smaller.
+        end_ids: the model's own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
+        self._source, self._size, self._end_ids = tokenizer, size, list(end_ids)
+        self._compiled = lru_cache(CACHED)(self._compile)
+
+    def start(self, form: str, stop_ids: Sequence[int]) -> Grammar:
+        """An empty text of a form.
+
+        Args:
+            stop_ids: tokens that may end it besides the model's own.
+
+        Raises:
+            UserError: the form is not understood, has what llguidance does not support, or is too
+                large; or llguidance is not installed.
+        """
+        matcher = self._compiled(form).deep_copy()
+        return Grammar(matcher, self._size, [*self._end_ids, *stop_ids])
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return _llguidance().LLTokenizer(
+            self._source.to_str(), n_vocab=self._size, eos_token=self._end_ids
+        )
+
+    def _compile(self, form: str) -> Any:
+        library = _llguidance()
+        try:
+            grammar = _grammar_of(form, library)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _refused(str(error)) from None
+        limits = library.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what is too large mostly fails here already
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        return matcher
+
+
+def _grammar_of(form: str, library: Any) -> str:
+    """llguidance's own form; raises ValueError or TypeError."""
+    given = json.loads(form)
+    told = given if isinstance(given, dict) else {}
+    named = {name: value for name, value in told.items() if value not in (None, False)}
+    if len(named) != 1 or not named.keys() <= set(FORMS):
+        raise ValueError(f"give one of {', '.join(FORMS)}")
+    ((kind, value),) = named.items()
+    if kind in ("json", "json_object"):
+        schema = {"type": "object"} if kind == "json_object" else value
+        text: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        return text
+    if kind == "choice":
+        is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not is_list or not value:
+            raise ValueError("choice is not a list of texts")
+        value = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+        kind = "lark"
+    if not isinstance(value, str):
+        raise ValueError(f"{kind} is not a text")
+    text = library.grammar_from(kind, value)
+    return text
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(
+            "structured_outputs: llguidance is not installed",
+            "install it where Triton runs: `make serve-env`, or `pip install llguidance`",
+        ) from None
+    return llguidance
+
+
+def _refused(error: str) -> UserError:
+    what = " ".join(error.split())[:LONGEST_ERROR]
+    return UserError(
+        f"structured_outputs: {what}",
+        "see https://github.com/guidance-ai/llguidance/tree/main/docs for what there is",
+    )

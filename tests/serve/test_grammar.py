@@ -1,0 +1,192 @@
+"""Structured output: whatever a model prefers, its text has the form that was asked for."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lathe.errors import UserError
+from lathe.runtime.grammar import Grammar, Grammars
+from lathe.runtime.params import Params, parse
+from lathe.runtime.sampling import next_token
+from lathe.runtime.text import TokenBytes
+from lathe.runtime.text_generator import TextGenerator
+from tests.serve.test_batcher import GREEDY, Caller
+from tests.support.forms import GRAMMAR, REGEX, SCHEMA
+from tests.support.small_export import PRUNED, make_model, write_unproven
+from tests.support.tokenizers import metaspace_tokenizer
+
+
+def form(**one: Any) -> str:
+    return json.dumps(one)
+
+
+@pytest.fixture(scope="module")
+def grammars(byte_tokenizer: Tokenizer) -> Grammars:
+    return Grammars(byte_tokenizer, 260, [256])  # a vocabulary with ids that have no token
+
+
+def written(grammar: Grammar, tokenizer: Tokenizer, seed: int, **changes: Any) -> str | None:
+    """The text of a model of random weights; None if it has not ended after 2,000 tokens."""
+    rng, ids = np.random.default_rng(seed), list[int]()
+    params = Params(top_k=0, top_p=1.0, min_tokens=0, **changes)
+    seen = np.zeros(260, bool)
+    while len(ids) < 2000:
+        allowed = grammar.allowed()
+        if allowed is None:
+            return str(tokenizer.decode(ids))
+        logits = rng.normal(0, 3, 260).astype(np.float32)
+        token = next_token(logits, seen, len(ids), params, [256], rng, allowed=allowed)
+        if token == 256:
+            return str(tokenizer.decode(ids))
+        grammar.add(token)
+        ids.append(token)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_model_of_random_weights_writes_what_the_schema_says(
+    grammars: Grammars, byte_tokenizer: Tokenizer, seed: int
+) -> None:
+    text = written(grammars.start(form(json=SCHEMA), []), byte_tokenizer, seed)
+    assert text is not None
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_so_it_is_with_other_forms(
+    grammars: Grammars, byte_tokenizer: Tokenizer, seed: int
+) -> None:
+    def text(**one: Any) -> str:
+        found = written(grammars.start(form(**one), []), byte_tokenizer, seed)
+        assert found is not None
+        return found
+
+    assert re.fullmatch(REGEX, text(regex=REGEX))
+    assert re.fullmatch(r"(\(|\[)+x(\)|\])+", text(grammar=GRAMMAR))
+    choices = ["yes", "yes, but", 'naïve 🙂 "\n']
+    assert text(choice=choices) in choices
+    assert isinstance(json.loads(text(json={"type": ["integer", "boolean"]})), int)
+
+
+def test_a_complete_text_ends_whatever_else_is_asked_for(
+    grammars: Grammars, byte_tokenizer: Tokenizer
+) -> None:
+    for changes in ({"ignore_eos": True}, {"logit_bias": {256: -100.0, 65: 100.0}}):
+        grammar = grammars.start(form(choice=["ab", "abc"]), [])
+        assert written(grammar, byte_tokenizer, 0, **changes) in ("ab", "abc")
+
+
+def next_letters(grammar: Grammar, tokenizer: Tokenizer) -> set[str]:
+    allowed = grammar.allowed()
+    assert allowed is not None
+    return {tokenizer.id_to_token(i) for i in np.flatnonzero(allowed).tolist()}
+
+
+def test_a_stop_token_ends_only_what_is_complete(
+    grammars: Grammars, byte_tokenizer: Tokenizer
+) -> None:
+    a, b, c = map(byte_tokenizer.token_to_id, "abc")
+    grammar = grammars.start(form(regex="ab*"), [b, c])
+    assert next_letters(grammar, byte_tokenizer) == {"a"}
+    grammar.add(a)
+    assert grammar.allowed() is None  # b would end it, too
+
+
+def test_a_copy_goes_on_by_itself(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
+    one = grammars.start(form(regex="[ab]c"), [])
+    other = one.copy()
+    one.add(byte_tokenizer.token_to_id("a"))
+    assert next_letters(one, byte_tokenizer) == {"c"}
+    assert next_letters(other, byte_tokenizer) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (form(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (form(json={"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
+        (form(json={"type": "str"}), "Invalid type: str"),
+        (form(json={"$ref": "http://localhost:1/x"}), "localhost"),
+        (form(json={"minimum": 5, "maximum": 2, "type": "integer"}), "Unsatisfiable"),
+        (form(json="{"), "EOF|JSON"),
+        (form(regex="(?=a)b"), "look-around"),
+        (form(regex=5), "regex is not a text"),
+        (form(choice=[1]), "choice is not a list"),
+        (form(choice=[]), "choice is not a list"),
+        (form(grammar="start: nothing"), "nothing"),
+        (form(json={}, regex="a"), "give one of json, json_object"),
+        (form(whitespace_pattern="x", regex="a"), "give one of"),
+        (form(), "give one of"),
+        ("[1]", "give one of"),
+        ("{", "structured_outputs: "),
+        ("[" * 50_000, "structured_outputs: "),
+    ],
+)
+def test_what_is_not_supported_is_refused(grammars: Grammars, given: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        grammars.start(given, [])
+
+
+def test_what_takes_too_much_work_is_refused_when_it_does(
+    grammars: Grammars, byte_tokenizer: Tokenizer
+) -> None:
+    many = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}
+    grammar = grammars.start(form(json=many), [])
+    with pytest.raises(UserError, match="max is 2000"):
+        for token in byte_tokenizer.encode('{"k1').ids:
+            grammar.add(token)
+            grammar.allowed()
+
+
+def test_a_form_has_a_limit() -> None:
+    with pytest.raises(UserError, match="at most 100,000 characters"):
+        parse({"structured_outputs": form(regex="a" * 100_000)}, Params())
+    beams = {"decode_strategy": "beam_search", "structured_outputs": form(regex="a")}
+    with pytest.raises(UserError, match="structured_outputs with beam_search"):
+        parse(beams, Params())
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
+def test_a_token_has_the_same_bytes_for_both(byte_tokenizer: Tokenizer, kind: str) -> None:
+    tokenizer = byte_tokenizer if kind == "byte-level" else metaspace_tokenizer()
+    size = tokenizer.get_vocab_size()
+    theirs = Grammars(tokenizer, size, [size - 1])._tokenizer
+    ours = TokenBytes(tokenizer)
+    special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+    never = {i for i in range(size) if b"\xff" in ours[i]}  # in no text
+    for i in {*range(size)} - special - never:
+        assert theirs.decode_bytes([i]) == ours[i], (i, tokenizer.id_to_token(i))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("grammar")
+    write_unproven(make_model(PRUNED), byte_tokenizer, folder)
+    return folder
+
+
+def test_a_form_changes_nobody_elses_text_and_drafts_do_not_change_it(folder: Path) -> None:
+    formed = parse(
+        {"structured_outputs": form(json=SCHEMA), "num_return_sequences": 2, "seed": 1}, Params()
+    )
+    found = []
+    for speculates in (False, True):
+        generator = TextGenerator(folder, 40, 1, 4, 8, 0, speculates)
+        alone = Caller(generator, "hello", GREEDY).wait()
+        single = Caller(
+            generator, "a", parse({"structured_outputs": form(regex="(ab){9}c")}, GREEDY)
+        )
+        assert single.wait() and single.text == "ab" * 9 + "c"
+        callers = [
+            Caller(generator, prompt, how) for prompt, how in (("x", formed), ("hello", GREEDY))
+        ]
+        found.append([caller.wait() for caller in callers])
+        assert found[-1][1] == alone
+        generator.close()
+    assert found[0] == found[1]
