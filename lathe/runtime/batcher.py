@@ -142,8 +142,11 @@ class Batcher:
             self._admit()
         if self._reading is None:
             return None
-        done = int(self._cache.lengths[len(self._owners)])
-        return self._reading.prompt[done : done + most]
+        done, length = int(self._cache.lengths[len(self._owners)]), len(self._reading.prompt)
+        end = done + most
+        if end == length - 1 and most > 1:
+            end -= 1  # a last token alone may round otherwise, see `PrefixCache.load`
+        return self._reading.prompt[done:end]
 
     def _fits_beside(self, chunk: NDArray[np.int64], most: int) -> bool:
         """Whether the next prompt can be read whole after a chunk, of `most` tokens in all."""

@@ -39,7 +39,8 @@ class PrefixCache:
     def load(self, prompt: NDArray[np.int64], cache: KVCache) -> int:
         """Copy the longest stored beginning of a prompt into a cache of one row.
 
-        At least the prompt's last token is left, whose logits choose the first new one.
+        At least the prompt's last two tokens are left. The logits of the last one choose the first
+        new one, and a step of one token alone may round otherwise than one of several.
 
         Returns:
             The number of tokens, which is the row's new length.
@@ -71,7 +72,7 @@ class PrefixCache:
             self.n_bytes -= block.nbytes
 
     def _found(self, prompt: NDArray[np.int64]) -> list[bytes]:
-        return [*takewhile(self._blocks.__contains__, _keys(prompt[:-1]))]
+        return [*takewhile(self._blocks.__contains__, _keys(prompt[:-2]))]
 
     def _touch(self, keys: list[bytes]) -> None:
         """Note a use. A block without those before it is of no use, so that they go last."""

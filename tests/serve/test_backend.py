@@ -112,7 +112,7 @@ def test_metrics_are_tritons_prometheus_endpoints(
     expected = {
         "lathe_generated_tokens_total": 7 + 6 + 3,
         "lathe_prompt_tokens_total": len("hello") + len("hi") + 3 * 28,
-        "lathe_reused_prompt_tokens_total": 16,
+        "lathe_reused_prompt_tokens_total": 2 * 16,
         "lathe_drafted_tokens_total": 0,
         "lathe_accepted_tokens_total": 0,
         "lathe_first_token_seconds_count": 5,

@@ -283,15 +283,37 @@ def test_a_shared_beginning_is_read_once(folder: Path) -> None:
 
     generator = TextGenerator(folder, 12, 1, 2, 8, prefix_bytes=2**20, watcher=Notes())
     shared = "x" * (2 * BLOCK)
-    expected = Caller(generator, shared + "a", GREEDY).wait()
+    expected = Caller(generator, shared + "aa", GREEDY).wait()
     Caller(generator, "y" + shared, GREEDY).wait()  # not a beginning
-    for prompt in (shared + "b", shared + "a", shared, shared[:-1]):
+    for prompt in (shared + "bb", shared + "aa", shared, shared[:-1]):
         tokens = Caller(generator, prompt, GREEDY).wait()
-        assert prompt != shared + "a" or tokens == expected
+        assert prompt != shared + "aa" or tokens == expected
     echo = Caller(generator, shared, replace(GREEDY, echo=True, logprobs=True, max_tokens=0))
     echo.wait()  # needs the logits of every token
     assert reused == [0, 0, 2 * BLOCK, 2 * BLOCK, BLOCK, BLOCK, 0]
     generator.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"int8": True}, {"int8": True, "group_size": 32}], ids=str)
+def test_what_is_cached_changes_no_bit(
+    tmp_path: Path, byte_tokenizer: Tokenizer, options: dict[str, Any]
+) -> None:
+    """Also where activations are rounded: a conversation's turns, and prompts of all lengths."""
+    write_unproven(make_model(PRUNED, **options), byte_tokenizer, tmp_path)
+    params = replace(GREEDY, logprobs=True, top_logprobs=5, max_tokens=4)
+    letters = "".join(chr(97 + i * i % 23) for i in range(60))
+    answers, cached = [], []
+    for prefix_bytes in (0, 2**20):
+        generator = TextGenerator(tmp_path, 12, 1, 2, 8, prefix_bytes)
+        callers = []
+        for length in range(10, 60):
+            callers.append(Caller(generator, letters[:length], params))
+            callers[-1].wait()
+        answers.append([[(c.tokens, c.top) for c in caller.chunks] for caller in callers])
+        cached.append([caller.chunks[-1].cached_tokens for caller in callers])
+        generator.close()
+    assert answers[0] == answers[1]
+    assert not any(cached[0]) and cached[1] == [(n - 2) // BLOCK * BLOCK for n in range(10, 60)]
 
 
 @pytest.mark.parametrize("failing", ["mix", "step"])
