@@ -4,6 +4,9 @@ A form is written as in vLLM's `structured_outputs`: a JSON object with one of F
 is in llguidance, white space between the parts of a JSON text is bounded, so that a text of a
 bounded schema ends whatever the model prefers.
 
+A form that is new is compiled in a fork first, since a stranger's may take llguidance (1.9)
+minutes, gigabytes or all of its stack.
+
 Source: https://github.com/guidance-ai/llguidance
 """
 
@@ -17,12 +20,23 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.runtime.forked import TooMuch, try_out
 from lathe.runtime.params import FORMS
 
-CACHED = 64  # forms that are compiled already
-LEXER_STATES = 50_000  # of one of them, at most; each takes 1 to 2 kB
+CACHED = 32  # forms that are compiled already
+LIMITS = {
+    # A quarter of llguidance's own: a mask then takes 2 ms at most, while others wait for it.
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,  # each takes 1 to 2 kB
+    "verbose_errors": False,
+}
 LONGEST_ERROR = 300
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{0,20}"}
+JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
+
+
+class FormError(UserError):
+    """A form of a text is not supported."""
 
 
 class Grammar:
@@ -45,7 +59,7 @@ class Grammar:
         """Which tokens may come next (V,), or None if the text is complete and cannot go on.
 
         Raises:
-            UserError: finding out takes too much work.
+            FormError: finding out takes too much work.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -81,7 +95,7 @@ class Grammars:
             stop_ids: tokens that may end it besides the model's own.
 
         Raises:
-            UserError: the form is not understood, has what llguidance does not support, or is too
+            FormError: the form is not understood, has what llguidance does not support, or is too
                 large; or llguidance is not installed.
         """
         matcher = self._compiled(form).deep_copy()
@@ -95,17 +109,25 @@ class Grammars:
 
     def _compile(self, form: str) -> Any:
         library = _llguidance()
+        limits, tokenizer = library.LLParserLimits(**LIMITS), self._tokenizer
         try:
             grammar = _grammar_of(form, library)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise _refused(str(error)) from None
-        limits = library.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # what is too large mostly fails here already
-        if matcher.is_error():
-            raise _refused(matcher.get_error())
-        return matcher
+        except (ValueError, TypeError, RecursionError) as wrong:
+            raise _refused(str(wrong)) from None
+
+        def compiled() -> Any:
+            matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # what is too large mostly fails here already
+            return matcher
+
+        try:
+            error = try_out(lambda: str(compiled().get_error()))
+        except TooMuch:
+            raise _refused("too much work to compile") from None
+        if error:
+            raise _refused(error)
+        return compiled()
 
 
 def _grammar_of(form: str, library: Any) -> str:
@@ -136,16 +158,16 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UserError(
+        raise FormError(
             "structured_outputs: llguidance is not installed",
             "install it where Triton runs: `make serve-env`, or `pip install llguidance`",
         ) from None
     return llguidance
 
 
-def _refused(error: str) -> UserError:
+def _refused(error: str) -> FormError:
     what = " ".join(error.split())[:LONGEST_ERROR]
-    return UserError(
+    return FormError(
         f"structured_outputs: {what}",
         "see https://github.com/guidance-ai/llguidance/tree/main/docs for what there is",
     )

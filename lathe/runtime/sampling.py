@@ -58,11 +58,15 @@ def next_token(
         logits[excluded] = -np.inf
     if params.decode_strategy == "greedy_search":
         return int(logits.argmax())
+    if allowed is not None:  # mostly a few, among which there is less to sort
+        possible = np.flatnonzero(logits > -np.inf)
+        logits = logits[possible]
     ids, probabilities = distribution(
         logits, params.temperature, params.top_k, params.top_p, params.min_p
     )
     steps = probabilities.cumsum()
-    return int(ids[np.searchsorted(steps, rng.random() * steps[-1], side="right")])
+    token = ids[np.searchsorted(steps, rng.random() * steps[-1], side="right")]
+    return int(token if allowed is None else possible[token])
 
 
 def log_softmax(logits: Logits) -> Logits:

@@ -5,6 +5,8 @@ structured output llguidance.
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,9 +18,12 @@ from lathe.runtime.grammar import Grammars
 from lathe.runtime.open_model import Runtime, open_model
 from lathe.runtime.params import Params
 from lathe.runtime.prompt import encode_prompts
+from lathe.runtime.protocol import BUSY
 from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe.runtime.text import TokenBytes
 from lathe.runtime.watcher import Watcher
+
+COMPILERS = 2  # forms of texts that are compiled at a time
 
 
 class TextGenerator:
@@ -55,12 +60,14 @@ class TextGenerator:
         self.token_bytes = TokenBytes(self.tokenizer)
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.end_ids, self.token_bytes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.model.end_ids)
+        self._compiling = ThreadPoolExecutor(COMPILERS, "compile")
         self._batcher = Batcher(
             self.model, max_running, max_queue, prefix_bytes, speculates, watcher
         )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
-        """Queue a request; chunks reach the receiver on another thread.
+        """Queue a request; chunks reach the receiver on another thread. So does the error if a form
+        of its text is not supported, which is found out while others are accepted.
 
         Args:
             prompt: a text, or token ids.
@@ -70,8 +77,8 @@ class TextGenerator:
 
         Raises:
             UserError: the prompt is empty or too long, an id anywhere is out of range, `max_tokens`
-                exceeds the room in the context, more branches are requested than may run at a time,
-                or the form of the text is not supported.
+                exceeds the room in the context, or more branches are requested than may run at a
+                time.
         """
         ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -85,14 +92,24 @@ class TextGenerator:
                 f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
             )
-        grammar = None
+        request = Request(ids, max_tokens, params, self._vocabulary, receiver)
         if params.structured_outputs:
+            self._compiling.submit(self._submit_formed, request)
+            return True
+        return self._batcher.submit(kind(request))
+
+    def _submit_formed(self, request: Request) -> None:
+        params = request.params
+        try:
             grammar = self._grammars.start(params.structured_outputs, params.stop_token_ids)
-        group = kind(Request(ids, max_tokens, params, self._vocabulary, receiver, grammar))
-        return self._batcher.submit(group)
+            if not self._batcher.submit(Samples(replace(request, grammar=grammar))):
+                raise UserError(f"{BUSY}: the queue is full", "try again in a moment")
+        except Exception as error:
+            request.receiver.deliver(error)
 
     def close(self) -> None:
         """Cancel all requests."""
+        self._compiling.shutdown(cancel_futures=True)
         self._batcher.close()
 
     def _encode(self, prompt: str) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
+from lathe.runtime.grammar import FormError
 from lathe.runtime.params import Params
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
@@ -112,7 +113,9 @@ class Answer:
 
     def take(self, answer: Chunk | Exception) -> None:
         """Receive a chunk (those with a finish reason are counted), or the error that ends it."""
-        if isinstance(answer, UserError):
+        if isinstance(answer, FormError):
+            self.refuse(pb_utils.TritonError.INVALID_ARG, answer)
+        elif isinstance(answer, UserError):
             self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)
         elif isinstance(answer, Exception):
             log.error("a request failed", exc_info=answer)

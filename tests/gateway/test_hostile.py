@@ -99,6 +99,11 @@ def half_open(connection: socket.socket) -> None:
 
 
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "9" * 400, "-1", "1.5", '"1"', "[1]", "{}")
+RULES = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(6000)) + 'a6000: "x"'
+FATAL = json.dumps({"grammar": RULES})
+"""Compiling it takes llguidance more stack than there is."""
+
+DEEP = '{"regex": "' + "(" * 40_000 + '"}'
 WRONG = {
     "temperature": (*NUMBERS[:6], '"1"', "[1]", "true", "2.1"),
     "top_p": (*NUMBERS[:6], '"1"', "false", "1.1"),
@@ -117,7 +122,16 @@ WRONG = {
     "stream": ("1", '"true"', "[]"),
     "stream_options": ("1", "[]", '{"include_usage": 1}'),
     "suffix": ('"x"', "1"),
-    "logit_bias": ('{"1": 5}', "5", "[]", '{"1": NaN}'),
+    "logit_bias": ('{"1": 500}', '{"a": 1}', '{"-1": 1}', '{"999": 1}', "5", "[1]", '{"1": NaN}'),
+    "stop_token_ids": ("5", "[-1]", '["a"]', "[999]", "[" + "9" * 400 + "]"),
+    "min_p": ("NaN", "-1", "2", '"a"', "[]"),
+    "response_format": ('"json"', "[]", '{"type": "x"}', '{"type": "json_schema"}'),
+    "structured_outputs": (
+        '"a"', "{}", '{"regex": 5}', '{"regex": "["}', '{"json": {"$ref": "#"}}', '{"choice": []}',
+        '{"json": {"maxLength": 1e300, "type": "string"}}', '{"regex": "\\ud800"}', DEEP, FATAL,
+    ),
+    "guided_json": ("5", '"{"', '{"not": {}}', '{"enum": []}'),
+    "tools": ('[{"type": "function", "function": {"name": "f"}}]', "5"),
     "model": ("1", "[]", '{"a": 1}', "true"),
     "prompt": (
         "1", "true", "{}", '""', "[]", "[[]]", '[""]', "[null]", "[1.5]", "[true]", "[1, null]",

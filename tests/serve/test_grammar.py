@@ -133,12 +133,28 @@ def test_what_is_not_supported_is_refused(grammars: Grammars, given: str, messag
         grammars.start(given, [])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        form(
+            grammar="start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(6000)) + 'a6000: "x"'
+        ),
+        form(regex="a?" * 30_000 + "a" * 20_000),
+        form(json={"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(10, 30)]}),
+    ],
+    ids=["all of the stack", "gigabytes", "minutes"],
+)
+def test_what_would_end_the_server_is_refused(grammars: Grammars, given: str) -> None:
+    with pytest.raises(UserError, match="too much work to compile"):
+        grammars.start(given, [])
+
+
 def test_what_takes_too_much_work_is_refused_when_it_does(
     grammars: Grammars, byte_tokenizer: Tokenizer
 ) -> None:
     many = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}
     grammar = grammars.start(form(json=many), [])
-    with pytest.raises(UserError, match="max is 2000"):
+    with pytest.raises(UserError, match="items"):
         for token in byte_tokenizer.encode('{"k1').ids:
             grammar.add(token)
             grammar.allowed()

@@ -1,0 +1,132 @@
+r"""Structured output: what the masks of a grammar cost, by themselves and in the server's loop.
+
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/structured.py run/int8-onnx [--rounds 5]
+
+First, for several forms, texts that are drawn at random among the tokens that the form allows: the
+time to compile it, and for each token the time of its mask. Then the server's loop without Triton,
+one thread: streams that write a list of objects, with a schema and without, in turns; without, they
+are held to nothing, and have as many tokens. The clock is the processor time of the loop's thread,
+as in `arrivals.py`.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from arrivals import Mixed
+
+from lathe.runtime import text_generator
+from lathe.runtime.grammar import Grammars
+from lathe.runtime.params import Params
+from lathe.runtime.sequence_group import Receiver
+from lathe.runtime.text_generator import TextGenerator
+
+TEXTS, MOST, NEW = 6, 150, 100
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "city": {"enum": ["Paris", "Rome", "Oslo"]},
+    },
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 50}
+FORMATS = ("date-time", "email", "uuid", "uri", "ipv6")
+WORDS = "^[A-Z][a-z]{1,30}( [A-Z][a-z]{1,30}){0,9}$"
+
+
+def record(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "an object of three fields": {"json": PERSON},
+    "five formats, such as `date-time`": {"json": record({f: {"format": f} for f in FORMATS})},
+    "30 fields with patterns": {
+        "json": record({f"k{i}": {"type": "string", "pattern": WORDS} for i in range(30)})
+    },
+    "150 optional fields": {
+        "json": {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(150)}}
+    },
+    "one of 2,000 words": {"json": {"enum": [f"word {i}" for i in range(2000)]}},
+    "any object": {"json_object": True},
+    "regex: a date": {"regex": "[0-9]{4}-[01][0-9]-[0-3][0-9]"},
+    "regex: 20 to 200 words": {"regex": "([a-z]{2,20} ){20,200}"},
+}
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("export", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    text_generator.Batcher = Mixed
+    generator = TextGenerator(options.export, NEW, threads=1, max_running=16, max_queue=0)
+    grammars = generator._grammars
+    grammars.start(json.dumps({"regex": "a"}), [])  # reads the tokenizer
+    print(f"{'form':36}{'compile, ms':>12}{'mask, us':>10}{'p99':>8}{'most':>8}")
+    for name, form in FORMS.items():
+        seconds, masks = draw(grammars, json.dumps(form))
+        percentiles = np.percentile(masks, [99, 100]) * 1e6
+        print(
+            f"{name:36}{seconds * 1e3:12.1f}{np.mean(masks) * 1e6:10.0f}"
+            f"{percentiles[0]:8.0f}{percentiles[1]:8.0f}"
+        )
+    print(f"\n{'streams':>8}{'ms a step without':>20}{'with':>8}{'ratio, median (rounds)':>26}")
+    form = json.dumps({"json": PEOPLE})
+    for streams in (1, 4, 16):
+        turns = [(run(generator, streams, ""), run(generator, streams, form))
+                 for _ in range(options.rounds + 1)][1:]  # fmt: skip
+        ratios = [formed / plain for plain, formed in turns]
+        plain, formed = np.median(turns, axis=0) * 1e3
+        rounds = f"{np.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"{streams:8}{plain:20.2f}{formed:8.2f}{rounds:>26}", flush=True)
+
+
+def draw(grammars: Grammars, form: str) -> tuple[float, list[float]]:
+    """Seconds to compile a form, and of each mask of texts that are drawn at random."""
+    started = time.thread_time()
+    grammars.start(form, [])
+    compiled, masks = time.thread_time() - started, list[float]()
+    for seed in range(TEXTS):
+        grammar, rng = grammars.start(form, []), np.random.default_rng(seed)
+        for _ in range(MOST):
+            started = time.thread_time()
+            allowed = grammar.allowed()
+            masks.append(time.thread_time() - started)
+            if allowed is None:
+                break
+            allowed[grammar._end_ids] = False
+            if not allowed.any():
+                break
+            grammar.add(int(rng.choice(np.flatnonzero(allowed))))
+    return compiled, masks
+
+
+def run(generator: TextGenerator, streams: int, form: str) -> float:
+    """Seconds of a step that decodes as many streams."""
+    params = Params(max_tokens=NEW, min_tokens=NEW, top_p=1.0, top_k=0, structured_outputs=form)
+    receiver = Receiver(lambda answer: None, lambda: False)
+    for number in range(streams):
+        assert generator.submit(f"Write a list of people. {number}", params, receiver)
+    batcher: Any = generator._batcher
+    while batcher._waiting or batcher._reading:
+        batcher.step()
+    steps, started = 0, time.thread_time()
+    while len(batcher._owners) == streams:
+        batcher.step()
+        steps += 1
+    seconds = time.thread_time() - started
+    while batcher.step():
+        pass
+    return seconds / steps
+
+
+if __name__ == "__main__":
+    main()
