@@ -85,8 +85,8 @@ class ServingSettings(Settings):
     max_queue: Positive = 64
     """Requests that may wait; further ones are refused at once."""
     prefix_cache_mib: Annotated[int, Field(ge=0, le=2**20)] = 256
-    """Memory for keys and values of beginnings that prompts share, in MiB; 0 reads every prompt
-    whole."""
+    """Memory for keys and values of prompts, which those that begin alike need not read again, in
+    MiB; 0 reads every prompt whole."""
     speculation: Literal["off", "prompt_lookup"] = "off"
     """How several tokens of a single stream are decoded in one step: `prompt_lookup` tries what
     came after the last tokens when they came before; `off` decodes one after another."""
