@@ -3,10 +3,10 @@ r"""Structured output: what the masks of a grammar cost, by themselves and in th
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/structured.py run/int8-onnx [--rounds 5]
 
 First, for several forms, texts that are drawn at random among the tokens that the form allows: the
-time to compile it, once in a fork and once for use, and for each token the time of its mask. Then
-the server's loop without Triton, one thread: streams that write a list of objects, with a schema
-and without, in turns; without, they are held to nothing, and have as many tokens. The clock is the
-processor time of the loop's thread, as in `arrivals.py`.
+time to compile it, once to see whether it can be and once for use, and for each token the time of
+its mask. Then the server's loop without Triton, one thread: streams that write a list of objects,
+with a schema and without, in turns; without, they are held to nothing, and have as many tokens. The
+clock is the processor time of the loop's thread, as in `arrivals.py`.
 """
 
 import argparse

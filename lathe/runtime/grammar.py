@@ -4,8 +4,7 @@ A form is written as in vLLM's `structured_outputs`: a JSON object with one of F
 is in llguidance, white space between the parts of a JSON text is bounded, so that a text of a
 bounded schema ends whatever the model prefers.
 
-A form that is new is compiled in a fork first, since a stranger's may take llguidance (1.9)
-minutes, gigabytes or all of its stack.
+A form that is new is compiled in a process of its own first, see `lathe.runtime.form_compiler`.
 
 Source: https://github.com/guidance-ai/llguidance
 """
@@ -20,17 +19,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.forked import TooMuch, try_out
+from lathe.runtime.form_compiler import (
+    FormChecker,
+    TooMuch,
+    compiled,
+    llguidance,
+    read_tokenizer,
+)
 from lathe.runtime.params import FORMS
 
 CACHED = 32  # forms that are compiled already
-LIMITS = {
-    # A quarter of llguidance's own: a mask then takes 2 ms at most, while others wait for it.
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,  # each takes 1 to 2 kB
-    "verbose_errors": False,
-}
 LONGEST_ERROR = 300
 JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
 
@@ -86,6 +84,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
         self._source, self._size, self._end_ids = tokenizer, size, list(end_ids)
+        self._checker = FormChecker(self._arguments)
         self._compiled = lru_cache(CACHED)(self._compile)
 
     def start(self, form: str, stop_ids: Sequence[int]) -> Grammar:
@@ -96,38 +95,35 @@ class Grammars:
 
         Raises:
             FormError: the form is not understood, has what llguidance does not support, or is too
-                large; or llguidance is not installed.
+                large.
+            UserError: llguidance is not installed.
         """
         matcher = self._compiled(form).deep_copy()
         return Grammar(matcher, self._size, [*self._end_ids, *stop_ids])
 
+    def close(self) -> None:
+        """End the process that compiles new forms first."""
+        self._checker.close()
+
     @cached_property
     def _tokenizer(self) -> Any:
-        return _llguidance().LLTokenizer(
-            self._source.to_str(), n_vocab=self._size, eos_token=self._end_ids
-        )
+        return read_tokenizer(*self._arguments())
+
+    def _arguments(self) -> tuple[str, int, list[int]]:
+        return self._source.to_str(), self._size, self._end_ids
 
     def _compile(self, form: str) -> Any:
-        library = _llguidance()
-        limits, tokenizer = library.LLParserLimits(**LIMITS), self._tokenizer
+        tokenizer = self._tokenizer
         try:
-            grammar = _grammar_of(form, library)
-        except (ValueError, TypeError, RecursionError) as wrong:
-            raise _refused(str(wrong)) from None
-
-        def compiled() -> Any:
-            matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # what is too large mostly fails here already
-            return matcher
-
-        try:
-            error = try_out(lambda: str(compiled().get_error()))
+            grammar = _grammar_of(form, llguidance())
+            error = self._checker.error_of(grammar)
         except TooMuch:
-            raise _refused("too much work to compile") from None
+            error = "too much work to compile"
+        except (ValueError, TypeError, RecursionError) as wrong:
+            error = str(wrong)
         if error:
             raise _refused(error)
-        return compiled()
+        return compiled(grammar, tokenizer)
 
 
 def _grammar_of(form: str, library: Any) -> str:
@@ -152,17 +148,6 @@ def _grammar_of(form: str, library: Any) -> str:
         raise ValueError(f"{kind} is not a text")
     text = library.grammar_from(kind, value)
     return text
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise FormError(
-            "structured_outputs: llguidance is not installed",
-            "install it where Triton runs: `make serve-env`, or `pip install llguidance`",
-        ) from None
-    return llguidance
 
 
 def _refused(error: str) -> FormError:

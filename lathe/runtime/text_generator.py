@@ -110,6 +110,7 @@ class TextGenerator:
     def close(self) -> None:
         """Cancel all requests."""
         self._compiling.shutdown(cancel_futures=True)
+        self._grammars.close()
         self._batcher.close()
 
     def _encode(self, prompt: str) -> list[int]:
