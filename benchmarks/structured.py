@@ -2,11 +2,11 @@ r"""Structured output: what the masks of a grammar cost, by themselves and in th
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/structured.py run/int8-onnx [--rounds 5]
 
-First, for several forms, texts that are drawn at random among the tokens that the form allows: the
-time to compile it, once to see whether it can be and once for use, and for each token the time of
-its mask. Then the server's loop without Triton, one thread: streams that write a list of objects,
-with a schema and without, in turns; without, they are held to nothing, and have as many tokens. The
-clock is the processor time of the loop's thread, as in `arrivals.py`.
+First, for several constraints, texts of tokens that are drawn at random among the allowed ones: the
+time to compile the constraint, once to see whether it can be and once for use, and for each token
+the time of its mask. Then the server's loop without Triton, one thread: streams that write a list
+of objects, with a schema and without, in turns; without, nothing constrains them, and they have as
+many tokens. The clock is the processor time of the loop's thread, as in `arrivals.py`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def record(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-FORMS: dict[str, dict[str, Any]] = {
+CONSTRAINTS: dict[str, dict[str, Any]] = {
     "an object of three fields": {"json": PERSON},
     "five formats, such as `date-time`": {"json": record({f: {"format": f} for f in FORMATS})},
     "30 fields with patterns": {
@@ -70,19 +70,19 @@ def main() -> None:
     generator = TextGenerator(options.export, NEW, threads=1, max_running=16, max_queue=0)
     grammars = generator._grammars
     grammars.start(json.dumps({"regex": "a"}), [])  # reads the tokenizer
-    print(f"{'form':36}{'compile, ms':>12}{'mask, us':>10}{'p99':>8}{'most':>8}")
-    for name, form in FORMS.items():
-        seconds, masks = draw(grammars, json.dumps(form))
+    print(f"{'constraint':36}{'compile, ms':>12}{'mask, us':>10}{'p99':>8}{'most':>8}")
+    for name, constraint in CONSTRAINTS.items():
+        seconds, masks = draw(grammars, json.dumps(constraint))
         percentiles = np.percentile(masks, [99, 100]) * 1e6
         print(
             f"{name:36}{seconds * 1e3:12.1f}{np.mean(masks) * 1e6:10.0f}"
             f"{percentiles[0]:8.0f}{percentiles[1]:8.0f}"
         )
     print(f"\n{'streams':>8}{'ms a step without':>20}{'with':>8}{'ratio, median (rounds)':>26}")
-    form = json.dumps({"json": PEOPLE})
+    constraint = json.dumps({"json": PEOPLE})
     for streams in (1, 4, 16):
         turns = [
-            (run(generator, streams, ""), run(generator, streams, form))
+            (run(generator, streams, ""), run(generator, streams, constraint))
             for _ in range(options.rounds + 1)
         ][1:]
         ratios = [formed / plain for plain, formed in turns]
@@ -91,13 +91,13 @@ def main() -> None:
         print(f"{streams:8}{plain:20.2f}{formed:8.2f}{rounds:>26}", flush=True)
 
 
-def draw(grammars: Grammars, form: str) -> tuple[float, list[float]]:
-    """Seconds to compile a form, and of each mask of texts that are drawn at random."""
+def draw(grammars: Grammars, constraint: str) -> tuple[float, list[float]]:
+    """Seconds to compile a constraint, and of each mask of texts that are drawn at random."""
     started = time.perf_counter()
-    grammars.start(form, [])
+    grammars.start(constraint, [])
     compiled, masks = time.perf_counter() - started, list[float]()
     for seed in range(TEXTS):
-        grammar, rng = grammars.start(form, []), np.random.default_rng(seed)
+        grammar, rng = grammars.start(constraint, []), np.random.default_rng(seed)
         for _ in range(MOST):
             started = time.thread_time()
             allowed = grammar.allowed()
@@ -111,14 +111,16 @@ def draw(grammars: Grammars, form: str) -> tuple[float, list[float]]:
     return compiled, masks
 
 
-def run(generator: TextGenerator, streams: int, form: str) -> float:
+def run(generator: TextGenerator, streams: int, constraint: str) -> float:
     """Seconds of a step that decodes as many streams."""
-    params = Params(max_tokens=NEW, min_tokens=NEW, top_p=1.0, top_k=0, structured_outputs=form)
+    params = Params(
+        max_tokens=NEW, min_tokens=NEW, top_p=1.0, top_k=0, structured_outputs=constraint
+    )
     receiver = Receiver(lambda answer: None, lambda: False)
     for number in range(streams):
         assert generator.submit(f"Write a list of people. {number}", params, receiver)
     batcher: Any = generator._batcher
-    while len(batcher._waiting) < streams:  # forms are looked up by another thread
+    while len(batcher._waiting) < streams:  # constraints are looked up by another thread
         time.sleep(0.001)
     while batcher._waiting or batcher._reading:
         batcher.step()

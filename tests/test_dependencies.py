@@ -101,7 +101,7 @@ def test_every_import_is_declared() -> None:
         declared = names(base())
         if path.startswith(NEEDS_CLUSTER):
             declared |= names(extra("cluster"))
-        if path.startswith(("lathe/gateway/", "lathe/runtime/openvino_", "lathe/runtime/form_")):
+        if path.startswith(("lathe/gateway/", "lathe/runtime/openvino_", "lathe/runtime/grammar_")):
             declared |= names(extra("serve"))
         if path.startswith("lathe/tracking/"):
             declared |= names(extra("tracking"))

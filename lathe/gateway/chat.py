@@ -11,7 +11,7 @@ from lathe.gateway.models import Model
 from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest, ChosenTool, Conversation
 from lathe.gateway.slots import Slots
-from lathe.gateway.structure import Form
+from lathe.gateway.structure import Constraint
 from lathe.gateway.tools import (
     CallReader,
     Format,
@@ -72,11 +72,19 @@ class Chat:
                 f"{len(prompt)} tokens of messages{asked} exceed the {model.n_positions} positions"
             )
             raise ApiError(400, what, param="messages", code="context_length_exceeded")
-        form = request.form
+        constraint = request.constraint
         self._calls = format_of(model.chat_template) if request.usable_tools else None
         if self._calls is not None:
-            form = Form("tools", json.dumps({"grammar": _grammar(request, self._calls)}))
-        task = Task([prompt], request.of_backend(room, form), request.n, request.n, form=form)
+            constraint = Constraint(
+                "tools", json.dumps({"grammar": _grammar(request, self._calls)})
+            )
+        task = Task(
+            [prompt],
+            request.of_backend(room, constraint),
+            request.n,
+            request.n,
+            constraint=constraint,
+        )
         self._request = request
         self._generation = Generation(task, model, triton, slots)
         self._whole = Head("chat.completion", model, "chatcmpl")

@@ -33,7 +33,7 @@ class Completion:
             request.n,
             request.sequences,
             request.echo,
-            request.form,
+            request.constraint,
         )
         self._request = request
         self._generation = Generation(task, model, triton, slots)

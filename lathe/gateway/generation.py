@@ -11,12 +11,12 @@ from lathe.gateway.errors import ApiError
 from lathe.gateway.models import Model
 from lathe.gateway.requests import Parameters, Prompt
 from lathe.gateway.slots import Slots
-from lathe.gateway.structure import Form
+from lathe.gateway.structure import Constraint
 from lathe.gateway.triton import Triton
 from lathe.runtime.protocol import Chunk
 
 STRUCTURED = "structured_outputs"
-"""What the backend calls the form of a text."""
+"""What the backend calls a constraint."""
 
 MOST_UNREAD = 512
 """Pieces of an answer that may wait for a client that reads too slowly."""
@@ -31,7 +31,7 @@ class Task:
         n: sequences to return for each prompt.
         sequences: to generate for each prompt; the best `n` are returned.
         echo: whether sequences begin with the prompt.
-        form: what the request says of the text's form.
+        constraint: of the text.
     """
 
     prompts: Sequence[Prompt]
@@ -39,7 +39,7 @@ class Task:
     n: int
     sequences: int
     echo: bool = False
-    form: Form | None = None
+    constraint: Constraint | None = None
 
 
 class Generation:
@@ -111,10 +111,10 @@ class Generation:
                         self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
                         yield chunk
             except UserError as error:
-                form = self._task.form
-                if form is not None and error.what.startswith(STRUCTURED):
-                    what = f"{form.field}{error.what.removeprefix(STRUCTURED)}"
-                    raise ApiError(400, what, param=form.field) from None
+                constraint = self._task.constraint
+                if constraint is not None and error.what.startswith(STRUCTURED):
+                    what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
+                    raise ApiError(400, what, param=constraint.field) from None
                 raise
 
     def _mean_log_probability(self, chunk: Chunk) -> float:

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from lathe.gateway.structure import Form, Structured
+from lathe.gateway.structure import Constraint, Structured
 from lathe.runtime.params import LONGEST_STOP, MAX_INT, MAX_TOP, MOST_BIAS, MOST_IDS, MOST_STOPS
 from lathe.serve.transport import Parameter
 
@@ -132,7 +132,9 @@ class Sampling(Structured, Body):
         """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def parameters(self, sequences: int, max_tokens: int | None, form: Form | None) -> Parameters:
+    def parameters(
+        self, sequences: int, max_tokens: int | None, constraint: Constraint | None
+    ) -> Parameters:
         """The backend's parameters for as many sequences; without `max_tokens` its own default."""
         is_greedy = self.temperature == 0 or self.top_p == 0
         found: Parameters = {
@@ -154,8 +156,8 @@ class Sampling(Structured, Body):
         }
         if self.stop:
             found["stop"] = self.stop
-        if form is not None:
-            found["structured_outputs"] = form.value
+        if constraint is not None:
+            found["structured_outputs"] = constraint.value
         for name in ("stop_token_ids", "logit_bias"):
             if value := getattr(self, name):
                 found[name] = json.dumps(value)
@@ -318,7 +320,7 @@ class CompletionRequest(Sampling):
     def of_backend(self) -> Parameters:
         """The backend's parameters."""
         scored = self.logprobs is not None or self.sequences > self.n
-        return self.parameters(self.sequences, self.max_tokens, self.form) | {
+        return self.parameters(self.sequences, self.max_tokens, self.constraint) | {
             "echo": self.echo,
             "logprobs": scored,
             "top_logprobs": self.logprobs or 0,
@@ -372,8 +374,8 @@ class ChatRequest(Conversation, Sampling):
             raise ValueError("tool_choice needs tools")
         if isinstance(choice, ChosenTool) and not self.callable_tools:
             raise ValueError(f"tool_choice: no tool is called {choice.function.name!r:.100}")
-        if self.form is not None and self.usable_tools:
-            raise ValueError(f"{self.form.field} and tools exclude each other")
+        if self.constraint is not None and self.usable_tools:
+            raise ValueError(f"{self.constraint.field} and tools exclude each other")
         return self
 
     @property
@@ -401,13 +403,13 @@ class ChatRequest(Conversation, Sampling):
         limits = (self.max_completion_tokens, self.max_tokens)
         return next((limit for limit in limits if limit is not None), None)
 
-    def of_backend(self, room: int, form: Form | None) -> Parameters:
+    def of_backend(self, room: int, constraint: Constraint | None) -> Parameters:
         """The backend's parameters.
 
         Args:
             room: positions that the prompt leaves.
-            form: of the answer.
+            constraint: of the answer.
         """
         most = room if self.limit is None else self.limit
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        return self.parameters(self.n, most, form) | scored
+        return self.parameters(self.n, most, constraint) | scored

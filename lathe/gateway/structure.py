@@ -1,4 +1,4 @@
-"""What a text has to look like, by the names that OpenAI, vLLM and its earlier versions give it."""
+"""Constraints of a text, by the names that OpenAI, vLLM and its earlier versions give them."""
 
 import json
 from typing import Any, Literal, NamedTuple, Self
@@ -13,11 +13,11 @@ GUIDED = {
 }
 
 
-class Form(NamedTuple):
-    """What a request says of the text's form.
+class Constraint(NamedTuple):
+    """What constrains a text.
 
     Attributes:
-        field: the field of the request.
+        field: the field of the request that says so.
         value: as the backend's `structured_outputs`.
     """
 
@@ -56,7 +56,7 @@ class ResponseFormat(BaseModel):
 
 
 class Structured(BaseModel):
-    """The fields of a request that say what the text has to look like, of which one is enough."""
+    """The fields of a request that constrain the text, of which one is enough."""
 
     response_format: ResponseFormat | None = None
     # As in vLLM.
@@ -68,18 +68,18 @@ class Structured(BaseModel):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(found := self._forms()) > 1:
+        if len(found := self._constraints()) > 1:
             raise ValueError(f"{' and '.join(found)} exclude each other")
         return self
 
     @property
-    def form(self) -> Form | None:
-        """What is said; None if nothing is."""
-        for name, value in self._forms().items():
-            return Form(name, json.dumps(value))
+    def constraint(self) -> Constraint | None:
+        """The one that is given, if any."""
+        for name, value in self._constraints().items():
+            return Constraint(name, json.dumps(value))
         return None
 
-    def _forms(self) -> dict[str, dict[str, Any]]:
+    def _constraints(self) -> dict[str, dict[str, Any]]:
         told = self.response_format.value if self.response_format else None
         found = {"response_format": told, "structured_outputs": self.structured_outputs}
         for name, kind in GUIDED.items():

@@ -70,7 +70,9 @@ def format_of(template: str) -> Format | None:
     return None
 
 
-def grammar_of(form: Format, tools: Sequence[Json], may_speak: bool, may_call_more: bool) -> str:
+def grammar_of(
+    call_format: Format, tools: Sequence[Json], may_speak: bool, may_call_more: bool
+) -> str:
     """A grammar of texts that call tools, in llguidance's Lark.
 
     Args:
@@ -82,18 +84,20 @@ def grammar_of(form: Format, tools: Sequence[Json], may_speak: bool, may_call_mo
     for number, tool in enumerate(tools):
         function = tool["function"]
         schema = {**(function.get("parameters") or NOTHING), "x-guidance": JSON_OPTIONS}
-        head = json.dumps(form.head(function["name"]))
+        head = json.dumps(call_format.head(function["name"]))
         rules.append(f'call{number}: {head} %json {json.dumps(schema)} "}}"')
-    opening, closing = (json.dumps(text) if text else "" for text in (form.opening, form.closing))
-    more = f"({json.dumps(form.between)} call)*" if may_call_more else ""
+    opening, closing = (
+        json.dumps(text) if text else "" for text in (call_format.opening, call_format.closing)
+    )
+    more = f"({json.dumps(call_format.between)} call)*" if may_call_more else ""
     if not may_speak:
         rules += [f"start: call {more}", f"call: {opening} one {closing}"]
-    elif form.opening:
+    elif call_format.opening:
         rules += [
             "start: call* TEXT" if may_call_more else "start: TEXT | call",
             "TEXT: /(.|\\n)*/",
-            f"begun[lazy]: TEXT {json.dumps(form.trigger)}",
-            f"call: begun {json.dumps(form.opening.removeprefix(form.trigger))} one {closing}",
+            f"begun[lazy]: TEXT {json.dumps(call_format.trigger)}",
+            f'call: begun "\\n" one {closing}',
         ]
     else:
         rules += [f"start: TEXT | call {more}", "TEXT: /([^{](.|\\n)*)?/", "call: one"]
@@ -113,10 +117,10 @@ class TextReader:
 class CallReader:
     """Divides a text, as it comes, into what is said and what is called."""
 
-    def __init__(self, form: Format) -> None:
-        self._form = form
-        self._head = re.compile(r'(?:; )?\s*\{"name": "([\w-]+)", "' + form.key + '": ')
-        self._end = "}" + (form.closing or form.between + '{"name": "')
+    def __init__(self, call_format: Format) -> None:
+        self._form = call_format
+        self._head = re.compile(r'(?:; )?\s*\{"name": "([\w-]+)", "' + call_format.key + '": ')
+        self._end = "}" + (call_format.closing or call_format.between + '{"name": "')
         self._text = ""  # what is not understood yet
         self._step: Callable[[bool], Iterator[Json]] = self._speak
         self._arguments = ""

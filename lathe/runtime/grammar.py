@@ -1,10 +1,10 @@
-"""Structured output: the tokens that may come next in a text of a given form, by llguidance.
+"""Structured output: the tokens that may come next in a text that is constrained, by llguidance.
 
-A form is written as in vLLM's `structured_outputs`: a JSON object with one of FORMS. Unlike what it
-is in llguidance, white space between the parts of a JSON text is bounded, so that a text of a
-bounded schema ends whatever the model prefers.
+A constraint is written as in vLLM's `structured_outputs`: a JSON object with one of CONSTRAINTS.
+Unlike llguidance's default, white space between the parts of a JSON text is bounded, so that a text
+of a bounded schema ends whatever the model prefers.
 
-A form that is new is compiled in a process of its own first, see `lathe.runtime.form_compiler`.
+A new constraint is compiled in a process of its own first, see `lathe.runtime.grammar_compiler`.
 
 Source: https://github.com/guidance-ai/llguidance
 """
@@ -19,26 +19,26 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.form_compiler import (
-    FormChecker,
+from lathe.runtime.grammar_compiler import (
+    GrammarChecker,
     TooMuch,
     compiled,
     llguidance,
     read_tokenizer,
 )
-from lathe.runtime.params import FORMS
+from lathe.runtime.params import CONSTRAINTS
 
-CACHED = 32  # forms that are compiled already
+CACHED = 32  # constraints that are compiled already
 LONGEST_ERROR = 300
 JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
 
 
-class FormError(UserError):
-    """A form of a text is not supported."""
+class GrammarError(UserError):
+    """A constraint is not supported."""
 
 
 class Grammar:
-    """A text of some form, as far as it has been generated.
+    """A constrained text, as far as it has been generated.
 
     Args:
         matcher: llguidance's `LLMatcher`.
@@ -57,7 +57,7 @@ class Grammar:
         """Which tokens may come next (V,), or None if the text is complete and cannot go on.
 
         Raises:
-            FormError: finding out takes too much work.
+            GrammarError: finding out takes too much work.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -75,7 +75,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles forms for one tokenizer, and keeps the last ones.
+    """Compiles constraints for one tokenizer, and keeps the last ones.
 
     Args:
         size: of the model's vocabulary; the tokenizer's may be smaller.
@@ -84,25 +84,25 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
         self._source, self._size, self._end_ids = tokenizer, size, list(end_ids)
-        self._checker = FormChecker(self._arguments)
+        self._checker = GrammarChecker(self._arguments)
         self._compiled = lru_cache(CACHED)(self._compile)
 
-    def start(self, form: str, stop_ids: Sequence[int]) -> Grammar:
-        """An empty text of a form.
+    def start(self, constraint: str, stop_ids: Sequence[int]) -> Grammar:
+        """An empty text under a constraint.
 
         Args:
             stop_ids: tokens that may end it besides the model's own.
 
         Raises:
-            FormError: the form is not understood, has what llguidance does not support, or is too
+            GrammarError: the constraint is not understood, not supported by llguidance, or too
                 large.
             UserError: llguidance is not installed.
         """
-        matcher = self._compiled(form).deep_copy()
+        matcher = self._compiled(constraint).deep_copy()
         return Grammar(matcher, self._size, [*self._end_ids, *stop_ids])
 
     def close(self) -> None:
-        """End the process that compiles new forms first."""
+        """End the process that compiles new constraints first."""
         self._checker.close()
 
     @cached_property
@@ -112,10 +112,10 @@ class Grammars:
     def _arguments(self) -> tuple[str, int, list[int]]:
         return self._source.to_str(), self._size, self._end_ids
 
-    def _compile(self, form: str) -> Any:
+    def _compile(self, constraint: str) -> Any:
         tokenizer = self._tokenizer
         try:
-            grammar = _grammar_of(form, llguidance())
+            grammar = _grammar_of(constraint, llguidance())
             error = self._checker.error_of(grammar)
         except TooMuch:
             error = "too much work to compile"
@@ -126,13 +126,13 @@ class Grammars:
         return compiled(grammar, tokenizer)
 
 
-def _grammar_of(form: str, library: Any) -> str:
-    """llguidance's own form; raises ValueError or TypeError."""
-    given = json.loads(form)
+def _grammar_of(constraint: str, library: Any) -> str:
+    """The constraint as llguidance takes it; raises ValueError or TypeError."""
+    given = json.loads(constraint)
     told = given if isinstance(given, dict) else {}
     named = {name: value for name, value in told.items() if value not in (None, False)}
-    if len(named) != 1 or not named.keys() <= set(FORMS):
-        raise ValueError(f"give one of {', '.join(FORMS)}")
+    if len(named) != 1 or not named.keys() <= set(CONSTRAINTS):
+        raise ValueError(f"give one of {', '.join(CONSTRAINTS)}")
     ((kind, value),) = named.items()
     if kind in ("json", "json_object"):
         schema = {"type": "object"} if kind == "json_object" else value
@@ -150,9 +150,9 @@ def _grammar_of(form: str, library: Any) -> str:
     return text
 
 
-def _refused(error: str) -> FormError:
+def _refused(error: str) -> GrammarError:
     what = " ".join(error.split())[:LONGEST_ERROR]
-    return FormError(
+    return GrammarError(
         f"structured_outputs: {what}",
         "see https://github.com/guidance-ai/llguidance/tree/main/docs for what there is",
     )

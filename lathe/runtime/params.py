@@ -20,8 +20,8 @@ MAX_TOP = 20  # alternatives of a token, as in OpenAI's interface
 MOST_STOPS, LONGEST_STOP = 16, 1000  # every new token is compared with all of them
 MOST_IDS = 1024  # of `stop_token_ids` and `logit_bias`
 MOST_BIAS = 100.0  # as in OpenAI's interface
-FORMS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
-LONGEST_FORM = 100_000
+CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
+LONGEST_CONSTRAINT = 100_000
 
 NO_BEAMS = (
     *("logprobs", "echo", "presence_penalty", "frequency_penalty"),
@@ -38,7 +38,7 @@ class Params:
     `echo` the answer begins with the prompt. The presence and frequency penalties count the
     generated tokens, as OpenAI's do. `logit_bias` is added to the logits of its tokens before
     anything else, and a token of `stop_token_ids` ends the text as the model's own do, which
-    `ignore_eos` excludes. `structured_outputs` is the form of the text; see
+    `ignore_eos` excludes. `structured_outputs` constrains the text; see
     `lathe.runtime.grammar`."""
 
     max_tokens: int | None = None
@@ -111,8 +111,9 @@ FIELDS = {
     ),
     "structured_outputs": Field(
         str,
-        lambda v: len(v) <= LONGEST_FORM,
-        f"a JSON object with one of {', '.join(FORMS)}, of at most {LONGEST_FORM:,} characters",
+        lambda v: len(v) <= LONGEST_CONSTRAINT,
+        f"a JSON object with one of {', '.join(CONSTRAINTS)}, of at most {LONGEST_CONSTRAINT:,} "
+        "characters",
     ),
     "logprobs": Field(bool, lambda v: True, "true or false"),
     "top_logprobs": Field(int, lambda v: 0 <= v <= MAX_TOP, f"from 0 to {MAX_TOP}"),

@@ -48,8 +48,7 @@ class Receiver:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt's ids, and how to continue them, by at most `max_tokens`, in the form of
-    `grammar`."""
+    """A prompt's ids, and how to continue them, by at most `max_tokens`, under a grammar."""
 
     prompt: Sequence[int]
     max_tokens: int

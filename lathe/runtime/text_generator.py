@@ -23,7 +23,7 @@ from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe.runtime.text import TokenBytes
 from lathe.runtime.watcher import Watcher
 
-COMPILERS = 2  # forms of texts that are compiled at a time
+COMPILERS = 2  # constraints that are compiled at a time
 
 
 class TextGenerator:
@@ -66,8 +66,8 @@ class TextGenerator:
         )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
-        """Queue a request; chunks reach the receiver on another thread. So does the error if a form
-        of its text is not supported, which is found out while others are accepted.
+        """Queue a request; chunks reach the receiver on another thread. So does the error if
+        `structured_outputs` is not supported, which takes longer to find out.
 
         Args:
             prompt: a text, or token ids.
@@ -94,11 +94,11 @@ class TextGenerator:
             )
         request = Request(ids, max_tokens, params, self._vocabulary, receiver)
         if params.structured_outputs:
-            self._compiling.submit(self._submit_formed, request)
+            self._compiling.submit(self._submit_constrained, request)
             return True
         return self._batcher.submit(kind(request))
 
-    def _submit_formed(self, request: Request) -> None:
+    def _submit_constrained(self, request: Request) -> None:
         params = request.params
         try:
             grammar = self._grammars.start(params.structured_outputs, params.stop_token_ids)

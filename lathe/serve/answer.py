@@ -11,7 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
-from lathe.runtime.grammar import FormError
+from lathe.runtime.grammar import GrammarError
 from lathe.runtime.params import Params
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.sequence_group import Receiver
@@ -113,7 +113,7 @@ class Answer:
 
     def take(self, answer: Chunk | Exception) -> None:
         """Receive a chunk (those with a finish reason are counted), or the error that ends it."""
-        if isinstance(answer, FormError):
+        if isinstance(answer, GrammarError):
             self.refuse(pb_utils.TritonError.INVALID_ARG, answer)
         elif isinstance(answer, UserError):
             self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)

@@ -82,7 +82,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     if params.stop:
         found["stop"] = params.stop
     if params.structured_outputs:
-        found["structured_outputs"] = _form(params.structured_outputs)
+        found["structured_outputs"] = _constraint(params.structured_outputs)
     if params.logprobs:
         found["logprobs"] = params.top_logprobs
     if "num_return_sequences" in given:
@@ -90,7 +90,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     return {"model": model_name, "prompt": prompt, "return_token_ids": True, **found}
 
 
-def _form(text: str) -> Any:
+def _constraint(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.gateway.test_chat import MESSAGES, TEMPLATE
-from tests.support.forms import GRAMMAR, REGEX, SCHEMA
+from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.gateways import chatting, opened
 
 FORMAT = {

@@ -1,4 +1,4 @@
-"""Structured output: whatever a model prefers, its text has the form that was asked for."""
+"""Structured output: whatever a model prefers, its text conforms to the constraint."""
 
 import json
 import re
@@ -17,12 +17,12 @@ from lathe.runtime.sampling import next_token
 from lathe.runtime.text import TokenBytes
 from lathe.runtime.text_generator import TextGenerator
 from tests.serve.test_batcher import GREEDY, Caller
-from tests.support.forms import GRAMMAR, REGEX, SCHEMA
+from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.small_export import PRUNED, make_model, write_unproven
 from tests.support.tokenizers import metaspace_tokenizer
 
 
-def form(**one: Any) -> str:
+def constraint(**one: Any) -> str:
     return json.dumps(one)
 
 
@@ -53,7 +53,7 @@ def written(grammar: Grammar, tokenizer: Tokenizer, seed: int, **changes: Any) -
 def test_a_model_of_random_weights_writes_what_the_schema_says(
     grammars: Grammars, byte_tokenizer: Tokenizer, seed: int
 ) -> None:
-    text = written(grammars.start(form(json=SCHEMA), []), byte_tokenizer, seed)
+    text = written(grammars.start(constraint(json=SCHEMA), []), byte_tokenizer, seed)
     assert text is not None
     jsonschema.validate(json.loads(text), SCHEMA)
 
@@ -63,7 +63,7 @@ def test_so_it_is_with_other_forms(
     grammars: Grammars, byte_tokenizer: Tokenizer, seed: int
 ) -> None:
     def text(**one: Any) -> str:
-        found = written(grammars.start(form(**one), []), byte_tokenizer, seed)
+        found = written(grammars.start(constraint(**one), []), byte_tokenizer, seed)
         assert found is not None
         return found
 
@@ -78,7 +78,7 @@ def test_a_complete_text_ends_whatever_else_is_asked_for(
     grammars: Grammars, byte_tokenizer: Tokenizer
 ) -> None:
     for changes in ({"ignore_eos": True}, {"logit_bias": {256: -100.0, 65: 100.0}}):
-        grammar = grammars.start(form(choice=["ab", "abc"]), [])
+        grammar = grammars.start(constraint(choice=["ab", "abc"]), [])
         assert written(grammar, byte_tokenizer, 0, **changes) in ("ab", "abc")
 
 
@@ -92,14 +92,14 @@ def test_a_stop_token_ends_only_what_is_complete(
     grammars: Grammars, byte_tokenizer: Tokenizer
 ) -> None:
     a, b, c = map(byte_tokenizer.token_to_id, "abc")
-    grammar = grammars.start(form(regex="ab*"), [b, c])
+    grammar = grammars.start(constraint(regex="ab*"), [b, c])
     assert next_letters(grammar, byte_tokenizer) == {"a"}
     grammar.add(a)
     assert grammar.allowed() is None  # b would end it, too
 
 
 def test_a_copy_goes_on_by_itself(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
-    one = grammars.start(form(regex="[ab]c"), [])
+    one = grammars.start(constraint(regex="[ab]c"), [])
     other = one.copy()
     one.add(byte_tokenizer.token_to_id("a"))
     assert next_letters(one, byte_tokenizer) == {"c"}
@@ -109,20 +109,20 @@ def test_a_copy_goes_on_by_itself(grammars: Grammars, byte_tokenizer: Tokenizer)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (form(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (form(json={"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
-        (form(json={"type": "str"}), "Invalid type: str"),
-        (form(json={"$ref": "http://localhost:1/x"}), "localhost"),
-        (form(json={"minimum": 5, "maximum": 2, "type": "integer"}), "Unsatisfiable"),
-        (form(json="{"), "EOF|JSON"),
-        (form(regex="(?=a)b"), "look-around"),
-        (form(regex=5), "regex is not a text"),
-        (form(choice=[1]), "choice is not a list"),
-        (form(choice=[]), "choice is not a list"),
-        (form(grammar="start: nothing"), "nothing"),
-        (form(json={}, regex="a"), "give one of json, json_object"),
-        (form(whitespace_pattern="x", regex="a"), "give one of"),
-        (form(), "give one of"),
+        (constraint(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (constraint(json={"not": {"type": "string"}}), 'Unimplemented keys: \\["not"\\]'),
+        (constraint(json={"type": "str"}), "Invalid type: str"),
+        (constraint(json={"$ref": "http://localhost:1/x"}), "localhost"),
+        (constraint(json={"minimum": 5, "maximum": 2, "type": "integer"}), "Unsatisfiable"),
+        (constraint(json="{"), "EOF|JSON"),
+        (constraint(regex="(?=a)b"), "look-around"),
+        (constraint(regex=5), "regex is not a text"),
+        (constraint(choice=[1]), "choice is not a list"),
+        (constraint(choice=[]), "choice is not a list"),
+        (constraint(grammar="start: nothing"), "nothing"),
+        (constraint(json={}, regex="a"), "give one of json, json_object"),
+        (constraint(whitespace_pattern="x", regex="a"), "give one of"),
+        (constraint(), "give one of"),
         ("[1]", "give one of"),
         ("{", "structured_outputs: "),
         ("[" * 50_000, "structured_outputs: "),
@@ -136,11 +136,11 @@ def test_what_is_not_supported_is_refused(grammars: Grammars, given: str, messag
 @pytest.mark.parametrize(
     "given",
     [
-        form(
+        constraint(
             grammar="start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(6000)) + 'a6000: "x"'
         ),
-        form(regex="a?" * 30_000 + "a" * 20_000),
-        form(json={"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(10, 30)]}),
+        constraint(regex="a?" * 30_000 + "a" * 20_000),
+        constraint(json={"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(10, 30)]}),
     ],
     ids=["all of the stack", "gigabytes", "minutes"],
 )
@@ -153,7 +153,7 @@ def test_what_takes_too_much_work_is_refused_when_it_does(
     grammars: Grammars, byte_tokenizer: Tokenizer
 ) -> None:
     many = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}
-    grammar = grammars.start(form(json=many), [])
+    grammar = grammars.start(constraint(json=many), [])
     with pytest.raises(UserError, match="items"):
         for token in byte_tokenizer.encode('{"k1').ids:
             grammar.add(token)
@@ -162,8 +162,8 @@ def test_what_takes_too_much_work_is_refused_when_it_does(
 
 def test_a_form_has_a_limit() -> None:
     with pytest.raises(UserError, match="at most 100,000 characters"):
-        parse({"structured_outputs": form(regex="a" * 100_000)}, Params())
-    beams = {"decode_strategy": "beam_search", "structured_outputs": form(regex="a")}
+        parse({"structured_outputs": constraint(regex="a" * 100_000)}, Params())
+    beams = {"decode_strategy": "beam_search", "structured_outputs": constraint(regex="a")}
     with pytest.raises(UserError, match="structured_outputs with beam_search"):
         parse(beams, Params())
 
@@ -189,14 +189,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 def test_a_form_changes_nobody_elses_text_and_drafts_do_not_change_it(folder: Path) -> None:
     formed = parse(
-        {"structured_outputs": form(json=SCHEMA), "num_return_sequences": 2, "seed": 1}, Params()
+        {"structured_outputs": constraint(json=SCHEMA), "num_return_sequences": 2, "seed": 1},
+        Params(),
     )
     found = []
     for speculates in (False, True):
         generator = TextGenerator(folder, 40, 1, 4, 8, 0, speculates)
         alone = Caller(generator, "hello", GREEDY).wait()
         single = Caller(
-            generator, "a", parse({"structured_outputs": form(regex="(ab){9}c")}, GREEDY)
+            generator, "a", parse({"structured_outputs": constraint(regex="(ab){9}c")}, GREEDY)
         )
         assert single.wait() and single.text == "ab" * 9 + "c"
         callers = [

@@ -1,7 +1,7 @@
-"""Compile the grammar of a form with llguidance, and find out in a process of its own whether that
-can be done: some take version 1.9 minutes, gigabytes or all of its stack.
+"""Compile grammars with llguidance, after a process of its own has found that it can be done: some
+take version 1.9 minutes, gigabytes or all of its stack.
 
-`python -m lathe.runtime.form_compiler` is that process. It reads a JSON value a line, first what
+`python -m lathe.runtime.grammar_compiler` is that process. It reads a JSON value a line, first what
 `read_tokenizer` takes and then grammars, and answers each grammar with what is wrong with it.
 """
 
@@ -74,7 +74,7 @@ def compiled(grammar: str, tokenizer: Any) -> Any:
     return matcher
 
 
-class FormChecker:
+class GrammarChecker:
     """The process, which starts with the first grammar, and again when one has ended it.
 
     Args:
@@ -124,7 +124,7 @@ def _start() -> subprocess.Popen[bytes]:
     python = sys.executable if own.name.startswith("python") else shutil.which("python3")
     paths = [str(Path(lathe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [python or "python3", "-m", "lathe.runtime.form_compiler"],
+        [python or "python3", "-m", "lathe.runtime.grammar_compiler"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Forms of texts, in which a model of random weights comes to an end."""
+"""Constraints under which a model of random weights comes to an end."""
 
 from typing import Any
 
