@@ -117,11 +117,15 @@ def _is_away(error: BaseException | None) -> bool:
     return code in BUSY if code else not isinstance(error, Damaged)
 
 
+def _attempts(error: BaseException | None) -> int:
+    return 2 if timed_out(error) else 4
+
+
 def _stop(state: RetryCallState) -> bool:
     """Stop after four attempts, or after two if the last one timed out; but wait for a server that
     has answered before, or that a pod needs."""
     error = state.outcome.exception() if state.outcome else None
-    if state.attempt_number < (2 if timed_out(error) else 4):
+    if state.attempt_number < _attempts(error):
         return False
     must_be_there = _answered.is_set() or IN_POD in os.environ
     if not _is_away(error) or not must_be_there:
@@ -138,12 +142,16 @@ class _Outage:
     @classmethod
     def say(cls, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        if state.attempt_number < 3 or time.monotonic() < cls.said + cls.AGAIN_SECONDS:
+        if state.attempt_number < _attempts(error):
+            return
+        if time.monotonic() < cls.said + cls.AGAIN_SECONDS:
             return
         cls.said = time.monotonic()
         who = getattr(error, "store", "") or "a server"
-        wait = f"waiting for it, up to {network_patience():.0f} s ({PATIENCE})"
-        log.warning("%s does not answer (%s): %s", shown(who), _one_line(error), wait)
+        log.warning(
+            "%s does not answer: waiting for it, up to %.0f s (%s)",
+            *(shown(who), network_patience(), PATIENCE),
+        )
 
 
 def _note_time(state: RetryCallState) -> None:
@@ -246,6 +254,6 @@ def _explain(uri: str, error: Exception) -> UserError:
     return Unavailable(f"{what}: no answer{source}: {_one_line(error)}", hint)
 
 
-def _one_line(error: BaseException | None) -> str:
+def _one_line(error: Exception) -> str:
     """The error as one short line: a server may answer with anything."""
     return printable(" ".join(str(error).split()))
