@@ -52,6 +52,7 @@ LIBRARIES = {
     "tritonclient": {"serve", "gateway", "production"},
     "grpc": {"serve", "gateway", "production"},
     "httpx2": {"serve"},
+    "aiohttp": {"gateway"},
     "starlette": {"gateway"},
     "uvicorn": {"gateway"},
     "prometheus_client": {"gateway"},

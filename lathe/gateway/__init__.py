@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface to the models that Triton serves."""
+"""The only HTTP door to Triton: OpenAI's interface to its models, and KServe's."""

@@ -1,4 +1,4 @@
-"""`python -m lathe.gateway REPOSITORY`: OpenAI's interface beside a Triton, until SIGTERM."""
+"""`python -m lathe.gateway REPOSITORY`: the HTTP door before a Triton, until SIGTERM."""
 
 import argparse
 import logging
@@ -15,6 +15,7 @@ from lathe.gateway.models import read_models
 from lathe.gateway.server import Server
 
 ORIGINS_VARIABLE = "LATHE_CORS_ORIGINS"
+PORTS = (8000, 9000)  # where clients of KServe's interface look for one, and those of OpenAI's
 DRAIN_SECONDS = 120  # as long as Triton's own --exit-timeout-secs in the Deployment
 
 
@@ -31,29 +32,35 @@ def main(arguments: list[str] | None = None) -> int:
             body=given.max_body,
             connections=min(given.max_connections, raise_file_limit()),
         )
-        gateway = Gateway(read_models(given.repository), given.triton, limits, keys)
+        models = read_models(given.repository)
+        gateway = Gateway(models, given.triton, given.triton_http, limits, keys)
         if given.server_state:
             gateway.metrics.watch_server(given.server_state)
+        origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
+        ports = given.port or PORTS
+        server = Server(gateway, origins, given.drain_seconds, given.host, ports)
     except ENDINGS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status
-    origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
-    Server(gateway, origins, given.drain_seconds, host=given.host, port=given.port).run()
+    server.run()
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lathe.gateway",
-        description="Serve OpenAI's HTTP interface to the models of a Triton. "
+        description="Serve OpenAI's HTTP interface, and KServe's, to the models of a Triton. "
         f"{KEYS_VARIABLE} names a file of API keys, a key a line; {ORIGINS_VARIABLE} the origins, "
         "separated by commas, of web pages that may ask.",
     )
     parser.add_argument("repository", type=Path, help="Triton's model repository")
     parser.add_argument("--triton", default="127.0.0.1:8001", help="its gRPC HOST:PORT")
+    parser.add_argument("--triton-http", default="127.0.0.1:8003", help="its HTTP HOST:PORT")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=9000)
+    parser.add_argument(
+        "--port", type=int, action="append", help="may be repeated (default: 8000 and 9000)"
+    )
     limits = Limits()
     numbers = {
         "--max-requests": (limits.requests, "requests that are answered at the same time"),

@@ -18,33 +18,44 @@ from lathe.gateway.completions import Completion
 from lathe.gateway.endpoint import Answer, Endpoint
 from lathe.gateway.errors import ApiError
 from lathe.gateway.keys import ApiKeys
+from lathe.gateway.kserve import KServe
 from lathe.gateway.limits import Door, Limits
 from lathe.gateway.metrics import GatewayMetrics
 from lathe.gateway.models import Model
 from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.slots import Slots
+from lathe.gateway.suspects import Suspects
 from lathe.gateway.tokens import Detokenize, detokenize, read_tokenize, tokenize
 from lathe.gateway.triton import Triton
 from lathe.gateway.web import Web
 
-PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /tokenize and /detokenize"
+PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
 
 
 class Gateway:
-    """OpenAI's interface to the models of one Triton.
+    """OpenAI's interface, and KServe's, to the models of one Triton.
 
     Args:
         models: by name.
         url: Triton's gRPC address, `host:port`.
+        http: Triton's HTTP address, `host:port`.
         keys: None lets everybody in.
     """
 
     def __init__(
-        self, models: Mapping[str, Model], url: str, limits: Limits, keys: ApiKeys | None = None
+        self,
+        models: Mapping[str, Model],
+        url: str,
+        http: str,
+        limits: Limits,
+        keys: ApiKeys | None = None,
     ) -> None:
         self._models, self._url, self._door = models, url, Door(limits, keys)
-        self.metrics = GatewayMetrics()
+        self.metrics, self._suspects = GatewayMetrics(), Suspects()
+        self._kserve = KServe(
+            http, self._door, self.metrics, self._suspects, lambda *name: self.triton.cancel(*name)
+        )
         self._slots = {name: Slots(model) for name, model in models.items()}
         self.metrics.watch(self._door, self._slots)
         self._triton: Triton | None = None
@@ -82,6 +93,7 @@ class Gateway:
             for path, (handler, method) in handlers.items()
             for end in ("", "/")
         ]
+        routes += [Route(path, self._kserve) for path in ("/v2", "/v2/{path:path}")]
         app = Starlette(
             routes=routes,
             middleware=[Middleware(Web, origins, is_local), *([cors] if origins else [])],
@@ -118,9 +130,10 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self._triton = Triton(self._url)
+        self._triton = Triton(self._url, self._suspects)
         self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
-        yield
+        async with self._kserve.session():
+            yield
         for renderer in self._renderers.values():
             renderer.close()
         await self._triton.close()

@@ -82,7 +82,7 @@ class Endpoint:
                     status = await _send_whole(answer, scope, receive, send)
                 else:
                     usage = answer.usage
-                    status = await _unless_left(_send(answer, scope, receive, send), receive)
+                    status = await unless_left(_send(answer, scope, receive, send), receive)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
@@ -124,7 +124,7 @@ def _parsed(body: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-async def _unless_left(work: Any, receive: Receive) -> int:
+async def unless_left(work: Any, receive: Receive) -> int:
     """Do the work, but cancel it when the client leaves; returns the status of the response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from lathe.errors import UserError
-from lathe.gateway.triton import Unavailable
+from lathe.gateway.suspects import Unavailable
 from lathe.runtime.params import FIELDS
 from lathe.runtime.protocol import BUSY
 
@@ -57,14 +57,18 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
-        """The whole response."""
+    def response(self, body: dict[str, object] | None = None) -> JSONResponse:
+        """The whole response.
+
+        Args:
+            body: another interface's than OpenAI's.
+        """
         headers = {"Retry-After": str(self._retry_after)} if self.status == 503 else {}
         if self.code == ENDING:
             headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.to_json(), self.status, headers)
+        return JSONResponse(body or self.to_json(), self.status, headers)
 
 
 def of_backend(error: Exception) -> ApiError:

@@ -13,7 +13,7 @@ from lathe.gateway.errors import ENDING, ApiError
 from lathe.gateway.keys import ApiKeys
 
 BODY_SECONDS = 30.0
-GZIP = 16  # zlib's flag for the format
+GZIP_OR_ZLIB = 32  # zlib's flag for "whichever of the two formats it is"
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,16 @@ class Door:
         coding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
         if coding == "identity":
             return body
-        if coding not in ("gzip", "x-gzip"):
-            raise ApiError(415, f"the content encoding is {coding[:100]!r}: send gzip or none")
-        decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP)
+        if coding not in ("gzip", "x-gzip", "deflate"):
+            what = f"the content encoding is {coding[:100]!r}: send gzip, deflate or none"
+            raise ApiError(415, what)
+        decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP_OR_ZLIB)
         try:
             plain = decoder.decompress(body, self.limits.body + 1)
         except zlib.error as error:
-            raise ApiError(400, f"the body is not gzip: {error}") from None
+            raise ApiError(400, f"the body is not {coding}: {error}") from None
         if len(plain) > self.limits.body:
             raise ApiError(413, f"the body exceeds {self.limits.body} bytes")
         if not decoder.eof:
-            raise ApiError(400, "the gzip body ends early")
+            raise ApiError(400, f"the {coding} body ends early")
         return plain

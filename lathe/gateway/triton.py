@@ -8,13 +8,14 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from hashlib import sha256
 from itertools import cycle
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from lathe.errors import StageError
+from lathe.gateway.suspects import Died, Suspects, Unavailable
 from lathe.runtime.protocol import CANCEL, Chunk
 from lathe.serve.grpc_messages import CHANNEL_OPTIONS, request
 from lathe.serve.reach import require_address
@@ -30,23 +31,20 @@ OPTIONS = [
 ]
 
 
-class Unavailable(StageError):
-    """Triton does not answer, or has ended a stream."""
-
-
 class Triton:
     """A Triton server; its streams are opened by the first requests, and again when they break.
 
     Args:
         url: gRPC address, `host:port`.
+        suspects: the requests that it has died of.
 
     Raises:
         UserError: `url` is not an address.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, suspects: Suspects) -> None:
         require_address(url)
-        self.url = url
+        self.url, self._suspects = url, suspects
         self._channel = grpc.aio.insecure_channel(url, OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._streams: dict[int, _Stream] = {}
@@ -77,28 +75,39 @@ class Triton:
             parameters: those of `lathe.runtime.params`; `stop` is a list.
 
         Raises:
-            UserError: the backend refuses the request, or is busy.
+            UserError: the backend refuses the request, or is busy; or Triton has died of the
+                request twice.
             Unavailable: Triton does not answer, or ended meanwhile.
         """
         plain = {k: json.dumps(v) if k == "stop" else v for k, v in parameters.items()}
         message = request(model_name, prompt, plain)  # type: ignore[arg-type]
-        message.id = uuid.uuid4().hex
+        digest = sha256(message.SerializeToString(deterministic=True)).digest()
         going = parameters.get("num_return_sequences", 1)
-        stream = self._stream()
-        chunks = stream.ask(message)
-        try:
-            while going:
-                got = await chunks.get()
-                if isinstance(got, Exception):
-                    going = 0
-                    raise got
-                for chunk in got:
-                    going -= bool(chunk.finish_reason)  # type: ignore[operator]
-                    yield chunk
-        finally:
-            stream.forget(message.id)
-            if going and not stream.has_ended:  # on one stream it cannot overtake the request
-                stream.send(_cancellation(model_name, message.id))
+        async with self._suspects.watch(digest):
+            message.id = uuid.uuid4().hex
+            stream = self._stream()
+            chunks = stream.ask(message)
+            try:
+                while going:
+                    got = await chunks.get()
+                    if isinstance(got, Exception):
+                        going = 0
+                        raise got
+                    for chunk in got:
+                        going -= bool(chunk.finish_reason)  # type: ignore[operator]
+                        yield chunk
+            finally:
+                stream.forget(message.id)
+                if going and not stream.has_ended:  # on one stream it cannot overtake the request
+                    stream.send(_cancellation(model_name, message.id))
+
+    def cancel(self, model_name: str, name: str) -> None:
+        """Cancel a request that has come another way than by `generate`.
+
+        Args:
+            name: its parameter REQUEST_ID.
+        """
+        self._stream().send(_cancellation(model_name, name))
 
     def _stream(self) -> "_Stream":
         turn = next(self._turns)
@@ -114,6 +123,7 @@ class _Stream:
         self._url = url
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._asked: dict[str, asyncio.Queue[list[Chunk] | Exception]] = {}
+        self._sent: set[str] = set()
         self._call = stub.ModelStreamInfer(self._messages())
         self._reader = asyncio.create_task(self._read())
 
@@ -133,10 +143,14 @@ class _Stream:
     def forget(self, name: str) -> None:
         """Drop what comes for a request from now on."""
         self._asked.pop(name, None)
+        self._sent.discard(name)
 
     async def _messages(self) -> AsyncIterator[Any]:
         while True:
-            yield await self._outgoing.get()
+            message = await self._outgoing.get()
+            yield message
+            if message.id in self._asked:  # gRPC asks for the next one when this one is on its way
+                self._sent.add(message.id)
 
     async def _read(self) -> None:
         ended = "the stream has ended"
@@ -153,8 +167,9 @@ class _Stream:
             ended = error.details() or error.code().name
         finally:
             self._call.cancel()
-            for chunks in self._asked.values():
-                chunks.put_nowait(Unavailable(f"Triton on {self._url}: {ended}"))
+            for name, chunks in self._asked.items():
+                kind = Died if name in self._sent else Unavailable
+                chunks.put_nowait(kind(f"Triton on {self._url}: {ended}"))
 
 
 def _cancellation(model_name: str, name: str) -> Any:

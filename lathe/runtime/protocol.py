@@ -13,6 +13,7 @@ from lathe.errors import UserError
 FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
 PROMPTS = ("text_input", "input_ids")  # inputs of the generating model, which needs one of them
 CANCEL = "cancel"  # parameter of a request that cancels another, whose id is its value
+REQUEST_ID = "request_id"  # parameter that names a request over HTTP, where Triton knows no id
 BUSY = "the server is busy"  # how the error of a full queue begins
 # Inputs of the scoring model: either all of the first, or all of the second.
 TOKENS = ("tokens", "index", "targets")

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ log = logging.getLogger("lathe")
 # seconds, and this many times the duration of a round.
 ASK_SECONDS, ASK_SHARE = 0.01, 4
 
+MOST_EARLY = 256
+
 
 class ResponseSender:
     """Sends responses to Triton, and asks it which clients have disconnected. Both wait for another
@@ -31,6 +34,8 @@ class ResponseSender:
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Answer] = set()
         self._named: dict[str, Answer] = {}  # the open ones by the ids of their requests
+        # Cancellations that have come another way, and may have overtaken their requests.
+        self._early: deque[str] = deque(maxlen=MOST_EARLY)
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -55,10 +60,13 @@ class ResponseSender:
         self._open.add(answer)
         if answer.name:
             self._named[answer.name] = answer
+            answer.abandoned |= answer.name in self._early
 
     def _abandon(self, name: str) -> None:
         if answer := self._named.get(name):
             answer.abandoned = True
+        else:
+            self._early.append(name)
 
     def _send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         if final:

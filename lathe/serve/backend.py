@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
 from lathe.runtime.params import FIELDS, Params, parse
-from lathe.runtime.protocol import BUSY, CANCEL, PROMPTS, decode, model_settings
+from lathe.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
 from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
@@ -51,7 +51,8 @@ class TritonPythonModel:
                 self.responses.abandon(given[CANCEL])
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
-            answer = Answer(request.request_id(), sender, self.responses)
+            name = given.pop(REQUEST_ID, request.request_id())
+            answer = Answer(name, sender, self.responses)
             try:
                 prompt, answer.params = _read(request, given, self.defaults)
                 if not self.generator.submit(prompt, answer.params, answer.receiver):

@@ -20,7 +20,7 @@ HINT = (
 _DESCRIBE = """
 import importlib.util, json, sys, sysconfig
 spec = importlib.util.find_spec("pytriton")
-gateway = ("starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient")
+gateway = ("aiohttp", "starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient")
 print(json.dumps({
     "pytriton": spec and spec.submodule_search_locations[0],
     "site_packages": sysconfig.get_path("platlib"),

@@ -18,6 +18,7 @@ from lathe.progress import bar
 from lathe.serve import state as serve_state
 from lathe.serve.environment import ServeEnvironment, find_environment
 from lathe.serve.process import Process
+from lathe.serve.restricted import restrictions
 from lathe.serve.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, STATE_FILE, ServerState
 
 log = logging.getLogger("lathe")
@@ -27,6 +28,8 @@ CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
 TRITON_PORTS = ("http_port", "grpc_port", "metrics_port")
 GATEWAY_PORT = "gateway_port"
+TRITON_PORT = "triton_port"
+"""Triton's own HTTP behind a gateway, which has `http_port` then."""
 ANY_PORTS: dict[str, Any] = dict.fromkeys((*TRITON_PORTS, GATEWAY_PORT), 0)
 DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 
@@ -80,7 +83,7 @@ def start(
         serving: model name and ports; port 0 takes any free one.
         folder: state folder; default `state.default_folder()`.
         options: more of tritonserver's options, such as `--model-control-mode=explicit`.
-        with_gateway: whether OpenAI's interface is served as well.
+        with_gateway: whether the gateway is served as well, before Triton's HTTP.
 
     Raises:
         UserError: a port is in use, a server of this state folder is already running, or there is
@@ -132,8 +135,9 @@ def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str
     """
     bound = {}
     with ExitStack() as held:
-        for key in (*TRITON_PORTS, GATEWAY_PORT) if with_gateway else TRITON_PORTS:
-            port = getattr(serving, key)
+        gateway = (GATEWAY_PORT, TRITON_PORT) if with_gateway else ()
+        for key in (*TRITON_PORTS, *gateway):
+            port = 0 if key == TRITON_PORT else getattr(serving, key)
             probe = held.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -164,12 +168,13 @@ def _command(
         f"--backend-config=python,shm-region-prefix-name={shared_memory}",
         "--disable-auto-complete-config",
         f"--http-address={HOST}",
-        f"--http-port={ports['http_port']}",
+        f"--http-port={ports.get(TRITON_PORT, ports['http_port'])}",
         f"--grpc-address={HOST}",
         f"--grpc-port={ports['grpc_port']}",
         f"--metrics-address={HOST}",
         f"--metrics-port={ports['metrics_port']}",
         f"--exit-timeout-secs={DRAIN_SECONDS}",
+        *restrictions(),
     ]
 
 
@@ -182,7 +187,9 @@ def _gateway(
         "lathe.gateway",
         str(repository),
         f"--triton={HOST}:{ports['grpc_port']}",
+        f"--triton-http={HOST}:{ports[TRITON_PORT]}",
         f"--host={HOST}",
+        f"--port={ports['http_port']}",
         f"--port={ports[GATEWAY_PORT]}",
         f"--drain-seconds={DRAIN_SECONDS}",
         f"--server-state={folder / STATE_FILE}",

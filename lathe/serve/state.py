@@ -55,6 +55,8 @@ class ServerState(BaseModel):
     metrics_port: Port
     gateway_port: Port | None = None
     """None: without a gateway."""
+    triton_port: Port | None = None
+    """Triton's own HTTP, which is `http_port` without a gateway."""
     shared_memory: Annotated[str, Field(pattern=f"^{SHARED_MEMORY.pattern}$")]
     """Prefix of its regions in /dev/shm, unique to this server."""
 

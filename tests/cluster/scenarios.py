@@ -83,15 +83,16 @@ for name, host, port, wanted in json.loads({targets!r}):
     print(json.dumps(dict(check=name, state=state, said="open" if found else "closed", hint="")))
 """
 LOAD = """
-import json, signal, threading, time, urllib.request
+import json, os, signal, threading, time, urllib.request
 
 failed, sent, is_over = [], 0, threading.Event()
 signal.signal(signal.SIGUSR1, lambda *_: is_over.set())
 body = json.dumps(dict(text_input="Once upon a time", max_tokens=32)).encode()
 url = "http://lathe-serve:8000/v2/models/gpt/generate"
+keys = [line for line in os.environ["KEYS"].splitlines() if line and not line.startswith("#")]
 
 def ask():
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {keys[0]}"}
     urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60).read()
 
 def client():
@@ -307,6 +308,8 @@ def _put_load(site: Site) -> Finding:
     """Four clients in a pod of their own, which ask the Service until it gets SIGUSR1."""
     body = pod_of_step([TRAIN], ["python", "-c", LOAD], None)
     body["metadata"]["labels"]["lathe/client"] = "true"
+    keys = {"secretKeyRef": {"name": "lathe-api", "key": "keys"}}
+    body["spec"]["containers"][0]["env"].append({"name": "KEYS", "valueFrom": keys})
     (found,) = (f for f in findings_of_pod(site.cluster, body) if f.check == "load")
     return found
 

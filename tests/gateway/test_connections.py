@@ -71,7 +71,9 @@ def test_where_all_are_busy_a_new_one_is_told(server: TritonServer) -> None:
 
 
 def test_who_has_just_connected_is_told_that_it_ends(server: TritonServer) -> None:
-    gateway = Gateway(read_models(Path(server.state.repository)), server.state.grpc, Limits())
+    gateway = Gateway(
+        read_models(Path(server.state.repository)), server.state.grpc, server.state.http, Limits()
+    )
     with running(gateway, []) as address, ExitStack() as stack:
         busy, new, half, idle = (stack.enter_context(connected(address)) for _ in range(4))
         half.sendall(request(BODY)[:30])

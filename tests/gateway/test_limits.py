@@ -160,7 +160,7 @@ def test_web_pages_may_ask_only_where_they_are_named(server: TritonServer, addre
 
 def test_health_and_answers_without_a_server(server: TritonServer) -> None:
     models = read_models(Path(server.state.repository))
-    with running(Gateway(models, "127.0.0.1:1", Limits()), []) as address:
+    with running(Gateway(models, "127.0.0.1:1", "127.0.0.1:1", Limits()), []) as address:
         reply = requests.get(f"{address}/health", timeout=30)
         assert (reply.status_code, reply.json()["status"]) == (503, "not ready: gpt")
         for stream in (False, True):

@@ -68,7 +68,7 @@ def test_what_commands_name_is_applied(production: list[Object]) -> None:
     assert made == shapes
 
 
-@pytest.mark.parametrize("service, ports", [("lathe-serve", {8000, 8001, 9000})])
+@pytest.mark.parametrize("service, ports", [("lathe-serve", {8001, 9000})])
 def test_ports(production: list[Object], service: str, ports: set[int]) -> None:
     offered = {p["port"] for p in named(production, "Service", service)["spec"]["ports"]}
     forwarded = {int(m) for m in re.findall(rf"svc/{service} (\d+):\1", COMMANDS)}

@@ -27,6 +27,7 @@ from tests.support.rendered import MANIFESTS, ROOT, Object, named, of_kind
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 
 KEY = "not-a-secret"
+HEALTH_CHECK, SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01"
 LONG = {"max_tokens": 400, "min_tokens": 400, "decode_strategy": "greedy_search"}
 
 
@@ -90,13 +91,14 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
     environment = find_environment()
     ports = free_ports(ServingSettings(http_port=0, grpc_port=0, metrics_port=0))
     changes = {"/models/release": str(release), "$(TRITON_ADMIN_KEY)": KEY}
-    own = zip((8000, 8001, 8002), ports.values(), strict=True)
+    own = zip((8003, 8001, 8002), ports.values(), strict=True)
     changes |= {f"port={old}": f"port={new}" for old, new in own}
+    changes["--metrics-address=0.0.0.0"] = "--metrics-address=127.0.0.1"
     line = "\n".join(arguments(production))
     for old, new in changes.items():
         assert old in line
         line = line.replace(old, str(new))
-    beside = [f"--{way}-address=127.0.0.1" for way in ("http", "grpc", "metrics")]
+    beside = ["--grpc-address=127.0.0.1"]
     beside += [f"--backend-directory={environment.link_backends(tmp_path / 'backends')}"]
     beside += [f"--backend-config=python,shm-region-prefix-name=lathe_{tmp_path.name}"]
     log = tmp_path / "log"
@@ -110,7 +112,7 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
     running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports.values()))
     try:
         deadline = time.monotonic() + 180
-        while status(f"http://{running.http}/v2/health/ready") != 200:
+        while not is_healthy(running.grpc):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield running
@@ -119,6 +121,15 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
         process.wait()
         for region in Path("/dev/shm").glob(f"lathe_{tmp_path.name}*"):
             region.unlink()
+
+
+def is_healthy(address: str) -> bool:
+    """What the kubelet's probe of gRPC asks."""
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            return bytes(channel.unary_unary(HEALTH_CHECK)(b"", timeout=5)) == SERVING
+        except grpc.RpcError:
+            return False
 
 
 def status(url: str, body: bytes | None = None, **headers: str) -> int:
@@ -215,12 +226,15 @@ def test_the_gateway_answers_for_who_has_a_key(
     _, container = pod(production)["containers"]
     (keys,) = (variable for variable in container["env"] if variable["name"] == "LATHE_API_KEYS")
     (tmp_path / "keys").write_text(f"{KEY}\n")
-    port = free_ports(ServingSettings(**ANY_PORTS), with_gateway=True)["gateway_port"]
+    ports = free_ports(ServingSettings(**ANY_PORTS), with_gateway=True)
+    port = ports["gateway_port"]
     changes = {
         "python": str(find_environment().python),
         "/models/release": str(release),
         "--triton=127.0.0.1:8001": f"--triton={server.grpc}",
+        "--triton-http=127.0.0.1:8003": f"--triton-http={server.http}",
         "--host=0.0.0.0": "--host=127.0.0.1",
+        "--port=8000": f"--port={ports['http_port']}",
         "--port=9000": f"--port={port}",
     }
     line = [*container["command"], *container["args"]]
@@ -238,11 +252,23 @@ def test_the_gateway_answers_for_who_has_a_key(
         assert status(f"{address}/v1/completions", asked, **kind) == 401
         key = {"Authorization": f"Bearer {KEY}"}
         assert status(f"{address}/v1/completions", asked, **kind, **key) == 200
+        generate = f"http://127.0.0.1:{ports['http_port']}/v2/models/gpt/generate"
+        asked = json.dumps({"text_input": "x", "max_tokens": 3}).encode()
+        assert status(generate, asked) == 401 and status(generate, asked, **key) == 200
         gateway.send_signal(signal.SIGTERM)
         assert gateway.wait(120) == 0
     finally:
         gateway.kill()
         gateway.wait()
+
+
+def test_only_the_gateway_is_reached_over_http(production: list[Object]) -> None:
+    triton, gateway = pod(production)["containers"]
+    assert "--http-address=127.0.0.1" in triton["args"]
+    assert {port["name"] for port in triton["ports"]} == {"grpc", "metrics"}
+    assert {port["name"] for port in gateway["ports"]} == {"http", "openai"}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert triton[probe]["grpc"] == {"port": 8001}
 
 
 def test_every_option_is_the_binarys(triton: None, production: list[Object]) -> None:

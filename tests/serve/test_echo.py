@@ -16,7 +16,8 @@ from tritonclient.grpc import model_config_pb2
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.gateway.triton import Triton, Unavailable
+from lathe.gateway.suspects import Suspects, Unavailable
+from lathe.gateway.triton import Triton
 from lathe.model.checkpoint import Checkpoint
 from lathe.runtime.protocol import Chunk
 from lathe.runtime.text import TokenBytes
@@ -32,7 +33,7 @@ LONG = {"max_tokens": 1000, "min_tokens": 1000, "stream": True}
 
 def ask(server: TritonServer, prompt: str | Sequence[int], **parameters: Any) -> list[Chunk]:
     async def collect() -> list[Chunk]:
-        triton = Triton(server.state.grpc)
+        triton = Triton(server.state.grpc, Suspects())
         try:
             return [chunk async for chunk in triton.generate("gpt", prompt, parameters)]
         finally:
@@ -111,7 +112,7 @@ def test_a_token_has_a_name(byte_tokenizer: Tokenizer) -> None:
 
 async def cancel_all_and_ask(server: TritonServer) -> None:
     """Cancelling every row there is frees them, and breaks no stream."""
-    triton = Triton(server.state.grpc)
+    triton = Triton(server.state.grpc, Suspects())
     opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]
     for request in opened:
         await anext(request)
@@ -130,7 +131,7 @@ def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
 
 def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonServer) -> None:
     async def cancel_and_ask() -> None:
-        triton = Triton(server.state.grpc)
+        triton = Triton(server.state.grpc, Suspects())
         for i in range(60):
             asked = asyncio.create_task(anext(triton.generate("gpt", "x", LONG)))
             await asyncio.sleep(0.0005 * (i % 3))
@@ -146,7 +147,7 @@ def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonSe
 
 def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client) -> None:
     async def ask_all(prompts: list[str]) -> list[list[int]]:
-        triton = Triton(server.state.grpc)
+        triton = Triton(server.state.grpc, Suspects())
 
         async def one(prompt: str) -> list[int]:
             options = {"max_tokens": 20, "stream": True, **GREEDY}
@@ -188,7 +189,7 @@ def test_a_server_that_ends_is_told_and_the_next_one_is_found(
 
     async def outlive() -> list[Chunk]:
         with start(repository, serving, tmp_path / "state") as first:
-            client = Triton(first.state.grpc)
+            client = Triton(first.state.grpc, Suspects())
             request = client.generate("gpt", "x", LONG)
             await anext(request)
             first.stop()

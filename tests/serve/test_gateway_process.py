@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -17,7 +18,7 @@ from lathe.errors import StageError, UserError
 from lathe.serve import state as serve_state
 from lathe.serve.environment import find_environment
 from lathe.serve.server import start
-from lathe.serve.state import ServerState
+from lathe.serve.state import HOST, ServerState
 from tests.serve.test_server import processes, run_python, wait_until_gone
 
 START_AND_LEAVE = """
@@ -82,6 +83,14 @@ def until_health(state: ServerState, status: int) -> None:
         time.sleep(0.02)
 
 
+def reload(state: ServerState) -> None:
+    """Load the model again, by Triton's own HTTP and with the key of its command line."""
+    command = Path(f"/proc/{state.server.pid}/cmdline").read_text(encoding="utf-8")
+    _, key = re.findall(r"triton-admin=(\w+)", command)
+    url = f"http://{HOST}:{state.triton_port}/v2/repository/models/gpt/load"
+    requests.post(url, json={}, headers={"triton-admin": key}, timeout=60).raise_for_status()
+
+
 def metric(state: ServerState, name: str) -> float:
     page = requests.get(f"{state.openai}".removesuffix("v1") + "metrics", timeout=30).text
     (line,) = (line for line in page.splitlines() if line.startswith(f"{name} "))
@@ -122,6 +131,56 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     wait_until_gone(state.shared_memory)
     wait_until_gone(f"--port={state.gateway_port}")
     assert not list(Path("/dev/shm").glob(f"{state.shared_memory}*"))
+
+
+ENDLESS = {"max_tokens": 16000, "min_tokens": 16000}
+KILLERS: dict[str, dict[str, object]] = {
+    "/v1/completions": {"model": "gpt", "prompt": "x", "ignore_eos": True, **ENDLESS},
+    "/v2/models/gpt/generate": {"text_input": "x", **ENDLESS},
+    "/v2/models/gpt/generate_stream": {"text_input": "x", "stream": True, **ENDLESS},
+}
+
+
+def die_of(folder: Path, *paths: str) -> list[requests.Response]:
+    """Kill the server while it answers what is sent to these paths; the answers, once there is
+    another server."""
+    state = serve_state.find(folder)
+    assert state is not None
+    with ThreadPoolExecutor(len(paths)) as pool:
+        url = f"http://{state.http}"
+        asked = [
+            pool.submit(requests.post, f"{url}{path}", json=KILLERS[path], timeout=60)
+            for path in paths
+        ]
+        deadline = time.monotonic() + 30
+        while metric(state, "lathe_gateway_requests_in_flight") < len(paths):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.kill(state.server.pid, signal.SIGKILL)
+        replies = [future.result() for future in asked]
+    until_health(state, 503)
+    until_health(state, 200)
+    return replies
+
+
+def test_a_request_of_which_the_server_dies_twice_is_refused(
+    triton: None, lasting: Path, tmp_path: Path
+) -> None:
+    state = detached(lasting, tmp_path)
+    completions, _, stream = KILLERS
+    replies = die_of(tmp_path, *KILLERS)
+    assert [reply.status_code for reply in replies] == [503, 503, 200]
+    assert "does not answer" in replies[2].text.splitlines()[-2]  # at the end of the stream
+    assert die_of(tmp_path, completions)[0].status_code == 503
+    assert die_of(tmp_path, stream)[0].status_code == 200
+    for path in (completions, stream):
+        refused = requests.post(f"http://{state.http}{path}", json=KILLERS[path], timeout=60)
+        assert refused.status_code == 400 and "died twice" in refused.text
+    other = KILLERS[completions] | {"max_tokens": 3, "min_tokens": 0}
+    answer = requests.post(f"{state.openai}/completions", json=other, timeout=60)
+    assert answer.status_code == 200
+    assert serve_state.stop(tmp_path) is not None
 
 
 @pytest.mark.slow
@@ -176,8 +235,7 @@ def test_a_model_that_is_loaded_again_answers_or_says_why_not(
         asked = [pool.submit(requests.post, url, json=body, timeout=60) for _ in range(4)]
         time.sleep(0.2)
         (repository / "gpt" / "config.pbtxt").touch()  # or nothing is done
-        again = f"http://{server.state.http}/v2/repository/models/gpt/load"
-        requests.post(again, json={}, timeout=60).raise_for_status()
+        reload(server.state)
         for reply in (future.result() for future in asked):
             if reply.status_code != 200:
                 assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")

@@ -23,7 +23,7 @@ from lathe.config.settings import ServingSettings
 from lathe.serve import state as serve_state
 from lathe.serve.server import start
 from lathe.serve.state import ServerState
-from tests.serve.test_gateway_process import gateway_of
+from tests.serve.test_gateway_process import gateway_of, reload
 from tests.serve.test_server import processes
 from tests.support.openai_requests import Asked, RefusedError, ask
 
@@ -147,8 +147,9 @@ class Load:
             os.kill(gateway_of(state), signal.SIGKILL)
         else:
             Path(state.repository, "gpt", "config.pbtxt").touch()  # or nothing is done
-            url = f"http://{state.http}/v2/repository/models/gpt/load"
-            requests.post(url, json={}, timeout=60).raise_for_status()
+            now = serve_state.find(folder)
+            assert now is not None
+            reload(now)
         time.sleep(0.5)
         deadline = time.monotonic() + 60
         while not self.is_ready():

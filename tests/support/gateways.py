@@ -19,7 +19,7 @@ from lathe.serve.server import TritonServer
 
 @contextmanager
 def running(gateway: Gateway, origins: list[str]) -> Iterator[str]:
-    server = Server(gateway, origins, drain_seconds=3, port=0)
+    server = Server(gateway, origins, drain_seconds=3)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -43,7 +43,8 @@ def opened(
     models = read_models(Path(server.state.repository))
     models = {name: replace(model, **changes) for name, model in models.items()}
     known = ApiKeys(keys) if keys else None
-    gateway = Gateway(models, server.state.grpc, limits or Limits(), known)
+    state = server.state
+    gateway = Gateway(models, state.grpc, state.http, limits or Limits(), known)
     with running(gateway, origins or []) as address:
         yield address
 

@@ -72,13 +72,14 @@ class ServingSettings(Settings):
     model_name: PlainName = "gpt"
     """Name of the model on the server, and of its releases in the store."""
     http_port: Port = 8000
-    """Port of the HTTP endpoint; 0 takes a free one."""
+    """Port of the HTTP endpoint, KServe's interface and OpenAI's; 0 takes a free one."""
     grpc_port: Port = 8001
     """Port of the gRPC endpoint; 0 takes a free one."""
     metrics_port: Port = 8002
     """Port of the Prometheus metrics; 0 takes a free one."""
     gateway_port: Port = 9000
-    """Port of OpenAI's interface; 0 takes a free one."""
+    """Second port of the HTTP endpoint, where clients of OpenAI's interface look for it; 0 takes a
+    free one."""
     max_running: Positive = 8
     """Sequences that are generated at the same time; each beam, or sequence of
     a request, counts as one."""

@@ -1,0 +1,55 @@
+"""Triton and the gateway before it in one container: what the image `serve` runs.
+
+    python -m lathe.serve.container [REPOSITORY]
+
+The gateway answers on ports 8000 and 9000, Triton's gRPC on 8001 and its metrics on 8002; its HTTP
+is on loopback. SIGTERM ends the gateway, which answers what it has, and then Triton. When one of
+them ends by itself, the container does.
+"""
+
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+
+from lathe.serve.restricted import restrictions
+
+REPOSITORY = "/models"
+TRITON_PORT = 8003
+DRAIN_SECONDS = 25  # of the 30 s that docker and podman are often told to wait
+
+
+async def run(repository: str) -> int:
+    """Run both until one ends; returns the exit status."""
+    triton = await asyncio.create_subprocess_exec(
+        "tritonserver",
+        f"--model-repository={repository}",
+        "--model-control-mode=none",
+        "--disable-auto-complete-config",
+        "--http-address=127.0.0.1",
+        f"--http-port={TRITON_PORT}",
+        "--metrics-address=0.0.0.0",
+        f"--exit-timeout-secs={DRAIN_SECONDS}",
+        *restrictions(),
+    )
+    gateway = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "lathe.gateway",
+        repository,
+        f"--triton-http=127.0.0.1:{TRITON_PORT}",
+        "--host=0.0.0.0",
+        f"--drain-seconds={DRAIN_SECONDS}",
+    )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, gateway.terminate)
+    ends = [asyncio.create_task(process.wait()) for process in (gateway, triton)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for process in (gateway, triton):
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+    return int(any(end.result() for end in ends))
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(run(*sys.argv[1:] or [REPOSITORY])))

@@ -1,0 +1,92 @@
+"""Who is to blame where a server dies."""
+
+import asyncio
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.gateway import suspects
+from lathe.gateway.suspects import Died, Suspects
+
+
+async def die(of: Suspects, *digests: bytes) -> None:
+    """Let the server die while it answers all of these."""
+
+    async def one(digest: bytes) -> None:
+        with pytest.raises(Died):
+            async with of.watch(digest):
+                await asyncio.sleep(0)
+                raise Died("gone")
+
+    await asyncio.gather(*map(one, digests))
+
+
+async def answer(of: Suspects, digest: bytes) -> None:
+    async with of.watch(digest):
+        await asyncio.sleep(0)
+
+
+def test_two_deaths_of_one_request_are_enough() -> None:
+    async def run() -> None:
+        found = Suspects()
+        await die(found, b"guilty", b"innocent")
+        await answer(found, b"other")
+        await answer(found, b"innocent")
+        await die(found, b"guilty")
+        for _ in range(2):
+            with pytest.raises(UserError, match="has died twice"):
+                await answer(found, b"guilty")
+        await answer(found, b"innocent")
+
+    asyncio.run(run())
+
+
+def test_the_same_request_many_times_in_one_death_is_one_death() -> None:
+    async def run() -> None:
+        found = Suspects()
+        await die(found, *[b"the same"] * 5)
+        await answer(found, b"the same")
+
+    asyncio.run(run())
+
+
+def test_second_tries_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "TURN_SECONDS", 0.05)
+
+    async def run() -> None:
+        found = Suspects()
+        await die(found, b"a", b"b")
+        async with found.watch(b"a"):
+            with pytest.raises(UserError, match="busy"):
+                await answer(found, b"b")
+            await answer(found, b"new")
+        await answer(found, b"b")
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_clears_nothing() -> None:
+    async def run() -> None:
+        found = Suspects()
+        await die(found, b"a")
+        with pytest.raises(asyncio.CancelledError):
+            async with found.watch(b"a"):
+                raise asyncio.CancelledError
+        await die(found, b"a")
+        with pytest.raises(UserError, match="has died twice"):
+            await answer(found, b"a")
+
+    asyncio.run(run())
+
+
+def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "MOST", 2)
+
+    async def run() -> None:
+        found = Suspects()
+        for digest in (b"a", b"b", b"c"):
+            await die(found, digest)
+        await die(found, b"a")  # for the first time, as far as is known
+        await answer(found, b"a")
+
+    asyncio.run(run())
