@@ -1,11 +1,11 @@
-r"""What the gateway costs: 16 streams over OpenAI's interface, and over Triton's gRPC beside it.
+r"""What the gateway costs: 16 streams over its two interfaces, and over Triton's gRPC and HTTP.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/gateway.py [--threads 1] [--rounds 5] \
         [--requests 48]
 
 One server, GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80
-new ones, sampled. The two take turns; the ratio is what counts. The client of OpenAI's interface is
-urllib3 and json, so that neither side pays for a heavy client.
+new ones, sampled. They take turns; the ratios are what counts. The clients of HTTP are urllib3 and
+json, so that neither side pays for a heavy client.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from lathe.serve.client import Client
 from lathe.serve.load import Summary
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, start
+from lathe.serve.state import HOST
 
 COLUMNS = (("first_token", "p50"), ("between_tokens", "p50"), ("between_tokens", "p99"))
 
@@ -64,6 +65,24 @@ class OpenAIClient:
                 yield Chunk("", [0] * (piece["usage"]["completion_tokens"] - pieces), "")
 
 
+class GenerateClient:
+    """`generate_stream` under a client's name."""
+
+    def __init__(self, address: str) -> None:
+        self.url = f"http://{address}/v2/models/gpt/generate_stream"
+        self.pool = urllib3.PoolManager(maxsize=STREAMS)
+
+    def generate(self, prompt: str, **parameters: Any) -> None:
+        list(self.stream(prompt, **parameters))
+
+    def stream(self, prompt: str, **parameters: Any) -> Iterator[Chunk]:
+        body = {"text_input": prompt, "stream": True, **parameters}
+        reply = self.pool.request("POST", self.url, json=body, preload_content=False)
+        for line in lines(reply):
+            piece = json.loads(line.removeprefix(b"data: "))
+            yield Chunk(piece["text_output"], [0] * piece["token_count"], piece["finish_reason"])
+
+
 def lines(reply: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
     """The lines of a stream that are not empty, as they come."""
     held = b""
@@ -89,8 +108,14 @@ def main() -> None:
             start(repository, serving, folder / "server", with_gateway=True) as server,
             Client(server.state.grpc, "gpt") as grpc,
         ):
-            assert server.state.openai is not None
-            ways: dict[str, Any] = {"gRPC": grpc, "OpenAI": OpenAIClient(server.state.openai)}
+            state = server.state
+            assert state.openai is not None
+            ways: dict[str, Any] = {
+                "gRPC": grpc,
+                "OpenAI": OpenAIClient(state.openai),
+                "Triton": GenerateClient(f"{HOST}:{state.triton_port}"),
+                "KServe": GenerateClient(state.http),
+            }
             found: dict[str, list[Summary]] = {way: [] for way in ways}
             for turn in range(arguments.rounds + 1):
                 for way in ways if turn % 2 else reversed(ways):
@@ -109,10 +134,15 @@ def report(found: dict[str, list[Summary]], arguments: argparse.Namespace) -> No
             values = [getattr(summary, part)[percentile] for summary in summaries]
             row += f"{1e3 * float(np.median(values)):10.1f} ms"
         print(row)
-    pairs = zip(found["OpenAI"], found["gRPC"], strict=True)
-    ratios = sorted(ours.tokens_per_second / theirs.tokens_per_second for ours, theirs in pairs)
+    compare("OpenAI's interface", found["OpenAI"], "gRPC's", found["gRPC"])
+    compare("KServe's interface", found["KServe"], "plain HTTP's", found["Triton"])
+
+
+def compare(name: str, ours: list[Summary], other: str, theirs: list[Summary]) -> None:
+    pairs = zip(ours, theirs, strict=True)
+    ratios = sorted(our.tokens_per_second / their.tokens_per_second for our, their in pairs)
     print(
-        f"OpenAI's interface has {np.median(ratios):.1%} of gRPC's throughput "
+        f"{name} has {np.median(ratios):.1%} of {other} throughput "
         f"(rounds: {ratios[0]:.1%} to {ratios[-1]:.1%})"
     )
 

@@ -22,6 +22,8 @@ from lathe.cluster.api import Cluster
 from lathe.cluster.findings import Finding, examine
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import LaunchSettings
+from lathe.errors import UserError
+from lathe.serve.environment import VULNERABLE, find_environment
 from lathe.storage import exists
 from pipelines.arguments import recipe_names, takes_arguments
 from pipelines.capacity import capacity, needs_of
@@ -65,6 +67,7 @@ class Doctor:
     def findings(self) -> Iterator[Finding]:
         """All findings, as they come."""
         yield examine("Pipelines, from here", _sign_in)
+        yield _triton()
         if os.environ.get("AWS_ENDPOINT_URL"):
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
         yield from capacity(self.cluster, needs_of(self.pipeline, self.launch), self.pool)
@@ -118,6 +121,19 @@ def findings_table(findings: list[Finding]) -> Table:
 def _sign_in() -> str:
     connect()
     return "signed in"
+
+
+def _triton() -> Finding:
+    """What is known of the Triton that `make serve` starts, and images of the CPU flavour have."""
+    check = "Triton, here"
+    try:
+        version = find_environment().triton
+    except UserError:
+        return Finding(check, "ok", "none")
+    if version not in VULNERABLE:
+        return Finding(check, "ok", version)
+    said = f"{version}, as in images of the CPU flavour, has published vulnerabilities"
+    return Finding(check, "warning", said, "docs/security.md says what stands before them")
 
 
 def _end_with_exception(number: int, frame: object) -> None:

@@ -17,12 +17,17 @@ HINT = (
     f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
 )
 
+TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}
+VULNERABLE = {"2.51.0"}
+"""Versions of Triton that have published vulnerabilities: docs/security.md has them."""
+
 _DESCRIBE = """
-import importlib.util, json, sys, sysconfig
+import importlib.metadata, importlib.util, json, sys, sysconfig
 spec = importlib.util.find_spec("pytriton")
 gateway = ("aiohttp", "starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient")
 print(json.dumps({
     "pytriton": spec and spec.submodule_search_locations[0],
+    "wheel": spec and importlib.metadata.version("nvidia-pytriton"),
     "site_packages": sysconfig.get_path("platlib"),
     "libraries": sysconfig.get_config_var("LIBDIR"),
     "version": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -41,6 +46,12 @@ class ServeEnvironment:
     libraries: Path  # folder of libpython, if it is a shared library
     version: str  # Python's, as in the names of the stub folders
     missing: tuple[str, ...]  # packages of the gateway
+    wheel: str  # version of nvidia-pytriton
+
+    @property
+    def triton(self) -> str:
+        """Triton's version, where it is known."""
+        return TRITON_OF_WHEEL.get(self.wheel, f"of nvidia-pytriton {self.wheel}")
 
     @property
     def binary(self) -> Path:
@@ -149,4 +160,5 @@ def find_environment() -> ServeEnvironment:
         Path(found["libraries"]),
         found["version"],
         tuple(found["missing"]),
+        found["wheel"],
     )

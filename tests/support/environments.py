@@ -23,7 +23,7 @@ NEEDED_BY = {
         *("components/test_in_a_pod.py", "test_defaults.py"),
         *("pipelines/test_compress.py", "pipelines/test_full.py", "pipelines/test_production.py"),
         *("pipelines/test_inputs.py", "pipelines/test_reach.py", "pipelines/test_run.py"),
-        *("pipelines/test_smollm2.py", "pipelines/test_tiny.py"),
+        *("pipelines/test_smollm2.py", "pipelines/test_tiny.py", "pipelines/test_doctor.py"),
         "provenance/test_policy.py",
         *("serve/test_async_client.py", "serve/test_backend.py", "serve/test_conversation.py"),
         *("serve/test_deploy.py", "serve/test_echo.py", "serve/test_families.py"),
