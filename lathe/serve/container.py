@@ -4,7 +4,7 @@
 
 The gateway answers on ports 8000 and 9000, Triton's gRPC on 8001 and its metrics on 8002; its HTTP
 is on loopback. SIGTERM ends the gateway, which answers what it has, and then Triton. When one of
-them ends by itself, the container does.
+them, or a backend of Triton's, ends by itself, the container does.
 """
 
 import asyncio
@@ -13,8 +13,10 @@ import sys
 from contextlib import suppress
 
 from lathe.serve.restricted import restrictions
+from lathe.serve.stubs import ended_stubs
 
 REPOSITORY = "/models"
+STUB_SECONDS = 2.0  # between two looks at Triton's backends
 TRITON_PORT = 8003
 DRAIN_SECONDS = 25  # of the 30 s that docker and podman are often told to wait
 
@@ -43,7 +45,13 @@ async def run(repository: str) -> int:
     )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, gateway.terminate)
     ends = [asyncio.create_task(process.wait()) for process in (gateway, triton)]
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    ended = set[int]()
+    while not any(end.done() for end in ends):
+        await asyncio.wait(ends, timeout=STUB_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        before, ended = ended, ended_stubs(triton.pid)
+        if before & ended:
+            print("a Python backend has died, and Triton is killed", file=sys.stderr, flush=True)
+            triton.kill()
     for process in (gateway, triton):
         with suppress(ProcessLookupError):
             process.terminate()

@@ -4,10 +4,11 @@
 
 FD is one end of a socket pair. The guard writes the server's process id to it. When the other end
 is closed, because the owner has died or gives up, the guard ends the server. After one byte from
-the other end it is detached, and the guard is its supervisor: a server that crashes is started
-again, and FOLDER's state file names the new process. SIGTERM to the guard ends everything: first
-the gateway, which answers what it has, then the server. In the end the server's regions in
-/dev/shm (names that begin with SHARED_MEMORY) are removed, and remaining processes are killed.
+the other end it is detached, and the guard is its supervisor: a server that crashes, or one of
+whose backends does, is started again, and FOLDER's state file names the new process. SIGTERM to the
+guard ends everything: first the gateway, which answers what it has, then the server. In the end the
+server's regions in /dev/shm (names that begin with SHARED_MEMORY) are removed, and remaining
+processes are killed.
 
 The second command, the gateway, outlives the server's crashes, and is started again when it crashes
 itself. If it ends with status 2, because its settings are wrong, so does the server.
@@ -25,10 +26,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lathe.serve.stubs import ended_stubs
+
 GRACE_SECONDS = 10.0
 GATEWAY_SECONDS = 5.0  # for the gateway to answer what it has
 RESTART_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0  # before it is started again
+STUB_SECONDS = 2.0  # between two looks at its backends
 LIFE_SECONDS = 60.0  # after which a crash is the first one again
 WRONG_SETTINGS = 2
 SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
@@ -73,7 +77,7 @@ class Server:
         """Keep it running until it ends by itself or is stopped. It is never given up, as what it
         crashes of may go away; the waits between crashes that follow each other double."""
         crashes, began = 0, time.monotonic()
-        while (status := self._process.wait()) and self.is_supervised:
+        while (status := self._wait()) and self.is_supervised:
             self._kill_remaining()
             clear_shared_memory(self._shared_memory)
             crashes = crashes + 1 if time.monotonic() - began < LIFE_SECONDS else 1
@@ -88,6 +92,18 @@ class Server:
             if self._is_over.is_set():  # meanwhile
                 self._process.terminate()
         self._kill_remaining()
+
+    def _wait(self) -> int:
+        """Wait until it ends, and kill it if one of its backends has died; returns its status."""
+        ended = set[int]()
+        while True:
+            try:
+                return self._process.wait(STUB_SECONDS)
+            except subprocess.TimeoutExpired:
+                before, ended = ended, ended_stubs(self._process.pid)
+                if before & ended:
+                    _say("a Python backend has died, and the server is killed")
+                    self._process.kill()
 
     def stop(self) -> None:
         """End it, and wait."""

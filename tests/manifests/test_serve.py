@@ -209,6 +209,26 @@ def _check_metrics(server: Server, production: list[Object]) -> None:
     assert asked == passed != set()
 
 
+def test_the_liveness_probe_sees_a_dead_backend(server: Server, production: list[Object]) -> None:
+    """For Triton itself all is well: `lathe.serve.stubs` sees it."""
+    triton, _ = pod(production)["containers"]
+    command = triton["livenessProbe"]["exec"]["command"]
+    port = server.http.rpartition(":")[2]
+    changes = {"python": str(find_environment().python), "8003": port}
+
+    def lives() -> bool:
+        asked = [changes.get(word, word) for word in command]
+        done = subprocess.run(asked, env={"PYTHONPATH": str(ROOT)}, check=False, timeout=60)
+        return done.returncode == 0
+
+    assert lives()
+    children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
+    stub, *_ = " ".join(path.read_text(encoding="utf-8") for path in children).split()
+    os.kill(int(stub), signal.SIGKILL)
+    time.sleep(0.5)
+    assert not lives() and is_healthy(server.grpc)
+
+
 def test_a_stream_in_flight_ends_before_the_server_does(server: Server) -> None:
     with Client(server.grpc, "gpt", timeout_seconds=60) as client:
         stream = client.stream("x", **LONG)
@@ -267,8 +287,7 @@ def test_only_the_gateway_is_reached_over_http(production: list[Object]) -> None
     assert "--http-address=127.0.0.1" in triton["args"]
     assert {port["name"] for port in triton["ports"]} == {"grpc", "metrics"}
     assert {port["name"] for port in gateway["ports"]} == {"http", "openai"}
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert triton[probe]["grpc"] == {"port": 8001}
+    assert triton["startupProbe"]["grpc"] == triton["readinessProbe"]["grpc"] == {"port": 8001}
 
 
 def test_every_option_is_the_binarys(triton: None, production: list[Object]) -> None:

@@ -133,6 +133,26 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     assert not list(Path("/dev/shm").glob(f"{state.shared_memory}*"))
 
 
+def test_a_server_whose_backend_dies_is_started_again(
+    triton: None, repository: Path, tmp_path: Path
+) -> None:
+    """Triton itself would go on, say that it is ready, and answer nothing."""
+    state = detached(repository, tmp_path)
+    (stub,) = (
+        pid
+        for pid, line in processes(state.shared_memory).items()
+        if "backend_stub" in line.split()[0] and "/gpt/1/" in line
+    )
+    os.kill(stub, signal.SIGKILL)
+    until_health(state, 503)
+    until_health(state, 200)
+    assert completion(state) == 200
+    again = serve_state.find(tmp_path)
+    assert again is not None and again.restarts == 1
+    assert "a Python backend has died" in (tmp_path / "triton.log").read_text(errors="replace")
+    assert serve_state.stop(tmp_path) is not None
+
+
 ENDLESS = {"max_tokens": 16000, "min_tokens": 16000}
 KILLERS: dict[str, dict[str, object]] = {
     "/v1/completions": {"model": "gpt", "prompt": "x", "ignore_eos": True, **ENDLESS},

@@ -1,0 +1,51 @@
+"""Whether a Python backend of a Triton has died: Triton 2.51 goes on without it, says that it is
+ready, and answers every request to that model with an error.
+
+    python -m lathe.serve.stubs PORT
+
+is the Deployment's liveness probe, within Triton's container: the exit status is 1 if one has died,
+or if the Triton whose HTTP is on that port does not live.
+"""
+
+import sys
+import time
+from pathlib import Path
+from urllib.request import ProxyHandler, build_opener
+
+NAME = "(triton_python_b)"  # the kernel keeps 15 characters of it
+PROBE_SECONDS = 4.0
+AGAIN_SECONDS = 1.0
+"""After this long, one that has ended is none that Triton is about to collect."""
+
+
+def ended_stubs(parent: int | None = None) -> set[int]:
+    """Backends that have ended, of the Triton `parent` or of any, and that it has not noticed."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text(encoding="utf-8", errors="replace").split()
+        except OSError:
+            continue  # it has gone meanwhile
+        if words[1:3] == [NAME, "Z"] and parent in (None, int(words[3])):
+            found.add(int(words[0]))
+    return found
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    address = f"http://127.0.0.1:{sys.argv[1]}/v2/health/live"
+    try:
+        build_opener(ProxyHandler({})).open(address, timeout=PROBE_SECONDS).close()
+    except OSError as error:
+        print(f"{address}: {error}")
+        return 1
+    if ended := ended_stubs():
+        time.sleep(AGAIN_SECONDS)
+        ended &= ended_stubs()
+    if ended:
+        print(f"a Python backend has died: process {min(ended)}")
+    return int(bool(ended))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
