@@ -5,6 +5,7 @@ environment has only numpy, onnxruntime, openvino with onnx, tokenizers and llgu
 share one running batch, and a failing request does not affect the others.
 """
 
+import gc
 import json
 import logging
 from pathlib import Path
@@ -68,9 +69,15 @@ class TritonPythonModel:
                 answer.refuse(pb_utils.TritonError.INTERNAL, error)
 
     def finalize(self) -> None:
-        """Cancel all requests: Triton is shutting down or unloading the model."""
+        """Cancel all requests: Triton is shutting down or unloading the model.
+
+        What tells Triton of its end, metrics and response senders, has to end here: at the end of
+        the interpreter nobody listens any more, and Triton's stub 2.51 dies of it.
+        """
         self.generator.close()
         self.responses.close()
+        vars(self).clear()
+        gc.collect()  # an answer and its receiver refer to each other
 
 
 def _read(request: Any, given: dict[str, Any], defaults: Params) -> tuple[str | list[int], Params]:

@@ -76,6 +76,40 @@ def test_killed_and_started_again_and_stopped(
     assert serve_state.stop(folder) is None
 
 
+def test_no_backend_crashes_when_its_server_ends(
+    triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
+) -> None:
+    """Whatever it has answered, and is answering. Nobody but the kernel tells."""
+
+    def kernel_log() -> str:
+        asked = subprocess.run(["dmesg"], capture_output=True, text=True, check=False)
+        if asked.returncode:
+            pytest.skip("the kernel's log cannot be read")
+        return asked.stdout
+
+    kernel_log()
+    with (
+        start(repository, serving, tmp_path) as server,
+        Client(server.state.grpc, "gpt") as client,
+    ):
+        client.generate("x", max_tokens=3, num_return_sequences=2)
+        client.generate("x", max_tokens=3, decode_strategy="beam_search")
+        assert list(client.stream("x", max_tokens=3))
+        client.score_text("x", "y")
+        left = client.stream("x", max_tokens=1000, min_tokens=1000)
+        next(left)
+        left.close()
+        unread = client.stream("x", max_tokens=1000, min_tokens=1000)
+        next(unread)
+        stubs = [p for p, line in processes(server.state.shared_memory).items() if "_stub" in line]
+        server.stop()
+        with suppress(UserError):
+            list(unread)
+    time.sleep(0.5)
+    assert len(stubs) >= 2
+    assert [pid for pid in stubs if f"[{pid}]: segfault" in kernel_log()] == []
+
+
 def test_killed_under_load(
     triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
