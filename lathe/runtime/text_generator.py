@@ -4,6 +4,7 @@ Needs only numpy, onnxruntime and tokenizers; where it runs OpenVINO, that and o
 structured output llguidance.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from lathe.runtime.grammar import Grammars
 from lathe.runtime.open_model import Runtime, open_model
 from lathe.runtime.params import Params
 from lathe.runtime.prompt import encode_prompts
-from lathe.runtime.protocol import BUSY
+from lathe.runtime.protocol import BUSY, Chunk
 from lathe.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe.runtime.text import TokenBytes
 from lathe.runtime.watcher import Watcher
@@ -61,6 +62,8 @@ class TextGenerator:
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.end_ids, self.token_bytes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.model.end_ids)
         self._compiling = ThreadPoolExecutor(COMPILERS, "compile")
+        self._to_compile = threading.Semaphore(COMPILERS + max_queue)
+        self._is_open = True
         self._batcher = Batcher(
             self.model, max_running, max_queue, prefix_bytes, speculates, watcher
         )
@@ -94,22 +97,30 @@ class TextGenerator:
             )
         request = Request(ids, max_tokens, params, self._vocabulary, receiver)
         if params.structured_outputs:
+            if not self._to_compile.acquire(blocking=False):
+                return False
             self._compiling.submit(self._submit_constrained, request)
             return True
         return self._batcher.submit(kind(request))
 
     def _submit_constrained(self, request: Request) -> None:
-        params = request.params
+        params, receiver = request.params, request.receiver
         try:
+            if receiver.cancelled() or not self._is_open:
+                receiver.deliver(Chunk("", [], "cancelled"))
+                return
             grammar = self._grammars.start(params.structured_outputs, params.stop_token_ids)
             if not self._batcher.submit(Samples(replace(request, grammar=grammar))):
                 raise UserError(f"{BUSY}: the queue is full", "try again in a moment")
         except Exception as error:
-            request.receiver.deliver(error)
+            receiver.deliver(error)
+        finally:
+            self._to_compile.release()
 
     def close(self) -> None:
         """Cancel all requests."""
-        self._compiling.shutdown(cancel_futures=True)
+        self._is_open = False
+        self._compiling.shutdown()
         self._grammars.close()
         self._batcher.close()
 

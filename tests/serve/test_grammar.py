@@ -187,7 +187,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
     return folder
 
 
-def test_a_form_changes_nobody_elses_text_and_drafts_do_not_change_it(folder: Path) -> None:
+def test_what_waits_to_be_compiled_has_a_limit_and_may_be_cancelled(folder: Path) -> None:
+    generator = TextGenerator(folder, 40, 1, 4, 2)
+    slow = parse({"structured_outputs": constraint(regex="a?" * 30_000 + "a" * 20_000)}, GREEDY)
+    callers = [Caller(generator, "a", slow) for _ in range(5)]
+    assert [caller.taken for caller in callers] == [True] * 4 + [False]
+    callers[3].gone.set()
+    with pytest.raises(UserError, match="too much work"):
+        callers[0].wait()
+    generator.close()
+    assert callers[3].wait() == [[]] and callers[3].chunks[-1].finish_reason == "cancelled"
+
+
+def test_a_constraint_changes_nobody_elses_text_and_drafts_do_not_change_it(folder: Path) -> None:
     formed = parse(
         {"structured_outputs": constraint(json=SCHEMA), "num_return_sequences": 2, "seed": 1},
         Params(),
