@@ -9,6 +9,7 @@ or if the Triton whose HTTP is on that port does not live.
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
 
@@ -18,17 +19,27 @@ AGAIN_SECONDS = 1.0
 """After this long, one that has ended is none that Triton is about to collect."""
 
 
-def ended_stubs(parent: int | None = None) -> set[int]:
-    """Backends that have ended, of the Triton `parent` or of any, and that it has not noticed."""
+def ended_stubs(parent: int) -> set[int]:
+    """Backends of the Triton `parent` that have ended, and that it has not noticed."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = path.read_text(encoding="utf-8", errors="replace").split()
         except OSError:
             continue  # it has gone meanwhile
-        if words[1:3] == [NAME, "Z"] and parent in (None, int(words[3])):
+        if words[1:3] == [NAME, "Z"] and parent == int(words[3]):
             found.add(int(words[0]))
     return found
+
+
+def triton_of(port: str) -> int:
+    """The Triton whose HTTP is on a port; 0 if no process was started so."""
+    option = f"--http-port={port}".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has gone meanwhile
+            if option in path.read_bytes().split(b"\0"):
+                return int(path.parent.name)
+    return 0
 
 
 def main() -> int:
@@ -39,9 +50,10 @@ def main() -> int:
     except OSError as error:
         print(f"{address}: {error}")
         return 1
-    if ended := ended_stubs():
+    triton = triton_of(sys.argv[1])
+    if ended := ended_stubs(triton):
         time.sleep(AGAIN_SECONDS)
-        ended &= ended_stubs()
+        ended &= ended_stubs(triton)
     if ended:
         print(f"a Python backend has died: process {min(ended)}")
     return int(bool(ended))
