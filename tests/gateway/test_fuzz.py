@@ -17,8 +17,8 @@ from lathe.config.settings import ServingSettings
 from lathe.serve.server import start
 from lathe.serve.state import ServerState
 from tests.gateway.test_kserve import SCORE
-from tests.serve.test_server import processes
 from tests.support.connection import connected
+from tests.support.processes import processes
 
 GENERATE = {"text_input": "hello", "max_tokens": 4, "temperature": 0.5, "stop": "a", "seed": 3}
 IDS = {"input_ids": [1, 2, 3], "max_tokens": 3, "logprobs": True, "stream": True}

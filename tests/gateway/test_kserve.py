@@ -25,9 +25,9 @@ from lathe.serve.environment import find_environment
 from lathe.serve.process import Process
 from lathe.serve.server import TritonServer, start
 from tests.gateway.test_hostile import chunks
-from tests.serve.test_server import processes
 from tests.support.connection import connected, read_all
 from tests.support.gateways import opened
+from tests.support.processes import processes
 
 SCORED: dict[str, list[int]] = {"tokens": [1, 2, 3], "index": [0, 1], "targets": [2, 3]}
 SCORE = {

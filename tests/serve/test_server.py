@@ -22,20 +22,9 @@ from lathe.serve.environment import PYTHON_VARIABLE, find_environment
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TRITON_PORTS, free_ports, start
 from lathe.serve.state import STATE_VARIABLE
+from tests.support.processes import processes
 
 LASTING = {"max_tokens": 16000, "min_tokens": 16000}
-
-
-def processes(word: str) -> dict[int, str]:
-    """Process ids and command lines that name `word`: the guard's, the server's and the stubs'."""
-    lines = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        if path.parent.name == str(os.getpid()):
-            continue
-        with suppress(OSError):
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            lines[int(path.parent.name)] = line
-    return {pid: line for pid, line in lines.items() if word in line}
 
 
 def wait_until_gone(word: str, seconds: float = 15.0) -> None:
