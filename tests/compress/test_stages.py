@@ -9,10 +9,11 @@ from lathe.compress.criteria import importance
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
+from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.folder import checkpoint_digest
-from lathe.train.batches import EvalBatches, open_data
+from lathe.train.batches import EvalBatches
 from lathe.train.loss import next_token_loss
 from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
@@ -109,7 +110,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     assert len(plan.linears) == 8 - 2 + 1
     assert set(plan.integer_linears) == (set() if weight_only else set(plan.linears))
     assert plan.weight_bits == bits
-    tokens = open_data(small_data, recipe, model.config.vocab_size, model.config.n_positions)
+    tokens = TokenDataset.open(small_data)
     batches = EvalBatches(recipe, tokens, 4, 2)
     assert len(batches) == 2
     with torch.no_grad():

@@ -112,7 +112,8 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
     running = Server(process, log, *(f"127.0.0.1:{port}" for port in ports.values()))
     try:
         deadline = time.monotonic() + 180
-        while not is_healthy(running.grpc):
+        ready = f"http://{running.http}/v2/health/ready"
+        while not is_healthy(running.grpc) or status(ready) != 200:
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield running

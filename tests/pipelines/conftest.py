@@ -29,6 +29,7 @@ def kfp(monkeypatch, tmp_path, tmp_path_factory):
                 monkeypatch.delenv(name)
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        monkeypatch.setenv("LATHE_NETWORK_PATIENCE", "0")
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
         yield server
