@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from lathe.errors import Preempted, Unavailable
 from tests.hostile.case import SECRET, Case
 from tests.hostile.child import Outcome
 from tests.hostile.sandbox import Entry, added, altered, outside
@@ -71,7 +72,7 @@ def _broken(outcome: Outcome) -> Finding | None:
     if "Traceback (most recent call last)" in outcome.text:
         lines = [line for line in outcome.text.splitlines() if re.match(r"[\w.]+(:|$)", line)]
         return "traceback", lines[-1][:160] if lines else "?"
-    if outcome.status not in (0, 1, 2, 75):
+    if outcome.status not in (0, 1, 2, Unavailable.status, Preempted.status):
         return "traceback", f"status {outcome.status}"
     return None
 
@@ -79,7 +80,9 @@ def _broken(outcome: Outcome) -> Finding | None:
 def _message(case: Case, outcome: Outcome) -> Finding:
     errors = len(ERROR.findall(outcome.text))
     of_typer = "Usage: " in outcome.text and "\\x0a" not in outcome.text
-    if outcome.status not in case.status:
+    # What is wrong may be found only after a store has been asked, and there is none.
+    asked_first = outcome.status == Unavailable.status and "no answer" in outcome.text
+    if outcome.status not in case.status and not asked_first:
         return "unclear", f"status {outcome.status}"
     if errors != 1 and not (of_typer and not errors):
         return "unclear", f"{errors} messages of an error"

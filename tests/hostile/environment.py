@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lathe.errors import Unavailable
 from tests.hostile.case import Case, Skip, Step
 from tests.hostile.commands import COMMANDS
 from tests.hostile.paths import needs_of
@@ -55,6 +56,9 @@ def cases() -> Iterator[Case]:
     yield from _stores()
     yield from _disks()
     yield from _processes()
+
+
+AWAY = (Unavailable.status,)
 
 
 def _case(
@@ -114,19 +118,30 @@ def _stores() -> Iterator[Case]:
     silent = {"AWS_ENDPOINT_URL": "http://127.0.0.1:{silent}"}
     wrong = {"AWS_ENDPOINT_URL": "{s3}"}
     for verb, changes in FETCHED.items():
-        yield _case(verb, "a store that is silent", "endpoint", changes, env=silent)
+        yield _case(verb, "a store that is silent", "endpoint", changes, env=silent, status=AWAY)
         yield _case(verb, "a store that refuses", "secret", changes, env=wrong)
-        yield _case(verb, "a store that is off", "endpoint", changes)
+        yield _case(verb, "a store that is off", "endpoint", changes, status=AWAY)
     production = ("-o", "Production.releases=s3://bucket/releases")
     for name, env in (("silent", silent), ("refuses", wrong), ("off", {})):
         argv = ("release", "list", *production)
-        yield Case("release list", "a store that is", name, argv, env=env, status=(1, 2))
+        yield Case("release list", "a store that is", name, argv, env=env, status=(2, *AWAY))
     for endpoint in ENDPOINTS:
         env = {"AWS_ENDPOINT_URL": endpoint}
-        yield _case("pretrain", "an endpoint that is none", endpoint, {"--data": S3}, env=env)
+        yield _case(
+            "pretrain",
+            "an endpoint that is none",
+            endpoint,
+            {"--data": S3},
+            env=env,
+            status=(2, *AWAY),
+        )
     for address in ADDRESSES:
-        yield _case("pretrain", "an address that is none", address, {"--data": address})
-        yield _case("gate", "an address that is none", address, {"--output": address})
+        yield _case(
+            "pretrain", "an address that is none", address, {"--data": address}, status=(2, *AWAY)
+        )
+        yield _case(
+            "gate", "an address that is none", address, {"--output": address}, status=(2, *AWAY)
+        )
     secrets = {"LATHE_S3_SECRET_DIR": "nowhere"}
     yield _case("gate", "a store's secrets", "nowhere", {"baseline": S3}, env=secrets)
     slow = {"--url": "127.0.0.1:{silent}"}
@@ -136,7 +151,9 @@ def _stores() -> Iterator[Case]:
     endpoint = {"--endpoint": "127.0.0.1:{silent}"}
     yield _case("evaluate", "a server that is silent", "endpoint", endpoint)
     yield _case(
-        "prepare", "a server that is silent", "http", {"--source": "http://127.0.0.1:{silent}/x"}
+        *("prepare", "a server that is silent", "http"),
+        {"--source": "http://127.0.0.1:{silent}/x"},
+        status=AWAY,
     )
 
 
