@@ -32,10 +32,7 @@ def network_timeout() -> float:
     Raises:
         UserError: it is not a number above 0 and up to 86400.
     """
-    seconds = _seconds(VARIABLE, DEFAULT_SECONDS)
-    if not seconds:
-        raise _wrong(VARIABLE, "0", DEFAULT_SECONDS)
-    return seconds
+    return _seconds(VARIABLE, DEFAULT_SECONDS, may_be_zero=False)
 
 
 def network_patience() -> float:
@@ -45,25 +42,22 @@ def network_patience() -> float:
     Raises:
         UserError: it is not a number from 0 to 86400.
     """
-    return _seconds(PATIENCE, DEFAULT_PATIENCE)
+    return _seconds(PATIENCE, DEFAULT_PATIENCE, may_be_zero=True)
 
 
-def _seconds(variable: str, default: float) -> float:
+def _seconds(variable: str, default: float, may_be_zero: bool) -> float:
     text = os.environ.get(variable) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds <= 86400:
-        raise _wrong(variable, text, default)
+    if not 0 <= seconds <= 86400 or not (seconds or may_be_zero):
+        least = "from 0 to" if may_be_zero else "above 0 and up to"
+        raise UserError(
+            f"{variable}={text}: not a number of seconds",
+            f"give a number {least} 86400, such as {default:g}",
+        )
     return seconds
-
-
-def _wrong(variable: str, text: str, default: float) -> UserError:
-    return UserError(
-        f"{variable}={text}: not a number of seconds",
-        f"give a number above 0 and up to 86400, such as {default:g}",
-    )
 
 
 class _Paced(io.RawIOBase):

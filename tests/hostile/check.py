@@ -80,9 +80,7 @@ def _broken(outcome: Outcome) -> Finding | None:
 def _message(case: Case, outcome: Outcome) -> Finding:
     errors = len(ERROR.findall(outcome.text))
     of_typer = "Usage: " in outcome.text and "\\x0a" not in outcome.text
-    # What is wrong may be found only after a store has been asked, and there is none.
-    asked_first = outcome.status == Unavailable.status and "no answer" in outcome.text
-    if outcome.status not in case.status and not asked_first:
+    if outcome.status not in case.status:
         return "unclear", f"status {outcome.status}"
     if errors != 1 and not (of_typer and not errors):
         return "unclear", f"{errors} messages of an error"

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lathe.errors import Unavailable
 from tests.hostile import damage
 from tests.hostile.case import Case
 from tests.hostile.commands import FOREIGN, GOOD, PRUNE, QAT, SMALL
@@ -121,6 +122,9 @@ OPTIONAL = ("corpus", "cloze", "init")
 EXPENSIVE = ("deploy", "release", "report", "estimate", "price", "design", "choose")
 METRICS = "metrics"
 
+ASK_A_STORE_FIRST = {"release": (Unavailable.status,)}
+"""Components that may ask a store, which is not there, before they see what is odd."""
+
 
 def cases() -> Iterator[Case]:
     for name, given in GIVEN.items():
@@ -222,7 +226,7 @@ def _case(
         needs=_needs(given, more),
         make=make,
         expect="works" if works else "refused",
-        status=(1, 2),
+        status=(1, 2, *ASK_A_STORE_FIRST.get(name, ())),
         writes=("out", "metrics-file", "page", "verdict"),
     )
 

@@ -103,7 +103,7 @@ def seed_of_a_long_answer(url: str, *models: str) -> int:
     """The random models end their answers early for most seeds."""
     for seed in range(200):
         answers = [completion(url, model=m, seed=seed, logprobs=0, **LONG) for m in models]
-        if all(len(answer["logprobs"]["tokens"]) > 80 for answer in answers):
+        if all(len(answer["logprobs"]["tokens"]) > 200 for answer in answers):
             return seed
     pytest.fail("no seed gives a long answer")
 
@@ -119,7 +119,7 @@ def test_tokens_appear_one_after_another(page: Page, base_url: str) -> None:
     with opening(page, base_url, seed=seed_of_a_long_answer(base_url, "gpt"), **LONG):
         finish(page)
         moments = page.evaluate("window.when[0]")
-        assert len(moments) > 40 and len(set(moments)) > 8
+        assert len(moments) > 40 and len(set(moments)) > 15
         assert re.fullmatch(
             r"first token after \d+ ms · \d+ tokens · [\d.]+ tokens/s",
             side(page).locator(".figures").inner_text(),
