@@ -257,7 +257,12 @@ def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, 
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    eventually(lambda: [p for p in cluster.list("pods") if p["status"]["phase"] == "Running"])
+
+    def is_running() -> bool:
+        """A pod that was just made has no status."""
+        return any(p.get("status", {}).get("phase") == "Running" for p in cluster.list("pods"))
+
+    eventually(is_running)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err.decode()
