@@ -1,7 +1,11 @@
 """How a part of a pipeline's run has ended."""
 
+import base64
+import gzip
+import json
 import logging
 from dataclasses import replace
+from typing import Any
 
 from lathe.cluster.api import connect
 from lathe.errors import StageError, UserError
@@ -31,6 +35,15 @@ def final_state(state: str, workflow: str, task: str) -> str:
     except (UserError, StageError) as error:
         log.warning("how the run has ended is not known: %s", error)
         return UNKNOWN
-    nodes = found.get("status", {}).get("nodes", {}).values()
+    nodes = _nodes(found.get("status", {}))
     phases = [node.get("phase") for node in nodes if node.get("displayName") == task]
     return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)
+
+
+def _nodes(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The nodes of a workflow. Argo compresses those of a large one, which etcd would refuse."""
+    compressed = status.get("compressedNodes")
+    nodes = status.get("nodes") or {}
+    if compressed:
+        nodes = json.loads(gzip.decompress(base64.b64decode(compressed)))
+    return list(nodes.values())

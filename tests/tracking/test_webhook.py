@@ -1,5 +1,7 @@
 """Notices of runs, as a web server on loopback receives them."""
 
+import base64
+import gzip
 import json
 import logging
 from collections.abc import Iterator
@@ -134,6 +136,7 @@ def test_so_is_a_run_that_has_failed(
 
 
 @pytest.mark.usefixtures("in_a_pod")
+@pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(
     ("phase", "denied", "word"),
     [
@@ -152,12 +155,17 @@ def test_where_pipelines_has_no_final_state_argo_is_asked(
     phase: str,
     denied: bool,
     word: str,
+    compressed: bool,
 ) -> None:
     with FakeKubernetes() as kubernetes:
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path)))
         nodes = {"exit-handler-1": phase, "notify": "Running", "prepare": "Failed"}
         listed = {name: {"displayName": name, "phase": is_in} for name, is_in in nodes.items()}
-        workflow = {"metadata": {"name": "full-x7k2p"}, "status": {"nodes": listed}}
+        status: dict[str, object] = {"nodes": listed}
+        if compressed:  # as Argo does with a large workflow
+            packed = base64.b64encode(gzip.compress(json.dumps(listed).encode()))
+            status = {"nodes": {}, "compressedNodes": packed.decode()}
+        workflow = {"metadata": {"name": "full-x7k2p"}, "status": status}
         kubernetes.create("workflows.argoproj.io", workflow, "lathe")
         kubernetes.denied = {("get", "workflows")} if denied else set()
         told(s3, tmp_path, "RUNNING")
