@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipelines.cluster import open_cluster
+from pipelines.server import connect
 from tests.cluster.site import Site, whole_number
 
 SEEN: dict[str, str] = {}
@@ -14,7 +15,7 @@ SEEN: dict[str, str] = {}
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
     """The cluster of KUBECONFIG and LATHE_KFP_*; what is left running at the end is ended."""
-    cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE"))
+    cluster = open_cluster(connect().steps_namespace)
     production = os.environ.get("LATHE_TEST_PRODUCTION", "")
     made = Site(cluster, whole_number("LATHE_TEST_GPUS"), production)
     yield made
