@@ -1,0 +1,43 @@
+"""The order in which a kustomization lists its components changes nothing, or fails the build."""
+
+from itertools import combinations, permutations
+
+import pytest
+import yaml
+
+from tests.support.rendered import COMPONENTS, Object, named, variant
+
+
+@pytest.mark.parametrize("components", permutations(("autoscaling", "kserve", "signed-releases")))
+def test_pods_ask_for_signatures_in_every_order(
+    components: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    name = "+".join(["kind", *components])
+    if components.index("kserve") < components.index("autoscaling"):
+        with pytest.raises(AssertionError, match="list autoscaling before kserve"):
+            variant(name, tmp_path_factory)
+        return
+    objects = variant(name, tmp_path_factory)
+    predictor: Object = named(objects, "InferenceService", "lathe-serve")["spec"]["predictor"]
+    variables = {each["name"]: each for each in predictor["initContainers"][0]["env"]}
+    assert variables["LATHE_REQUIRE"]["value"] == "signature,chain,gate,proof"
+    assert "verification-keys" in {volume["name"] for volume in predictor["volumes"]}
+    scaler = named(objects, "HorizontalPodAutoscaler", "lathe-serve")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == "lathe-serve-predictor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", combinations(COMPONENTS, 2), ids="+".join)
+def test_two_components_build_the_same_in_both_orders(
+    pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if pair == ("autoscaling", "kserve"):
+        pytest.skip("refused in one of the orders, as the test above shows")
+    built = [
+        sorted(
+            yaml.safe_dump_all([each])
+            for each in variant(f"kind+{first}+{second}", tmp_path_factory)
+        )
+        for first, second in (pair, pair[::-1])
+    ]
+    assert built[0] == built[1]
