@@ -71,9 +71,8 @@ def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
 
     `file:///path` is the same in a folder that is a store (`lathe.storage.local`); write a space
     there as it is, not as %20. The AWS variables name the store of `s3://`: `AWS_ENDPOINT_URL`
-    (default: Amazon's), `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`,
-    `AWS_REGION`; without a key the request is anonymous. `LATHE_S3_SECRET_DIR` names a folder whose
-    files `accesskey` and `secretkey` replace the two keys. Transient failures (connection, status
+    (default: Amazon's) and `AWS_REGION`; `lathe.storage.credentials` says where the keys come from,
+    and without keys the request is anonymous. Transient failures (connection, status
     5xx, a truncated body) are tried four times in all; a server that is silent for
     LATHE_NETWORK_TIMEOUT (15 seconds by default) is tried twice.
 

@@ -40,6 +40,14 @@ BUSY = {
 }
 MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
 REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+CURES = {
+    "AuthorizationHeaderMalformed": "set AWS_REGION to the region that the store names",
+    "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
+    "InvalidToken": "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
+    "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
+    "PermanentRedirect": "set AWS_ENDPOINT_URL to the address of the bucket's own region",
+}
+"""What to do about an error of S3 that has one cure."""
 CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (
@@ -226,6 +234,8 @@ def _explain(uri: str, error: Exception) -> UserError:
         return UserError(f"{what}: not found (NoSuchBucket)", "create the bucket or check its name")
     if code in MISSING:
         return UserError(f"{what}: not found ({code})", "check the address")
+    if code in CURES:
+        return UserError(f"{what}: {asked} ({code})", CURES[code])
     if code in REFUSED:
         return UserError(
             f"{what}: access refused ({code})",
@@ -239,7 +249,8 @@ def _explain(uri: str, error: Exception) -> UserError:
         )
     if code:
         kind = Unavailable if code in BUSY else UserError
-        return kind(f"{what}: the store answered {code}", "check the store's log")
+        said = f": {_one_line(error)}" if isinstance(error, StoreError) else ""
+        return kind(f"{what}: the store answered {code}{said}", "check the store's log")
     if isinstance(error, Damaged):
         return UserError(
             f"{what}: {error}", "run it again; if it persists, check the store's disks"

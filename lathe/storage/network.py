@@ -9,9 +9,11 @@ import io
 import math
 import os
 import socket
+import ssl
 import time
 import urllib.request
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import urllib3
 
@@ -24,6 +26,8 @@ DEFAULT_PATIENCE = 300.0
 CONNECT_SECONDS = 5.0
 SLOWEST = 100  # bytes a second
 SEND_BYTES = 1 << 16
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""This machine, which no proxy can reach."""
 
 
 def network_timeout() -> float:
@@ -127,20 +131,56 @@ class _HTTPSPool(urllib3.HTTPSConnectionPool):
     ConnectionCls = _PoolHTTPS
 
 
-def pool(connections: int, read_seconds: float | None = None) -> urllib3.PoolManager:
+def pool(
+    connections: int, read_seconds: float | None = None, address: str = ""
+) -> urllib3.PoolManager:
     """Connection pool for the client of a store; it does not retry.
 
     Args:
         read_seconds: seconds to wait for an answer; `network_timeout()` by default.
+        address: of the server; the environment may name a proxy for it (`HTTPS_PROXY`, `NO_PROXY`).
     """
     limit = network_timeout()
-    manager = urllib3.PoolManager(
-        timeout=urllib3.Timeout(connect=min(CONNECT_SECONDS, limit), read=read_seconds or limit),
-        retries=False,
-        maxsize=connections,
-    )
+    named: dict[str, Any] = {
+        "timeout": urllib3.Timeout(connect=min(CONNECT_SECONDS, limit), read=read_seconds or limit),
+        "retries": False,
+        "maxsize": connections,
+        "ca_certs": authorities(),
+    }
+    if proxy := _proxy(address):
+        parts = urlsplit(proxy)
+        login = unquote(f"{parts.username}:{parts.password or ''}") if parts.username else None
+        headers = urllib3.make_headers(proxy_basic_auth=login)
+        manager: urllib3.PoolManager = urllib3.ProxyManager(proxy, proxy_headers=headers, **named)
+    else:
+        manager = urllib3.PoolManager(**named)
     manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
     return manager
+
+
+def authorities() -> str | None:
+    """The file with the certificate authorities to trust: AWS_CA_BUNDLE or REQUESTS_CA_BUNDLE; None
+    for the system's, which OpenSSL's SSL_CERT_FILE replaces.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    for variable in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+        if path := os.environ.get(variable):
+            if not os.path.isfile(path):
+                raise UserError(
+                    f"{variable}={path}: no such file", "name a file of certificates, or unset it"
+                )
+            return path
+    return None
+
+
+def _proxy(address: str) -> str | None:
+    parts = urlsplit(address)
+    if parts.hostname in (None, *LOCAL) or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
 
 
 class _HTTP(http.client.HTTPConnection):
@@ -168,7 +208,8 @@ class _OpenHTTP(urllib.request.HTTPHandler):
 
 class _OpenHTTPS(urllib.request.HTTPSHandler):
     def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HTTPS, request)
+        context = ssl.create_default_context(cafile=authorities())
+        return self.do_open(_HTTPS, request, context=context)
 
 
 def opener() -> urllib.request.OpenerDirector:

@@ -21,6 +21,7 @@ from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
 from lathe.errors import UserError
+from lathe.storage.credentials import explain_credentials, provider
 from lathe.storage.failures import MISSING, Damaged, StoreError, retried, shown
 from lathe.storage.http import is_address
 from lathe.storage.manifest import require_relative
@@ -31,6 +32,7 @@ from lathe.storage.parts import Etag, is_md5, part_size, same_content
 
 SCHEMES = ("s3", "minio")
 ENDPOINT = "AWS_ENDPOINT_URL"
+STYLE = "AWS_S3_ADDRESSING_STYLE"
 DEFAULT_REGION = "us-east-1"
 # Stored with a multipart object: without the part size its ETag cannot be checked.
 PART_BYTES_HEADER = "x-amz-meta-lathe-part-bytes"
@@ -39,6 +41,17 @@ COMPLETE_SECONDS = 300.0  # a store may copy all parts before it answers
 # Errors of a multipart upload that another process has ended or mixed its own parts into.
 ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
 ENDED |= {"NotImplemented"}  # rclone: a part whose bytes differ from those sent before
+# Codes that the client makes up for a HEAD that was refused without saying why.
+BEHIND_HEAD = {
+    "400",
+    "BadRequest",
+    "403",
+    "AccessDenied",
+    "301",
+    "307",
+    "PermanentRedirect",
+    "Redirect",
+}
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 
@@ -91,17 +104,30 @@ def s3_client(read_seconds: float | None = None) -> Minio:
     Raises:
         UserError: an invalid address, or a secret that cannot be read.
     """
-    address, (access_key, secret_key) = endpoint(), _credentials()
-    return Minio(
+    address = endpoint()
+    client = Minio(
         address.netloc,
-        access_key=access_key,
-        secret_key=secret_key,
-        session_token=os.environ.get("AWS_SESSION_TOKEN"),
+        credentials=provider(
+            is_amazon=bool(re.search(r"\.amazonaws\.com(\.cn)?$", address.netloc))
+        ),
         region=_region(),
         secure=address.scheme == "https",
         # minio's default pool retries for minutes; here only `retried` does.
-        http_client=pool(CONNECTIONS, read_seconds),
+        http_client=pool(CONNECTIONS, read_seconds, address.geturl()),
     )
+    _address_buckets(client)
+    return client
+
+
+def _address_buckets(client: Minio) -> None:
+    """Whether the bucket is part of the host's name or of the path, as boto3's variable says it."""
+    style = os.environ.get(STYLE) or "auto"
+    if style == "virtual":
+        client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+    elif style == "path":
+        client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+    elif style != "auto":
+        raise UserError(f"{STYLE}={style}: no such style", "set it to auto, path or virtual")
 
 
 def _region() -> str | None:
@@ -113,24 +139,6 @@ def _region() -> str | None:
     return named or (DEFAULT_REGION if os.environ.get(ENDPOINT) else None)
 
 
-def _credentials() -> tuple[str | None, str | None]:
-    folder = os.environ.get("LATHE_S3_SECRET_DIR")
-    if not folder:
-        return os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
-    try:
-        names = ("accesskey", "secretkey")
-        access_key, secret_key = (
-            (Path(folder) / name).read_text(encoding="utf-8").strip() for name in names
-        )
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise UserError(
-            f"LATHE_S3_SECRET_DIR={folder}: accesskey and secretkey: {reason}",
-            "mount the secret there, or unset the variable",
-        ) from None
-    return access_key, secret_key
-
-
 @contextmanager
 def _translated() -> Iterator[None]:
     """Turn the client's exceptions into StoreError."""
@@ -139,8 +147,13 @@ def _translated() -> Iterator[None]:
     except (MinioException, urllib3.exceptions.HTTPError) as error:
         store = os.environ.get(ENDPOINT) or ""
         raise StoreError(
-            str(error), _code(error), store, ENDPOINT if store else "", _credentials_hint()
+            _message(error), _code(error), store, ENDPOINT if store else "", explain_credentials()
         ) from error
+
+
+def _message(error: Exception) -> str:
+    """The store's own words, without the client's around them."""
+    return error.message if isinstance(error, S3Error) and error.message else str(error)
 
 
 def _code(error: Exception) -> str:
@@ -154,14 +167,6 @@ def _code(error: Exception) -> str:
         )
         return found[1] or found[2] if found else ""
     return ""
-
-
-def _credentials_hint() -> str:
-    if folder := os.environ.get("LATHE_S3_SECRET_DIR"):
-        keys = f"the files accesskey and secretkey in {folder} (LATHE_S3_SECRET_DIR)"
-    else:
-        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-    return f"check {keys}, and the policies of the keys and of the bucket"
 
 
 class S3Store:
@@ -185,6 +190,7 @@ class S3Store:
         except StoreError as error:
             if error.code in MISSING:
                 return None
+            self._tell_reason(key, error)
             raise
         return Stored(
             key,
@@ -193,6 +199,12 @@ class S3Store:
             found.last_modified or LONG_AGO,
             (found.metadata or {}).get(PART_BYTES_HEADER),
         )
+
+    def _tell_reason(self, key: str, error: StoreError) -> None:
+        """Raise why a HEAD was refused: its answer has no body, a GET's has one."""
+        if error.code in BEHIND_HEAD:
+            with _translated():
+                self._client.get_object(self._bucket, key, length=1).close()
 
     @retried
     @_translated()
@@ -267,9 +279,7 @@ class S3Store:
         part: Headers | None = None,
     ) -> str:
         """Put an object, or with `part` one part of it, and return the store's ETag."""
-        headers = dict(headers)
-        if endpoint().scheme == "https":  # over HTTP the client signs the SHA-256 instead
-            headers["Content-MD5"] = base64.b64encode(md5).decode()
+        headers = headers | {"Content-MD5": base64.b64encode(md5).decode()}
         # The public put_object aborts an interrupted upload; this request leaves it to be resumed.
         with _translated():
             answer = self._client._put_object(self._bucket, key, data, headers, part)
@@ -292,15 +302,30 @@ class S3Store:
         upload_id, there = found or (self._begin(key, size), {})
         yield S3Multipart(self, key, upload_id, there)
 
+    def delete(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        try:
+            self._delete_together(names)
+        except StoreError as error:
+            if error.code not in {"405", "501", "MethodNotAllowed", "NotImplemented"}:
+                raise
+            for name in names:  # a store without DeleteObjects
+                self._delete_one(name)
+
     @retried
     @_translated()
-    def delete(self, keys: Iterable[str]) -> None:
-        objects = [DeleteObject(key) for key in keys]
+    def _delete_together(self, names: list[str]) -> None:
+        objects = [DeleteObject(name) for name in names]
         for error in self._client.remove_objects(self._bucket, objects):
             raise UserError(
                 f"{self.address(error.name or '')}: not removed ({error.code})",
                 "check the permissions of the access key",
             )
+
+    @retried
+    @_translated()
+    def _delete_one(self, name: str) -> None:
+        self._client.remove_object(self._bucket, name)
 
     @retried
     @_translated()

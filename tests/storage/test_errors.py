@@ -1,8 +1,11 @@
 """What a user reads when a transfer fails: one error, with its hint."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,7 +63,7 @@ def test_without_a_server_or_with_a_bad_address(
     with pytest.raises(UserError, match="invalid bucket name"):
         fetch("s3://No_Bucket!/x", tmp_path)
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(UserError, match="secret key must be provided"):
+    with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY is not set"):
         fetch(f"{s3}/a.txt", tmp_path)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
     with pytest.raises(UserError, match="not an address"):
@@ -118,6 +121,68 @@ def test_a_store_that_is_read_only(
             else:
                 upload(tmp_path if "folder" in verb else tmp_path / "f", "s3://bucket/key")
     assert "AWS_ACCESS_KEY_ID" in raised.value.hint
+
+
+REASONS = {
+    "AuthorizationHeaderMalformed": ("expecting 'eu-west-1'", "AWS_REGION"),
+    "ExpiredToken": ("the token has expired", "AWS_SESSION_TOKEN"),
+    "RequestTimeTooSkewed": ("the difference is too large", "clock"),
+    "PermanentRedirect": ("use the endpoint of the bucket", "AWS_ENDPOINT_URL"),
+    "QuotaExceeded": ("the bucket is full", "the store's log"),
+}
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "301 Moved Permanently"])
+@pytest.mark.parametrize("code", REASONS)
+def test_the_reason_behind_a_head_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str
+) -> None:
+    said, cure = REASONS[code]
+    xml = f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()
+
+    def answer(connection: socket.socket, stop: threading.Event) -> None:
+        body = b"" if connection.recv(1 << 16).startswith(b"HEAD") else xml
+        connection.sendall(http(status, body, "Content-Type: application/xml"))
+
+    with server(answer) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        with pytest.raises(UserError, match=said) as raised:
+            fetch("s3://bucket/key", tmp_path)
+    assert cure in raised.value.hint and code in raised.value.what
+
+
+@pytest.mark.parametrize("refusal", ["501 Not Implemented", "405 Method Not Allowed"])
+def test_a_store_that_deletes_one_object_at_a_time(
+    s3: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    """What it refuses is `POST ?delete`; everything else goes to a real store."""
+
+    def answer(connection: socket.socket, stop: threading.Event) -> None:
+        head = connection.recv(1 << 16)
+        if head.startswith(b"POST") and b"delete" in head.split(b"\r\n")[0]:
+            connection.sendall(http(refusal, b""))
+            return
+        with socket.create_connection(s3_server.removeprefix("http://").split(":")) as store:
+            store.sendall(head.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+            connection.settimeout(0.1)
+            with contextlib.suppress(TimeoutError):
+                while data := connection.recv(1 << 16):
+                    store.sendall(data)
+            while data := store.recv(1 << 16):
+                connection.sendall(data)
+
+    (tmp_path / "a").write_text("A", encoding="utf-8")
+    (tmp_path / "b").write_text("B", encoding="utf-8")
+    with server(answer) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        upload(tmp_path, f"{s3}/p")
+        (tmp_path / "b").unlink()
+        upload(tmp_path, f"{s3}/p")
+        assert exists(f"{s3}/p/a") and not exists(f"{s3}/p/b")
+        remove(f"{s3}/p")
+        assert not exists(f"{s3}/p/a")
 
 
 def test_a_mounted_secret(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

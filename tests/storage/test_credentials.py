@@ -1,0 +1,169 @@
+"""Keys from the places that AWS's SDKs know, proxies and authorities, at a store that checks
+signatures."""
+
+import http.server
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.storage import fetch, read_text, write_text
+from tests.storage.conftest import Proxy
+from tests.support.s3 import ACCESS_KEY, SECRET_KEY
+from tests.support.tls import certificate
+
+TOKEN = "the-pods-token"
+UNTIL = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+OF_STS = f"""<AssumeRoleWithWebIdentityResponse xmlns="https://sts.amazonaws.com/doc/2011-06-15/">
+<AssumeRoleWithWebIdentityResult><Credentials><AccessKeyId>{ACCESS_KEY}</AccessKeyId>
+<SecretAccessKey>{SECRET_KEY}</SecretAccessKey><SessionToken>a-token</SessionToken>
+<Expiration>{UNTIL}</Expiration></Credentials></AssumeRoleWithWebIdentityResult>
+</AssumeRoleWithWebIdentityResponse>"""
+OF_A_CONTAINER = json.dumps(
+    {"AccessKeyId": ACCESS_KEY, "SecretAccessKey": SECRET_KEY, "Token": "t", "Expiration": UNTIL}
+)
+
+
+class Issuer(http.server.BaseHTTPRequestHandler):
+    """Gives the store's keys for the right token: by POST as STS does, by GET as ECS does."""
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode() + self.path
+        self._answer(f"WebIdentityToken={TOKEN}" in asked, OF_STS)
+
+    def do_GET(self) -> None:
+        self._answer(self.headers["Authorization"] == TOKEN, OF_A_CONTAINER)
+
+    def _answer(self, is_right: bool, body: str) -> None:
+        self.send_response(200 if is_right else 403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def running(
+    handler: type[http.server.BaseHTTPRequestHandler], pem: Path | None = None
+) -> Iterator[str]:
+    """The address of a server on loopback, with TLS if it is given a certificate."""
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    if pem:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem)
+        made.socket = context.wrap_socket(made.socket, server_side=True)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield f"http{'s' if pem else ''}://127.0.0.1:{made.server_port}"
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
+@pytest.fixture
+def file(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of an object; the keys it was written with are gone from the environment."""
+    write_text(f"{s3}/a.txt", "A")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return f"{s3}/a.txt"
+
+
+@pytest.mark.parametrize("kind", ["web identity", "container"])
+def test_keys_that_a_service_gives_out(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN, encoding="utf-8")
+    with running(Issuer) as issuer:
+        if kind == "container":
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{issuer}/keys")
+            monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
+        else:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
+            monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+            monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/lathe")
+        assert read_text(file) == "A"
+    assert read_text(file) == "A"  # kept while they are valid, though the service is away
+
+
+def test_a_token_that_is_refused(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("another", encoding="utf-8")
+    with running(Issuer) as issuer:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+        with pytest.raises(
+            UserError, match=r"AWS_WEB_IDENTITY_TOKEN_FILE=.*no keys: .*403"
+        ) as raised:
+            read_text(file)
+    assert "AWS_ROLE_ARN" in raised.value.hint
+
+
+def test_a_profile(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+    (tmp_path / "credentials").write_text(f"[default]\n{keys}[work]\n{keys}", encoding="utf-8")
+    assert read_text(file) == "A"
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    assert read_text(file) == "A"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    with pytest.raises(UserError, match=r"AWS_PROFILE=other: .*has no keys of that profile"):
+        read_text(file)
+    (tmp_path / "credentials").write_text("aws_access_key_id", encoding="utf-8")
+    with pytest.raises(UserError, match="not a credentials file"):
+        read_text(file)
+
+
+def test_one_key_without_the_other(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY is not set"):
+        read_text(file)
+
+
+def test_through_a_proxy(s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's own name is known to the proxy only."""
+    monkeypatch.setenv("http_proxy", proxy.address)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid:9000")
+    write_text(f"{s3}/a.txt", "A")
+    assert read_text(f"{s3}/a.txt") == "A" and proxy.up and proxy.down
+    monkeypatch.setenv("no_proxy", "other,.invalid")
+    with pytest.raises(UserError, match=r"no answer from http://store\.invalid:9000"):
+        read_text(f"{s3}/a.txt")
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1")
+        self.end_headers()
+        self.wfile.write(b"A")
+
+
+AUTHORITIES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+
+
+@pytest.mark.parametrize("variable", AUTHORITIES)
+def test_a_private_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in AUTHORITIES:
+        monkeypatch.delenv(name, raising=False)
+    pem, authority = certificate(tmp_path)
+    with running(Page, pem) as address:
+        with pytest.raises(UserError, match="CERTIFICATE_VERIFY_FAILED"):
+            fetch(f"{address}/f", tmp_path / "refused")
+        monkeypatch.setenv(variable, str(authority))
+        assert fetch(f"{address}/f", tmp_path / "fetched").read_text(encoding="utf-8") == "A"
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "absent"))
+        with pytest.raises(UserError, match=r"AWS_CA_BUNDLE=.*absent: no such file"):
+            fetch(f"{address}/f", tmp_path / "absent")
