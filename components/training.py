@@ -43,7 +43,7 @@ def train(
         The figures of the finished checkpoint.
     """
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
-        from lathe.cluster.trainjob import run
+        from lathe.launch.cluster.trainjob import run
 
         machines = settings.Launch
         backend = backends.of(settings)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kfp import dsl
 from kfp.dsl.graph_component import GraphComponent
 
-from pipelines.resources import compiled_variant
+from pipelines.compiler.resources import compiled_variant
 from pipelines.steps import CHOOSE, Steps
 
 

@@ -26,8 +26,8 @@ from components.release.component import release
 from components.report.component import report
 from components.tokenize.component import tokenize
 from components.tokenizer.component import tokenizer
-from pipelines.finished import turn_of
-from pipelines.resources import (
+from pipelines.compiler.finished import turn_of
+from pipelines.compiler.resources import (
     compiled_variant,
     on_cpu,
     on_gpu,

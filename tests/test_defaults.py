@@ -73,7 +73,7 @@ def make_run(folder: Path) -> None:
     folder.mkdir()
     (folder / "corpus.txt").write_text(CORPUS)
     overrides = [part for setting in SMALL for part in ("-o", setting)]
-    run = [sys.executable, "-m", "pipelines.run", "pretrain", "--corpus", "corpus.txt"]
+    run = [sys.executable, "-m", "pipelines.local.run", "pretrain", "--corpus", "corpus.txt"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         [*run, "--name", "first", *overrides],

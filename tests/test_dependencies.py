@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = {"lathe", "components", "pipelines"}
-NEEDS_CLUSTER = ("lathe/cluster/", "components/", "pipelines/")
+NEEDS_CLUSTER = ("lathe/launch/cluster/", "components/", "pipelines/")
 ALSO_IN_PADDLE = {"lathe/train/trace.py"}  # tensorboardX, where torch is absent
 PACKAGES = {  # of modules that are named otherwise
     "cyclonedx": "cyclonedx-python-lib",

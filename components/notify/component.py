@@ -25,7 +25,7 @@ def notify(
     from pathlib import Path
 
     from components.stage import log_plainly
-    from lathe.cluster.workflow import final_state
+    from lathe.launch.cluster.workflow import final_state
     from lathe.report.notice import notice_of
     from lathe.tracking.webhook import post
 

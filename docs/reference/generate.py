@@ -16,8 +16,8 @@ import typer
 
 from lathe.cli import app
 from lathe.config import explain
-from pipelines.compile import FUNCTIONS, built
-from pipelines.graph import mermaid
+from pipelines.compiler.compile import FUNCTIONS, built
+from pipelines.compiler.graph import mermaid
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = ROOT / "components"

@@ -20,7 +20,7 @@ from lathe.cli.options import (
 from lathe.console import show
 
 if TYPE_CHECKING:
-    from lathe.cards.evidence import Evidence
+    from lathe.report.cards.evidence import Evidence
 
 Subject = Annotated[
     Path, model_argument("Folder of a checkpoint, HF GPT-2 or `lathe export` alone.")
@@ -62,9 +62,9 @@ def card(
     group that are given here replace those.
     """
     evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
-    from lathe.cards.card import model_card
-    from lathe.cards.release import write_document
     from lathe.model.card import CARD
+    from lathe.report.cards.card import model_card
+    from lathe.report.cards.release import write_document
 
     write_document(output, CARD, model_card(evidence), model, evaluation, export, data)
     show(card=output, model=evidence.name, figures=len(evidence.figures))
@@ -87,9 +87,9 @@ def bom(
     The same model and figures give the same bytes, the serial number too.
     """
     evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
-    from lathe.cards.bom import model_bom
-    from lathe.cards.documents import BOM
-    from lathe.cards.release import write_document
+    from lathe.report.cards.bom import model_bom
+    from lathe.report.cards.documents import BOM
+    from lathe.report.cards.release import write_document
 
     text = model_bom(evidence, timestamp)
     write_document(output, BOM, text, model, evaluation, export, data)
@@ -114,9 +114,9 @@ def sbom(
     It lists every package by its URL with the SHA-256 of each file that may be installed, and what
     depends on what. `make sbom` writes those of all environments.
     """
-    from lathe.cards.documents import BOM
-    from lathe.cards.release import write_document
-    from lathe.cards.sbom import environment_sbom
+    from lathe.report.cards.documents import BOM
+    from lathe.report.cards.release import write_document
+    from lathe.report.cards.sbom import environment_sbom
 
     name = name or f"lathe-{lock.resolve().parent.name}"
     write_document(output, BOM, environment_sbom(lock, name, image, timestamp), lock)
@@ -133,7 +133,7 @@ def _evidence(
     override: list[str] | None,
 ) -> "Evidence":
     settings = load(recipe, override)
-    from lathe.cards.evidence import read_evidence
+    from lathe.report.cards.evidence import read_evidence
 
     stated = settings.Card.model_dump(exclude_unset=True)
     return read_evidence(model, evaluation, gate, export, data, stated)

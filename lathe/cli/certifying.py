@@ -42,7 +42,7 @@ def certify_resume(
     it.
     """
     settings = load(recipe, override)
-    from lathe.certify.resume import certify_resume
+    from lathe.production.certify.resume import certify_resume
 
     options = ["--recipe", recipe, *as_options(override)]
     found = certify_resume(settings, options, data, output, kills, seed)
@@ -79,7 +79,7 @@ def rebuild(
     stops at the first step that comes out different, with status 1, and names the first tensor; one
     that was killed resumes.
     """
-    from lathe.certify.rebuild import rebuild
+    from lathe.production.certify.rebuild import rebuild
 
     done = rebuild(folder, output, tuple(key or ()), tuple(corpus or ()))
     for found in done:

@@ -1,0 +1,1 @@
+"""Worker processes, on this machine and, in `cluster`, on Kubernetes."""

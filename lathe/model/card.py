@@ -1,7 +1,7 @@
 """The model card of a checkpoint: a README.md with Hugging Face's metadata at its top.
 
 It says what `config.json` and `lathe.json` say and nothing of the time, the place or the speed of a
-training, so that the same training writes the same card. `lathe.cards.card` adds figures.
+training, so that the same training writes the same card. `lathe.report.cards.card` adds figures.
 """
 
 import math

@@ -1,0 +1,1 @@
+"""Releases: rehearsal, publication, acceptance, challenge, rollback; certificates of trainings."""

@@ -17,17 +17,17 @@ from pathlib import Path
 from rich.table import Table
 
 from lathe.artifacts.release import content_of
-from lathe.cards.release import write_release_documents
-from lathe.cluster.deployment import Deployment, has_cluster
-from lathe.cluster.rollout import roll
 from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import UserError
+from lathe.launch.cluster.deployment import Deployment, has_cluster
+from lathe.launch.cluster.rollout import roll
 from lathe.production.acceptance import Acceptance, accept
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
 from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
 from lathe.provenance.step import attest, materials, now
+from lathe.report.cards.release import write_release_documents
 from lathe.serve.repository import remove_bytecode, require_whole
 from lathe.tracking.models import register_release
 

@@ -26,7 +26,7 @@ class Planned(BaseModel):
 
 
 class Kill(BaseModel):
-    """A kill as the certificate has it; see `lathe.certify.kills`."""
+    """A kill as the certificate has it; see `lathe.production.certify.kills`."""
 
     planned: Planned
     step: int

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipelines.cluster import open_cluster
-from pipelines.server import connect
+from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.server import connect
 from tests.cluster.site import Site, whole_number
 
 SEEN: dict[str, str] = {}

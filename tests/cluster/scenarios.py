@@ -14,16 +14,16 @@ import pytest
 from kubernetes import client
 
 from components.images import TRAIN
-from lathe.cluster.deployment import Deployment
-from lathe.cluster.findings import Finding
-from lathe.cluster.rollout import roll
 from lathe.errors import StageError
+from lathe.launch.cluster.deployment import Deployment
+from lathe.launch.cluster.findings import Finding
+from lathe.launch.cluster.rollout import roll
 from lathe.storage import fetch, list_objects, remove, upload
-from pipelines.doctor_pod import findings_of_pod, pod_of_step
-from pipelines.pods import RUN, STAGE
-from pipelines.results import ResultsReader
-from pipelines.schedule import schedules, unfinished
-from pipelines.server import connect
+from pipelines.cluster.doctor_pod import findings_of_pod, pod_of_step
+from pipelines.cluster.pods import RUN, STAGE
+from pipelines.cluster.results import ResultsReader
+from pipelines.cluster.schedule import schedules, unfinished
+from pipelines.cluster.server import connect
 from tests.cluster.site import Site, skip_without
 
 SHORT = (
@@ -125,7 +125,9 @@ NEIGHBOUR = ("ml-pipeline-ui.kubeflow.svc", 80)
 
 def doctor(site: Site) -> str:
     """The doctor finds nothing broken."""
-    out = site.command("pipelines.doctor", ["full", "--gpus", str(site.gpus), "--nodes", "2"])
+    out = site.command(
+        "pipelines.cluster.doctor", ["full", "--gpus", str(site.gpus), "--nodes", "2"]
+    )
     return f"{out.count('│ ok')} checks ok, {out.count('│ warning')} warnings"
 
 
@@ -219,7 +221,7 @@ def resume(site: Site) -> str:
     for kind in KINDS:
         _fail(site, run, kind)
         assert site.end_of(run) == "FAILED"
-        done = site.command("pipelines.resume", [run])
+        done = site.command("pipelines.cluster.resume", [run])
         taken = re.findall(r"^taken from \S+: (.*)", done, re.M)[0].split(", ")
         assert set(KINDS[: KINDS.index(kind)]) - {"report"} <= set(taken), (kind, taken)
         run = site.started(done)
@@ -245,10 +247,10 @@ def schedule(site: Site) -> str:
     skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
     machines = ["--gpus", str(site.gpus), "--cron", YEARLY]
     for said in ("made", "updated"):
-        out = site.command("pipelines.schedule", ["set", "pretrain", *machines])
+        out = site.command("pipelines.cluster.schedule", ["set", "pretrain", *machines])
         assert f"schedule {name}: {said}" in out, out
         assert len(schedules(connect(), name)) == 1
-    site.command("pipelines.schedule", ["remove", "pretrain"])
+    site.command("pipelines.cluster.schedule", ["remove", "pretrain"])
     assert not schedules(connect(), name)
     return "made, updated, removed"
 
@@ -258,14 +260,14 @@ def scheduled_run(site: Site) -> str:
     name = "lathe-pretrain"
     skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
     machines = ["--gpus", str(site.gpus), "--cron", EVERY_MINUTE]
-    site.command("pipelines.schedule", ["set", "pretrain", *machines, *LONG])
+    site.command("pipelines.cluster.schedule", ["set", "pretrain", *machines, *LONG])
     try:
         site.until(
             "a run has started", lambda: unfinished(connect(), schedules(connect(), name)), 200
         )
         site.runs += [r.run_id for r in unfinished(connect(), schedules(connect(), name))]
     finally:
-        site.command("pipelines.schedule", ["remove", "pretrain"])
+        site.command("pipelines.cluster.schedule", ["remove", "pretrain"])
     site.until("nothing is left", lambda: not site.left_behind(), 300)
     return "started at its time, ended with its schedule"
 

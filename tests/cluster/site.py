@@ -13,9 +13,9 @@ import pytest
 from kubernetes import client as kubernetes
 from kubernetes.stream import stream
 
-from lathe.cluster.api import Cluster
-from pipelines.pods import CONTAINER, RUN, STAGE
-from pipelines.server import connect
+from lathe.launch.cluster.api import Cluster
+from pipelines.cluster.pods import CONTAINER, RUN, STAGE
+from pipelines.cluster.server import connect
 
 Command = Callable[[str, list[str]], str]
 SECONDS = 1800.0
@@ -58,7 +58,9 @@ class Site:
     def submit(self, pipeline: str, *arguments: str, nodes: int = 1) -> str:
         """Start a run and return its id."""
         machines = ["--gpus", str(self.gpus), "--nodes", str(nodes)]
-        return self.started(self.command("pipelines.submit", [pipeline, *machines, *arguments]))
+        return self.started(
+            self.command("pipelines.cluster.submit", [pipeline, *machines, *arguments])
+        )
 
     def started(self, out: str) -> str:
         """The id of the run that a command has started, by what it printed."""
@@ -69,7 +71,7 @@ class Site:
 
     def follow(self, run: str) -> str:
         """Follow a run to its success; what was printed."""
-        out = self.command("pipelines.follow", [run])
+        out = self.command("pipelines.cluster.follow", [run])
         assert out.endswith("the run has succeeded\n"), out
         return out
 

@@ -182,7 +182,8 @@ def test_without_an_address_mlflow_is_not_even_imported(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     script = (
         "import sys\nfrom kfp import dsl\nfrom components.artifacts import record\n"
-        "from components.stage import stage\nfrom lathe.tracking.models import register_release\n"
+        "from components.stage import stage\n"
+        "from lathe.tracking.models import register_release\n"
         "with stage('tiny', []):\n"
         f"    record({{'loss': 1.0}}, dsl.Metrics(name='m', uri={str(tmp_path / 'metrics')!r}))\n"
         "    register_release('gpt', 'sha256-0', 's3://b/gpt/', {})\n"

@@ -13,7 +13,9 @@ def test_every_variable_is_there() -> None:
     used = set()
     for folder in ("lathe", "components", "pipelines"):
         for path in (ROOT / folder).rglob("*.py"):
-            used |= set(re.findall(r"\"(LATHE_[A-Z_]*[A-Z])\"", path.read_text(encoding="utf-8")))
+            used |= set(
+                re.findall(r"\"(LATHE_[A-Z0-9_]*[A-Z])\"", path.read_text(encoding="utf-8"))
+            )
     used |= {f"LATHE_{name}_IMAGE" for name in ("TRAIN", "SERVE", "PADDLE")}
     named = set(re.findall(r"`(LATHE_\w+)`", TEXTS["docs/reference/environment.md"]))
     assert named == used - INTERNAL

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.containers
 SCRIPT = """
 import json, sys
 from kfp import local
-from pipelines.compile import build
-from pipelines.resources import Pool
+from pipelines.compiler.compile import build
+from pipelines.compiler.resources import Pool
 root, name, engine, arguments = *sys.argv[1:4], json.loads(sys.argv[4])
 runner = local.DockerRunner(
     user="10001:10001", read_only=True, cap_drop=["ALL"], tmpfs={"/tmp": ""}, network_mode="none"

@@ -15,7 +15,7 @@ OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
 
 def janitor(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lathe.cluster.janitor", *options]
+    command = [sys.executable, "-m", "lathe.launch.cluster.janitor", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

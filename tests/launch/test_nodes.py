@@ -8,10 +8,10 @@ import pytest
 import yaml
 from kubernetes.config import kube_config
 
-from lathe.cluster.nodes import node_pool_shortage
 from lathe.errors import StageError
-from pipelines.preflight import Preflight
-from pipelines.resources import Pool
+from lathe.launch.cluster.nodes import node_pool_shortage
+from pipelines.cluster.preflight import Preflight
+from pipelines.compiler.resources import Pool
 from tests.support.loopback import LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from components.stage import options
 from components.training import train
 from lathe.backends.paddle_process import PYTHON_VARIABLE
-from lathe.cluster import trainjob
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
+from lathe.launch.cluster import trainjob
 from lathe.storage import exists, fetch, upload, write_text
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes

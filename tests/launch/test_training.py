@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lathe.cluster import trainjob
 from lathe.config.settings import LaunchSettings
+from lathe.launch.cluster import trainjob
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
 from tests.support.fake_kubernetes import FakeKubernetes

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from lathe.cluster import trainjob
-from lathe.cluster.reasons import NodeFailed
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError, UserError
 from lathe.launch import start
+from lathe.launch.cluster import trainjob
+from lathe.launch.cluster.reasons import NodeFailed
 from lathe.launch.shape import Shape, WorkerFailed
 from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, processes

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from google.protobuf import json_format
 
-from pipelines import objects as pipeline_objects
-from pipelines.compile import FUNCTIONS, built
+from pipelines.compiler import objects as pipeline_objects
+from pipelines.compiler.compile import FUNCTIONS, built
 from tests.support import quick_kfp  # noqa: F401
 from tests.support.crds import CRDS, validator
 from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, variant

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pipelines import upload
+from pipelines.cluster import upload
 from tests.support import fake_kfp, quick_kfp  # noqa: F401
 from tests.support.micro_run import write_corpus, write_recipe
 

@@ -9,9 +9,9 @@ from kfp import dsl
 
 from lathe.config.recipe import load_recipe
 from lathe.data.run_inputs import look_up
-from pipelines.cache import CheckedCache, key_parts
-from pipelines.log import StageLog
-from pipelines.reach import Sources
+from pipelines.commands.log import StageLog
+from pipelines.compiler.reach import Sources
+from pipelines.local.cache import CheckedCache, key_parts
 from tests.pipelines.test_run import start
 
 COMMAND = ["sh", "--executor_input", "{{$}}", "--function_to_execute", "pretrain"]
@@ -34,7 +34,7 @@ def sources():
 @pytest.fixture
 def cache(tmp_path, model, sources, monkeypatch):
     """One that remembers the task `pretrain` under `key_of`."""
-    monkeypatch.setattr("pipelines.cache.Sources", lambda: sources)
+    monkeypatch.setattr("pipelines.local.cache.Sources", lambda: sources)
     made = CheckedCache(str(tmp_path / "cache"))
     made.put(key_of(made), {"model": dsl.Model(name="model", uri=str(model)), "Output": 3})
     return made

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lathe.config import recipe as recipes
-from pipelines import cache, code
-from pipelines.code import code_digests
+from pipelines.compiler import code
+from pipelines.compiler.code import code_digests
+from pipelines.local import cache
 
 
 @pytest.fixture

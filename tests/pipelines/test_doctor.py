@@ -13,16 +13,16 @@ import yaml
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
-from lathe.cluster.access import RIGHTS, pipeline_root
-from lathe.cluster.findings import Finding
+from lathe.launch.cluster.access import RIGHTS, pipeline_root
+from lathe.launch.cluster.findings import Finding
 from lathe.storage import list_objects, write_text
-from pipelines import doctor_pod
-from pipelines.cluster import open_cluster
-from pipelines.doctor import app
-from pipelines.doctor_pod import pod_of_step
-from pipelines.resources import Pool
-from pipelines.results import ResultsReader
-from pipelines.server import connect
+from pipelines.cluster import doctor_pod
+from pipelines.cluster.doctor import app
+from pipelines.cluster.doctor_pod import pod_of_step
+from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.results import ResultsReader
+from pipelines.cluster.server import connect
+from pipelines.compiler.resources import Pool
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes
@@ -184,13 +184,16 @@ def test_a_pod_that_the_cluster_refuses(kfp, cluster):
 def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
     def old(pod: Pod) -> None:
         pod.start()
-        pod.say("No module named lathe.cluster.doctor")
+        pod.say("No module named lathe.launch.cluster.doctor")
         pod.end(1)
 
     play(cluster, old)
     result = doctor(kfp, "--gpus", "0")
     assert result.exit_code == 1
-    assert "No module named lathe.cluster.doctor" in findings(result.output)["the doctor's pod"][1]
+    assert (
+        "No module named lathe.launch.cluster.doctor"
+        in findings(result.output)["the doctor's pod"][1]
+    )
 
 
 def test_gpus_that_no_node_has_leave_the_other_checks(kfp, cluster, monkeypatch):
@@ -250,7 +253,7 @@ def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
 def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, tmp_path, number):
     kubelet = play(cluster, lambda pod: (pod.start(), pod.told_to_end.wait()))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig.yaml"))
-    command = [sys.executable, "-m", "pipelines.doctor", "--gpus", "0", "--inside", kfp.url]
+    command = [sys.executable, "-m", "pipelines.cluster.doctor", "--gpus", "0", "--inside", kfp.url]
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -320,7 +323,7 @@ def test_without_a_cluster(kfp):
 
 
 def test_submit_names_the_doctor_where_it_cannot_look(kfp):
-    from pipelines.submit import app as submit
+    from pipelines.cluster.submit import app as submit
 
     arguments = ["pretrain", "--corpus", "s3://texts/new/"]
     assert "make doctor" in CliRunner().invoke(submit, arguments).output

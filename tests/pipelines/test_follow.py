@@ -12,10 +12,10 @@ from kubernetes import client
 from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
-from pipelines.compile import FUNCTIONS, built
-from pipelines.follow import GROUP_PREFIXES, GROUPS, app
-from pipelines.pods import NODE
-from pipelines.server import connect
+from pipelines.cluster.follow import GROUP_PREFIXES, GROUPS, app
+from pipelines.cluster.pods import NODE
+from pipelines.cluster.server import connect
+from pipelines.compiler.compile import FUNCTIONS, built
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from pipelines.compile import built
-from pipelines.forecast import SECONDS, Forecast
-from pipelines.log import StageLog
+from pipelines.commands.log import StageLog
+from pipelines.compiler.compile import built
+from pipelines.local.forecast import SECONDS, Forecast
 
 
 def stages_of_full() -> set[str]:

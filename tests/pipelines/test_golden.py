@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines.compile import FUNCTIONS, built, write
+from pipelines.compiler.compile import FUNCTIONS, built, write
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -17,8 +17,8 @@ from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.serve import environment
-from pipelines import inputs
-from pipelines.run import check
+from pipelines.commands import inputs
+from pipelines.local.run import check
 from tests.pipelines.test_run import start
 
 

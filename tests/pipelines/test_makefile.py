@@ -28,17 +28,17 @@ def overrides(words: list[str]) -> set[str]:
 def test_variables_become_options():
     words = dry_run("PIPELINE=qat", "MODEL=my models/gpt", "CORPUS=it's.txt", "RUN=night")
     assert words[1:] == [
-        *("-m", "pipelines.run", "qat"),
+        *("-m", "pipelines.local.run", "qat"),
         *("--corpus", "it's.txt", "--model", "my models/gpt", "--name", "night"),
     ]
 
 
 def test_the_default_is_the_full_pipeline():
-    assert dry_run()[1:] == ["-m", "pipelines.run", "full"]
+    assert dry_run()[1:] == ["-m", "pipelines.local.run", "full"]
 
 
 def test_a_pretrained_model_has_a_pipeline_and_a_recipe_unless_they_are_given():
-    words = ["-m", "pipelines.run", "qat", "--model", "build/smollm2", "--recipe", "smollm2"]
+    words = ["-m", "pipelines.local.run", "qat", "--model", "build/smollm2", "--recipe", "smollm2"]
     assert dry_run("MODEL=smollm2")[1:] == words
     given = dry_run("MODEL=smollm2", "PIPELINE=prune", "RECIPE=mine.yaml")
     assert given[3:] == ["prune", "--model", "build/smollm2", "--recipe", "mine.yaml"]
@@ -63,27 +63,40 @@ def test_submit_and_schedule():
         target="submit",
     )
     assert words[1:] == [
-        *("-m", "pipelines.submit", "qat", "--model", "s3://m/gpt/", "-o", "Engine.max_steps=7"),
+        *(
+            "-m",
+            "pipelines.cluster.submit",
+            "qat",
+            "--model",
+            "s3://m/gpt/",
+            "-o",
+            "Engine.max_steps=7",
+        ),
         *("--nodes", "2", "--gpus", "8", "--node-pool", "a100", "--root", "s3://m/runs"),
         "--follow",
     ]
     words = dry_run("CRON=0 0 3 * * 1", "GPUS=0", target="schedule")
     assert words[2:] == [
-        *("pipelines.schedule", "set", "full", "--gpus", "0", "--cron", "0 0 3 * * 1")
+        *("pipelines.cluster.schedule", "set", "full", "--gpus", "0", "--cron", "0 0 3 * * 1")
     ]
     words = dry_run("PIPELINE=qat", target="unschedule")
-    assert words[2:] == ["pipelines.schedule", "remove", "qat"]
+    assert words[2:] == ["pipelines.cluster.schedule", "remove", "qat"]
 
 
 def test_the_doctor_takes_what_submit_takes():
     words = dry_run("PIPELINE=qat", "GPUS=0", "NODES=2", "ROOT=s3://m/runs", target="doctor")
     assert words[2:] == [
-        *("pipelines.doctor", "qat", "--nodes", "2", "--gpus", "0", "--root", "s3://m/runs")
+        *("pipelines.cluster.doctor", "qat", "--nodes", "2", "--gpus", "0", "--root", "s3://m/runs")
     ]
 
 
 def test_runs_their_reports_and_comparisons():
-    assert dry_run("LIMIT=3", target="runs")[2:] == ["pipelines.runs", "list", "--limit", "3"]
+    assert dry_run("LIMIT=3", target="runs")[2:] == [
+        "pipelines.cluster.runs",
+        "list",
+        "--limit",
+        "3",
+    ]
     words = dry_run("RUN=abc", "OUTPUT=my page.html", "OPEN=0", target="report")
     assert words[3:] == ["report", "abc", "--output", "my page.html", "--no-open"]
     assert dry_run("RUN=a,b", target="compare")[3:] == ["compare", "a,b"]

@@ -11,7 +11,7 @@ from lathe.model.gpt import GPT
 from lathe.provenance.keys import SIGNING_KEY, generate
 from lathe.provenance.policy import REQUIREMENTS
 from lathe.storage import read_text, upload
-from pipelines.preflight import Preflight
+from pipelines.cluster.preflight import Preflight
 from tests.pipelines.test_run import start
 from tests.support.attested import Made
 

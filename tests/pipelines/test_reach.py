@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.facts import facts_of
-from pipelines.reach import DYNAMIC, PACKAGES, REPOSITORY, Sources
+from pipelines.compiler.facts import facts_of
+from pipelines.compiler.reach import DYNAMIC, PACKAGES, REPOSITORY, Sources
 from tests.pipelines.test_run import start
 
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w, ]+|\((?:[^)]*)\))|import ([\w., ]+))", re.M)

@@ -7,10 +7,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from lathe.errors import StageError, UserError
-from pipelines.compile import build
-from pipelines.preflight import Preflight
-from pipelines.registry import Reference, check_image, image_labels, parse
-from pipelines.resources import Pool
+from pipelines.cluster.preflight import Preflight
+from pipelines.cluster.registry import Reference, check_image, image_labels, parse
+from pipelines.compiler.compile import build
+from pipelines.compiler.resources import Pool
 from tests.support.loopback import LoopbackServer
 
 DIGEST = "sha256:" + "a" * 64

@@ -10,8 +10,8 @@ from kfp.kubernetes import kubernetes_executor_config_pb2
 from kfp.pipeline_spec import pipeline_spec_pb2
 
 from components.images import PADDLE, TRAIN
-from pipelines.compile import FUNCTIONS, build
-from pipelines.resources import Pool, Variant
+from pipelines.compiler.compile import FUNCTIONS, build
+from pipelines.compiler.resources import Pool, Variant
 
 TRAINING, ONE_GPU = {"pretrain", "prune", "quantize"}, {"analyze", "estimate", "evaluate"}
 WAITING = {"gate", "inputs", "report"}

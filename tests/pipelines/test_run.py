@@ -14,13 +14,13 @@ import pytest
 
 from lathe.model.checkpoint import load_checkpoint
 from lathe.storage import fetch, list_uris, upload
-from pipelines.log import StageLog
+from pipelines.commands.log import StageLog
 from tests.support.micro_run import write_corpus, write_recipe
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen:
-    """`python -m pipelines.run ...` in `folder`."""
-    command = [sys.executable, "-m", "pipelines.run", *map(str, arguments)]
+    """`python -m pipelines.local.run ...` in `folder`."""
+    command = [sys.executable, "-m", "pipelines.local.run", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe,
@@ -202,7 +202,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
 
 
 @pytest.mark.parametrize(
-    "begun", ["pipelines.local", "executor_main", "lathe.launch.node", "-m lathe pretrain"]
+    "begun", ["pipelines.local.runner", "executor_main", "lathe.launch.node", "-m lathe pretrain"]
 )
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_a_process_starts_leaves_none(tmp_path, recipe, corpus, begun):
@@ -222,7 +222,7 @@ def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, reci
     for line in run.stdout:
         if "step 3/" in line:
             break
-    (runner,) = processes(tmp_path, "pipelines.local")
+    (runner,) = processes(tmp_path, "pipelines.local.runner")
     os.kill(runner, signal.SIGKILL)
     run.communicate(timeout=120)
     assert run.returncode == 1

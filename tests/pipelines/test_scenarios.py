@@ -5,8 +5,8 @@ from importlib import import_module
 import pytest
 from typer.testing import CliRunner
 
-from lathe.cluster.api import LABELS
-from pipelines.cluster import open_cluster
+from lathe.launch.cluster.api import LABELS
+from pipelines.cluster.kube_context import open_cluster
 from tests.cluster import scenarios
 from tests.cluster.site import Site
 from tests.pipelines.test_doctor import cluster, play, quick

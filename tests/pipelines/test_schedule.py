@@ -1,4 +1,4 @@
-"""`python -m pipelines.schedule`: one recurring run a pipeline, never two active."""
+"""`python -m pipelines.cluster.schedule`: one recurring run a pipeline, never two active."""
 
 import re
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from components.images import PADDLE
-from pipelines.schedule import app
+from pipelines.cluster.schedule import app
 
 WEEKLY, DAILY = "0 0 3 * * 1", "0 30 4 * * *"
 
@@ -83,7 +83,7 @@ def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_run_of_the_schedule_ends_before_the_schedule_goes(kfp, monkeypatch, wait):
-    monkeypatch.setattr("pipelines.schedule.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("pipelines.cluster.schedule.POLL_SECONDS", 0.01)
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (made,) = kfp.recurring_runs
     kfp.run_of_schedule("another", *["RUNNING"] * 99)
@@ -98,8 +98,8 @@ def test_a_run_of_the_schedule_ends_before_the_schedule_goes(kfp, monkeypatch, w
 
 
 def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch):
-    monkeypatch.setattr("pipelines.schedule.POLL_SECONDS", 0.01)
-    monkeypatch.setattr("pipelines.schedule.END_SECONDS", 0.1)
+    monkeypatch.setattr("pipelines.cluster.schedule.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("pipelines.cluster.schedule.END_SECONDS", 0.1)
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (made,) = kfp.recurring_runs
     kfp.run_of_schedule(made, *["RUNNING"] * 999)

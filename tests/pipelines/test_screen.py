@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipelines.screen import Screen
+from pipelines.local.screen import Screen
 
 LINES = (
     "pretrain",

@@ -15,12 +15,12 @@ from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.storage import sha256, write_text
 from lathe.storage.attested import ATTESTATIONS
-from pipelines import resume
-from pipelines.compile import FUNCTIONS, build
-from pipelines.graph import mermaid
-from pipelines.resources import Variant
-from pipelines.upload import version_name
-from pipelines.variants import choose_variant
+from pipelines.cluster import resume
+from pipelines.cluster.upload import version_name
+from pipelines.commands.variants import choose_variant
+from pipelines.compiler.compile import FUNCTIONS, build
+from pipelines.compiler.graph import mermaid
+from pipelines.compiler.resources import Variant
 from tests.pipelines.test_resume import FIRST, PARAMETERS, RUN, SECOND
 from tests.pipelines.test_run import ended_within, processes, start
 

@@ -10,10 +10,10 @@ from kfp import compiler
 from lathe.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.train.shape import model_config
-from pipelines.compile import build
-from pipelines.resources import Pool, Variant
-from pipelines.sizes import estimate_sizes
-from pipelines.variants import choose_variant
+from pipelines.commands.variants import choose_variant
+from pipelines.compiler.compile import build
+from pipelines.compiler.resources import Pool, Variant
+from pipelines.compiler.sizes import estimate_sizes
 
 NO_GPUS = "Launch.gpus_per_node=0"
 
@@ -92,7 +92,7 @@ def test_the_workers_of_a_trainjob_get_what_the_model_needs() -> None:
 
 def test_an_unknown_model_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("pipelines.variants.STORE_SECONDS", 0.5)
+    monkeypatch.setattr("pipelines.commands.variants.STORE_SECONDS", 0.5)
     given = {"model": "s3://models/gpt", "overrides": []}
     variant = choose_variant("qat", given)
     assert variant == Variant(Pool())

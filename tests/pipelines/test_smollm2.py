@@ -40,7 +40,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pretrained_model_holds_in_int8_without_training(
     tmp_path: Path, pretrained: Path
 ) -> None:
-    command = [sys.executable, "-m", "pipelines.run", "qat", "--model", str(pretrained)]
+    command = [sys.executable, "-m", "pipelines.local.run", "qat", "--model", str(pretrained)]
     command += ["--recipe", "smollm2", "--name", "chat"]
     command += [word for key, value in SHORT.items() for word in ("-o", f"{key}={value}")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)

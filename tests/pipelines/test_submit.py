@@ -1,4 +1,4 @@
-"""`python -m pipelines.submit` against a Kubeflow Pipelines server: what it sends and says."""
+"""`pipelines.cluster.submit` against a Kubeflow Pipelines server: what it sends and says."""
 
 import re
 import signal
@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from components.images import PADDLE, TRAIN
 from lathe.config.recipe import load_recipe
 from lathe.storage import list_uris, sha256
-from pipelines import upload
-from pipelines.code import code_digests
-from pipelines.compile import build
-from pipelines.resources import Pool, Variant
-from pipelines.server import VARIABLES
-from pipelines.submit import app
+from pipelines.cluster import upload
+from pipelines.cluster.server import VARIABLES
+from pipelines.cluster.submit import app
+from pipelines.compiler.code import code_digests
+from pipelines.compiler.compile import build
+from pipelines.compiler.resources import Pool, Variant
 from tests.support import fake_kfp
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -208,7 +208,7 @@ def test_no_such_engine(kfp):
 
 
 def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
-    monkeypatch.setattr("pipelines.submit.version_name", lambda *_: "0123456789ab")
+    monkeypatch.setattr("pipelines.cluster.submit.version_name", lambda *_: "0123456789ab")
     submit(*PRETRAIN)
     machines = ("--gpus", "4")
     assert "uploaded" in submit(*PRETRAIN, *machines).output
@@ -420,7 +420,7 @@ def test_as_a_user_runs_it_and_ends_following(kfp):
     """A process of its own, which an interrupt ends, and not the run."""
     prepare = task("prepare-driver", "SUCCEEDED"), task("prepare", "RUNNING", "run-1")
     kfp.script = [frame("RUNNING", *prepare)]
-    command = [sys.executable, "-m", "pipelines.submit", *PRETRAIN, "--follow"]
+    command = [sys.executable, "-m", "pipelines.cluster.submit", *PRETRAIN, "--follow"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, preexec_fn=_default_interrupt

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.summary import show
+from pipelines.commands.summary import show
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 
 
 def test_the_default_run_learns_and_compresses(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipelines.run", "full", "--name", "tiny"]
+    command = [sys.executable, "-m", "pipelines.local.run", "full", "--name", "tiny"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "run" / "tiny"

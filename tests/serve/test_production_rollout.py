@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.cluster import deployment as deployments
-from lathe.cluster import rollout
 from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import StageError
+from lathe.launch.cluster import deployment as deployments
+from lathe.launch.cluster import rollout
 from lathe.production import publish as production
 from lathe.production.acceptance import Acceptance
 from lathe.production.publish import publish_release, roll_back
@@ -148,7 +148,7 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
 
 KILLED = """
 import os, pathlib, signal, sys
-from lathe.cluster import rollout
+from lathe.launch.cluster import rollout
 from lathe.production.publish import publish_release
 from lathe.config.settings import Recipe
 rollout._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from lathe.backends.paddle_process import find_python
-from lathe.cluster.api import WORK
+from lathe.launch.cluster.api import WORK
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 from tests.support.fake_store import FOREGROUND
 

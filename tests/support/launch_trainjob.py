@@ -6,11 +6,11 @@ The JSON has `command`, and may have `shape` (nodes, processes), `settings` and 
 import json
 import sys
 
-from lathe.cluster import trainjob
-from lathe.cluster.follow import Patience
 from lathe.config.settings import LaunchSettings
 from lathe.console import log_to_stderr
 from lathe.errors import StageError, UserError
+from lathe.launch.cluster import trainjob
+from lathe.launch.cluster.follow import Patience
 from lathe.launch.shape import Shape
 
 

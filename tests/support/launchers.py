@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lathe.cluster import trainjob
-from lathe.cluster.follow import Patience
 from lathe.config.settings import LaunchSettings
+from lathe.launch.cluster import trainjob
+from lathe.launch.cluster.follow import Patience
 from lathe.launch.shape import Shape
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, Script, Trainer

@@ -19,7 +19,7 @@ from components.notify.component import notify
 from lathe.storage import write_text
 from lathe.tracking import webhook
 from lathe.tracking.webhook import Notice, post
-from pipelines import run
+from pipelines.local import run
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.loopback import LoopbackServer
 from tests.support.silent import ANSWERS, server

@@ -1,0 +1,1 @@
+"""TrainJobs and Deployments: the only importer of the Kubernetes client."""

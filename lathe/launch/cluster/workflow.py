@@ -1,0 +1,49 @@
+"""How a part of a pipeline's run has ended."""
+
+import base64
+import gzip
+import json
+import logging
+from dataclasses import replace
+from typing import Any
+
+from lathe.errors import StageError, UserError
+from lathe.launch.cluster.api import connect
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 30.0
+PIPELINES = {"COMPLETE": "succeeded", "FAILED": "failed", "CANCELED": "cancelled"}
+ARGO = {"Succeeded": "succeeded", "Failed": "failed", "Error": "failed"}
+UNKNOWN = "ended"
+
+
+def final_state(state: str, workflow: str, task: str) -> str:
+    """`succeeded`, `failed` or `cancelled`; `ended` where that cannot be told.
+
+    Pipelines' state of a part that has lost a pod is RUNNING for ever, even if another attempt has
+    succeeded. Argo, which starts the attempts, is asked then.
+
+    Args:
+        state: what Pipelines says of the task.
+        workflow, task: names of Argo's workflow and of the task in it.
+    """
+    if state in PIPELINES:
+        return PIPELINES[state]
+    try:
+        found = replace(connect(), patience=PATIENCE_SECONDS).workflow(workflow) or {}
+    except (UserError, StageError) as error:
+        log.warning("how the run has ended is not known: %s", error)
+        return UNKNOWN
+    nodes = _nodes(found.get("status", {}))
+    phases = [node.get("phase") for node in nodes if node.get("displayName") == task]
+    return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)
+
+
+def _nodes(status: dict[str, Any]) -> list[dict[str, Any]]:
+    """The nodes of a workflow. Argo compresses those of a large one, which etcd would refuse."""
+    compressed = status.get("compressedNodes")
+    nodes = status.get("nodes") or {}
+    if compressed:
+        nodes = json.loads(gzip.decompress(base64.b64decode(compressed)))
+    return list(nodes.values())

@@ -1,0 +1,148 @@
+"""Certify that a training that is killed ends as one that is not.
+
+A recipe is trained once without interruption, and once while its processes are killed at drawn
+moments and started again. The certificate has both ends, to the bit, and every kill.
+"""
+
+import json
+import logging
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lathe import __version__
+from lathe.artifacts.kinds import RESUME_CERTIFICATE, read_json
+from lathe.config.settings import Recipe
+from lathe.data.tokens import TokenDataset
+from lathe.errors import StageError
+from lathe.launch.shape import shape_of
+from lathe.production.certify.kills import Kill, Training, plan_kills
+from lathe.production.certify.tensors import Difference, Digests, digests_of, first_difference
+from lathe.progress import bar
+from lathe.provenance.step import attested
+from lathe.storage import atomic_file, claim_output_file, digest
+
+log = logging.getLogger("lathe")
+
+
+@dataclass(frozen=True)
+class ResumeResult:
+    """What was found.
+
+    Attributes:
+        kills: that have happened; fewer than were asked for where the training ended before.
+        difference: of the two ends; None where they are the same to the bit.
+    """
+
+    kills: list[Kill]
+    whole: Digests
+    resumed: Digests
+    difference: Difference | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the training was killed, and both ends are the same."""
+        return bool(self.kills) and self.difference is None
+
+    def require(self) -> None:
+        """Raise StageError unless it has passed."""
+        if self.difference:
+            by = self.difference.largest
+            how = "has another shape or type" if by is None else f"differs by up to {by:.3g}"
+            raise StageError(
+                f"the resumed training ended elsewhere: {self.difference.tensor} {how}"
+            )
+        if not self.kills:
+            raise StageError("the training ended before the first kill: train for more steps")
+
+
+def _result(certificate: Path) -> dict[str, dict[str, Any]]:
+    values = read_json(certificate, "certify it again")
+    return {"resume": {"passed": values["passed"], "kills": len(values["kills"])}}
+
+
+@attested("certify-resume", "data", results=_result)
+def certify_resume(
+    recipe: Recipe, options: Sequence[str], data: Path, output: Path, kills: int, seed: int = 0
+) -> ResumeResult:
+    """Train twice, kill the second training again and again, compare the ends, and write it down.
+
+    Args:
+        recipe: whose processes are those of `lathe pretrain`: one, or several of this machine.
+        options: the recipe and its overrides as the command line takes them.
+        data: token data set.
+        output: the certificate, JSON.
+        kills: how many; kinds and moments are drawn from `seed`. A kill that the training does not
+            live to see is left out.
+
+    Raises:
+        UserError: something else is at `output`, or `data` is not a token data set.
+        StageError: a training failed by itself.
+    """
+    claim_output_file(output, RESUME_CERTIFICATE, data)
+    TokenDataset.open(data)
+    planned = plan_kills(seed, kills, recipe.Engine.max_steps, shape_of(recipe).processes)
+    with tempfile.TemporaryDirectory(prefix="lathe-certify-") as name:
+        whole, resumed, done = Path(name) / "whole", Path(name) / "resumed", list[Kill]()
+        command = ["pretrain", *options, "--data", str(data.absolute()), "--output"]
+        log.info("training without interruption")
+        _train([*command, str(whole)], whole)
+        with bar("kills", kills) as progress:
+            for plan in planned:
+                training = Training([*command, str(resumed)], resumed, _log_of(resumed))
+                try:
+                    kill = training.kill_at(plan)
+                finally:
+                    training.end()
+                if kill is None:
+                    break
+                done.append(kill)
+                progress.advance(status=f"{plan.kind} at step {kill.step}")
+        _train([*command, str(resumed)], resumed)
+        found = ResumeResult(
+            done, digests_of(whole), digests_of(resumed), first_difference(whole, resumed)
+        )
+    write_certificate(_values(found, recipe, options, data, kills, seed), output)
+    return found
+
+
+def write_certificate(values: Mapping[str, Any], path: Path) -> None:
+    """Write a certificate as JSON."""
+    with atomic_file(path) as work:
+        work.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _train(command: list[str], output: Path) -> None:
+    training = Training(command, output, _log_of(output))
+    try:
+        training.finish()
+    finally:
+        training.end()
+
+
+def _log_of(output: Path) -> Path:
+    return output.with_suffix(".log")
+
+
+def _values(
+    found: ResumeResult, recipe: Recipe, options: Sequence[str], data: Path, kills: int, seed: int
+) -> dict[str, Any]:
+    return {
+        "certifies": "a training that is killed and resumed ends as one that is not",
+        "passed": found.passed,
+        "difference": asdict(found.difference) if found.difference else None,
+        "command": [*options, "--data", str(data)],
+        "recipe_sha256": digest(recipe.model_dump_json()),
+        "steps": recipe.Engine.max_steps,
+        "processes": shape_of(recipe).processes,
+        "seed": seed,
+        "kills_planned": kills,
+        "kills": [asdict(kill) for kill in found.kills],
+        "uninterrupted": asdict(found.whole),
+        "resumed": asdict(found.resumed),
+        "versions": {"lathe": __version__, "python": platform.python_version()},
+        "machine": platform.platform(),
+    }

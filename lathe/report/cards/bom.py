@@ -1,0 +1,202 @@
+"""The bill of materials of a model: CycloneDX 1.6 with a model card (ML-BOM)."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from cyclonedx.model.bom_ref import BomRef
+from cyclonedx.model.component import Component, ComponentType, Pedigree
+from cyclonedx.model.contact import OrganizationalContact
+
+from lathe.artifacts.origin import Ancestor, Corpus
+from lathe.config.settings import CardSettings
+from lathe.model.card import TASK, losses_of, settings_of, source_name
+from lathe.model.formats import formats_of
+from lathe.report.cards.documents import (
+    licenses,
+    new_bom,
+    properties,
+    sha256_hash,
+    to_text,
+    to_values,
+)
+from lathe.report.cards.evidence import Evidence
+from lathe.report.cards.figures import Figure
+
+MODEL = "model"
+
+
+def model_bom(evidence: Evidence, timestamp: datetime | None = None) -> str:
+    """The JSON text of the bill of materials; the same evidence gives the same text.
+
+    The model is the component that the document describes; its files are components inside it, and
+    each corpus of its training data is a component beside it.
+
+    Args:
+        timestamp: time of the document; None leaves it out.
+    """
+    card = settings_of(evidence.meta)
+    model = _model(evidence, card)
+    bom = new_bom(model, timestamp)
+    corpora = evidence.origin.data.corpora if evidence.origin.data else []
+    data = [_corpus(corpus, f"data:{i}") for i, corpus in enumerate(corpora, 1)]
+    for component in data:
+        bom.components.add(component)
+    bom.register_dependency(model, data)
+    values = to_values(bom, timestamp)
+    # The library has no class for a model card.
+    values["metadata"]["component"]["modelCard"] = _model_card(evidence, card, data)
+    return to_text(values)
+
+
+def _model(evidence: Evidence, card: CardSettings) -> Component:
+    files = [
+        Component(
+            name=name, type=ComponentType.FILE, bom_ref=f"file:{name}", hashes=[sha256_hash(digest)]
+        )
+        for name, digest in evidence.files.items()
+    ]
+    if evidence.exported is not None and not evidence.is_export_alone:
+        graph, name = evidence.exported.sha256, "model.onnx"
+        files.append(
+            Component(
+                name=name,
+                type=ComponentType.FILE,
+                bom_ref=f"file:{name}",
+                hashes=[sha256_hash(graph)],
+            )
+        )
+    return Component(
+        name=evidence.name,
+        version=evidence.digest[:12],
+        type=ComponentType.MACHINE_LEARNING_MODEL,
+        bom_ref=MODEL,
+        hashes=[sha256_hash(evidence.digest)],
+        licenses=licenses(card.license),
+        authors=[OrganizationalContact(name=card.contact)] if card.contact else None,
+        components=files,
+        pedigree=_pedigree(evidence.origin.ancestors),
+        properties=properties(_facts(evidence)),
+    )
+
+
+def _facts(evidence: Evidence) -> dict[str, Any]:
+    config, meta, exported = evidence.config, evidence.meta, evidence.exported
+    facts = {
+        "version": meta.get("lathe"),
+        "stage": meta.get("stage"),
+        "engine": meta.get("engine"),
+        "parameters": config.n_params,
+        "context-tokens": config.n_positions,
+        "layers": config.n_layer,
+        "hidden-size": config.n_embd,
+        "head-size": config.head_dim,
+        "attention-heads": " ".join(map(str, config.n_head)),
+        "key-value-heads": " ".join(map(str, config.kv_heads)) or None,
+        "ffn-channels": " ".join(map(str, config.n_inner)),
+        "vocabulary": config.vocab_size,
+        "training-steps": meta.get("metrics", {}).get("step"),
+    }
+    facts |= {f"loss:{said.replace(' ', '-')}": x for said, x in losses_of(meta).items()}
+    if config.quantization is not None:
+        facts |= {
+            f"quantization:{form.replace(', ', ':').replace(' ', '-')}": linears
+            for form, linears in formats_of(config).items()
+        }
+    if exported is not None:
+        facts |= {
+            "export:flavour": exported.flavour,
+            "export:bytes": exported.bytes,
+            "export:checkpoint-sha256": exported.source,
+            "export:largest-logit-error": exported.proof and exported.proof.max_error,
+        }
+    return facts
+
+
+def _pedigree(ancestors: Sequence[Ancestor]) -> Pedigree | None:
+    """The nearest ancestor, which has the others in its own pedigree."""
+    if not ancestors:
+        return None
+    ancestor, *others = ancestors
+    component = Component(
+        name=ancestor.hub or ancestor.stage or "not stated",
+        version=ancestor.revision or ancestor.sha256[:12],
+        type=ComponentType.MACHINE_LEARNING_MODEL,
+        bom_ref=f"ancestor:{ancestor.sha256[:12]}",
+        hashes=[sha256_hash(ancestor.sha256)],
+        properties=properties({"stage": ancestor.stage, "training-steps": ancestor.step}),
+        pedigree=_pedigree(others),
+    )
+    return Pedigree(ancestors=[component])
+
+
+def _corpus(corpus: Corpus, ref: str) -> Component:
+    return Component(
+        name=source_name(corpus),
+        type=ComponentType.DATA,
+        bom_ref=ref,
+        hashes=[sha256_hash(corpus.sha256)],
+        licenses=licenses(corpus.license),
+        properties=properties(
+            {
+                "documents": corpus.documents,
+                "tokens": corpus.tokens,
+                "weight": corpus.weight,
+                "text-sha256": corpus.text_sha256,
+            }
+        ),
+    )
+
+
+def _model_card(evidence: Evidence, card: CardSettings, data: list[Component]) -> dict[str, Any]:
+    config = evidence.config
+    text = [{"format": "text"}]
+    parameters: dict[str, Any] = {
+        "approach": {"type": "self-supervised"},
+        "task": TASK,
+        "architectureFamily": "transformer",
+        "modelArchitecture": config.to_json()["architectures"][0],
+        "datasets": [{"ref": _ref(component.bom_ref)} for component in data],
+        "inputs": text,
+        "outputs": text,
+    }
+    found: dict[str, Any] = {
+        "modelParameters": {key: value for key, value in parameters.items() if value}
+    }
+    if evidence.figures:
+        metrics = [_metric(figure) for figure in evidence.figures]
+        found["quantitativeAnalysis"] = {"performanceMetrics": metrics}
+    found["considerations"] = _considerations(evidence, card)
+    return found
+
+
+def _metric(figure: Figure) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "type": figure.label,
+        "value": str(figure.value),
+        "slice": f"{figure.source}, SHA-256 {figure.sha256}",
+    }
+    if figure.interval is not None:
+        low, high = map(str, figure.interval)
+        values["confidenceInterval"] = {"lowerBound": low, "upperBound": high}
+    return values
+
+
+def _considerations(evidence: Evidence, card: CardSettings) -> dict[str, Any]:
+    limits = [f"A prompt and its continuation have at most {evidence.config.n_positions:,} tokens."]
+    if card.out_of_scope:
+        limits.append(f"Out of scope: {card.out_of_scope}")
+    if not evidence.figures:
+        limits.append("It has not been measured.")
+    found: dict[str, Any] = {"technicalLimitations": limits}
+    if evidence.verdict is not None:
+        undecided = evidence.verdict.undecided
+        limits += [f"The comparison with its baseline could not decide {m}." for m in undecided]
+        found["performanceTradeoffs"] = evidence.verdict.reasons
+    if card.intended_use:
+        found["useCases"] = [card.intended_use]
+    return found
+
+
+def _ref(ref: BomRef) -> str:
+    return str(ref.value)

@@ -1,0 +1,187 @@
+"""What is known of a model, read from the folders of its stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lathe.artifacts.kinds import EXPORT, open_export, read_as
+from lathe.artifacts.metadata import ExportMetadata
+from lathe.artifacts.origin import Origin
+from lathe.data.tokens import TokenDataset
+from lathe.errors import UserError
+from lathe.evaluate import measures
+from lathe.evaluate.results import read_metrics
+from lathe.evaluate.wording import outcome
+from lathe.model.card import model_name
+from lathe.model.config import GPTConfig, read_config
+from lathe.model.folder import (
+    MARKER,
+    WEIGHTS,
+    checkpoint_digest,
+    read_marker,
+    require_checkpoint,
+    resolve,
+)
+from lathe.model.lineage import hub_name, read_origin, training_data
+from lathe.report.cards.figures import Figure, figures_of
+from lathe.storage import sha256
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The JSON file of `lathe gate`; `digests` are those of the candidate's evaluation."""
+
+    verdict: measures.Verdict
+    passed: bool
+    reasons: list[str]
+    checks: list[measures.Check]
+    candidate: dict[str, Any]
+
+    @property
+    def outcome(self) -> str:
+        """The verdict in words."""
+        return outcome(self.verdict, self.passed)
+
+    @property
+    def undecided(self) -> list[str]:
+        """The names of the measures that the gate could not decide."""
+        return [check.measure for check in self.checks if check.verdict == "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a model.
+
+    Attributes:
+        name: the recipe's `Serving.model_name`, the name on the hub, or the folder's.
+        digest: the identity of the checkpoint, or of the graph where only an export is given.
+        files: SHA-256 of the model's files, by name.
+        meta: `lathe.json`; empty for a model of Hugging Face's form and for an export alone.
+        figures: empty where nothing was measured.
+    """
+
+    name: str
+    digest: str
+    files: Mapping[str, str]
+    config: GPTConfig
+    meta: Mapping[str, Any]
+    origin: Origin
+    figures: tuple[Figure, ...] = ()
+    verdict: Verdict | None = None
+    exported: ExportMetadata | None = None
+
+    @property
+    def is_export_alone(self) -> bool:
+        """Whether the checkpoint of the export is not known."""
+        return self.exported is not None and WEIGHTS not in self.files
+
+
+def read_evidence(
+    model: Path,
+    evaluation: Path | None = None,
+    verdict: Path | None = None,
+    exported: Path | None = None,
+    data: Path | None = None,
+    stated: Mapping[str, str] | None = None,
+) -> Evidence:
+    """Read what the folders say of a model, and check that it is of this one.
+
+    Args:
+        model: a checkpoint, an HF GPT-2 folder, or an export alone.
+        evaluation: of `lathe evaluate`, of the checkpoint or of the export.
+        verdict: JSON file of `lathe gate`, in which the model is the candidate.
+        exported: of `lathe export`.
+        data: the data set that it was trained on, for checkpoints that do not say it.
+        stated: settings of the group Card that replace those of the checkpoint's recipe.
+
+    Raises:
+        UserError: a folder is not what it should be, or is of another model.
+    """
+    if (model / EXPORT.metadata_file).is_file():
+        if exported is not None:
+            raise UserError(f"{model}: is an export itself", "give its checkpoint with --export")
+        found = _of_export(model)
+    else:
+        found = _of_checkpoint(model, exported, data)
+    known = {found.digest} | ({found.exported.sha256} if found.exported else set())
+    figures: tuple[Figure, ...] = ()
+    if evaluation is not None:
+        metrics = read_metrics(evaluation)
+        _require_of(model, evaluation, metrics["digests"], known)
+        figures = tuple(figures_of(metrics, evaluation))
+    judged = None
+    if verdict is not None:
+        judged = read_as(verdict, Verdict, "give the JSON file of `lathe gate`")
+        _require_of(model, verdict, judged.candidate.get("digests", {}), known)
+    meta = _with_card(found.meta, stated or {})
+    return replace(found, meta=meta, figures=figures, verdict=judged)
+
+
+def _with_card(meta: Mapping[str, Any], stated: Mapping[str, str]) -> dict[str, Any]:
+    recipe = meta.get("recipe", {})
+    return {**meta, "recipe": {**recipe, "Card": {**recipe.get("Card", {}), **stated}}}
+
+
+def _of_export(folder: Path) -> Evidence:
+    metadata = open_export(folder)
+    listed = {name: entry.sha256 for name, entry in (metadata.files or {}).items()}
+    files = {"model.onnx": metadata.sha256} | listed
+    return Evidence(
+        name=folder.resolve().name,
+        digest=metadata.sha256,
+        files=files | {EXPORT.metadata_file: sha256(folder / EXPORT.metadata_file)},
+        config=read_config(folder),
+        meta={},
+        origin=Origin(),
+        exported=metadata,
+    )
+
+
+def _of_checkpoint(model: Path, exported: Path | None, data: Path | None) -> Evidence:
+    require_checkpoint(model)
+    folder = resolve(model)
+    meta, digest = read_marker(folder), checkpoint_digest(folder)
+    hub = hub_name(folder)
+    if meta:
+        name, files = model_name(meta), {**meta["files"], MARKER: digest}
+    else:
+        name = hub[0] if hub else folder.resolve().name
+        there = [folder / name for name in ("config.json", WEIGHTS, "tokenizer.json")]
+        files = {path.name: sha256(path) for path in there if path.is_file()}
+    metadata = open_export(exported) if exported is not None else None
+    if metadata is not None and metadata.source != digest:
+        raise UserError(
+            f"{exported} was exported from another checkpoint than {model}",
+            "give the checkpoint that it came from",
+        )
+    return Evidence(
+        name=name,
+        digest=digest,
+        files=files,
+        config=read_config(folder),
+        meta=meta,
+        origin=_origin(meta, folder, data),
+        exported=metadata,
+    )
+
+
+def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
+    origin = read_origin(meta, folder)
+    if data is None:
+        return origin
+    given = training_data(TokenDataset.open(data))
+    if origin.data is not None and origin.data.sha256 != given.sha256:
+        raise UserError(
+            f"{folder} was trained on another data set than {data}",
+            f"leave --data out: {MARKER} says what it was trained on",
+        )
+    return origin.model_copy(update={"data": given})
+
+
+def _require_of(model: Path, found: Path, digests: Mapping[str, Any], known: set[str]) -> None:
+    if digests.get("model") not in known:
+        raise UserError(
+            f"{found}: is of another model than {model}",
+            "give the evaluation, and the verdict, of this checkpoint or of its --export",
+        )

@@ -1,0 +1,73 @@
+"""The documents that a release is published with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import lathe
+from lathe.model.card import CARD, README
+from lathe.report.cards.bom import model_bom
+from lathe.report.cards.card import model_card
+from lathe.report.cards.documents import BOM
+from lathe.report.cards.evidence import read_evidence
+from lathe.report.cards.picture import KIND, PICTURE, picture
+from lathe.report.cards.sbom import environment_sbom
+from lathe.storage import atomic_file, claim_output_file
+from lathe.storage.ownership import FileKind, Source
+
+MODEL_BOM, ENVIRONMENT_SBOM = "bom.cdx.json", "sbom.cdx.json"
+SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
+"""In a checkout and in the image `train`; an installed package has none."""
+
+
+def write_document(output: Path, kind: FileKind, text: str, *inputs: Source) -> None:
+    """Write a card or a bill of materials.
+
+    Raises:
+        UserError: `output` is something else, or is inside one of the `inputs`.
+    """
+    claim_output_file(output, kind, *inputs)
+    with atomic_file(output) as work:
+        work.write_text(text, encoding="utf-8")
+
+
+def write_release_documents(
+    folder: Path,
+    checkpoint: Path,
+    exported: Path,
+    evaluation: Path | None = None,
+    verdict: Path | None = None,
+    data: Path | None = None,
+    stated: Mapping[str, str] | None = None,
+    lock: Path = SERVE_LOCK,
+) -> list[str]:
+    """Write `README.md`, `bom.cdx.json`, where there is a verdict `quality.svg`, and where `lock`
+    is at hand `sbom.cdx.json` of the serving environment into `folder`; returns their names. The
+    same inputs give the same bytes.
+
+    Args:
+        checkpoint: that `exported` was made from.
+        evaluation: of `lathe evaluate`, of the checkpoint or of the export.
+        verdict: JSON file of `lathe gate`, in which the model is the candidate.
+        data: the data set that it was trained on, for checkpoints that do not say it.
+        stated: settings of the group Card that replace those of the checkpoint's recipe.
+        lock: lock file of the environment that serves the release.
+
+    Raises:
+        UserError: an input is not what it should be, or of another model; or `folder` has a file of
+            one of these names that Lathe did not write.
+    """
+    evidence = read_evidence(checkpoint, evaluation, verdict, exported, data, stated)
+    drawn = picture(evidence.verdict.checks) if evidence.verdict else ""
+    documents = [
+        (README, CARD, model_card(evidence, PICTURE if drawn else None)),
+        (MODEL_BOM, BOM, model_bom(evidence)),
+    ]
+    if drawn:
+        documents.append((PICTURE, KIND, drawn))
+    if lock.is_file():
+        documents.append((ENVIRONMENT_SBOM, BOM, environment_sbom(lock, "lathe-serve")))
+    for name, kind, _ in documents:
+        claim_output_file(folder / name, kind)
+    for name, kind, text in documents:
+        write_document(folder / name, kind, text)
+    return [name for name, _, _ in documents]

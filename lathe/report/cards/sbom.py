@@ -1,0 +1,139 @@
+"""The bill of materials of an environment or a container image, from its lock file: CycloneDX 1.6.
+
+A lock file has the form of pip's requirements, as uv compiles it: `name==version`, the SHA-256 of
+every distribution file that may be installed, and comments that say what wants the package.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from cyclonedx.model.component import Component, ComponentType
+from packageurl import PackageURL
+
+import lathe
+from lathe.errors import UserError
+from lathe.inputs import read_text
+from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_text, to_values
+from lathe.storage import sha256
+
+HINT = "give a lock file with hashes, such as images/train/requirements.lock"
+ROOT = "environment"
+
+_PINNED = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[\w,.-]*\])?===?([^\s;\\]+)(?:\s*;[^\\]*)?\s*\\?")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})\s*\\?")
+_WANTED = re.compile(r"#(?: via)? +(\S.*)")
+_IMAGE = re.compile(r"(?P<name>[^@\s]+?)(?P<tag>:[\w.-]+)?@sha256:(?P<digest>[0-9a-f]{64})")
+
+
+@dataclass
+class Pinned:
+    """A package of a lock file.
+
+    Attributes:
+        hashes: SHA-256 of each of its distribution files.
+        wanted_by: what depends on it, as the comments say.
+    """
+
+    name: str
+    version: str
+    hashes: list[str] = field(default_factory=list)
+    wanted_by: list[str] = field(default_factory=list)
+
+    @property
+    def component(self) -> Component:
+        """The package by its URL; its hashes are those of all its distribution files."""
+        purl = PackageURL("pypi", None, self.name, self.version)
+        return Component(
+            name=self.name,
+            version=self.version,
+            type=ComponentType.LIBRARY,
+            purl=purl,
+            bom_ref=purl.to_string(),
+            hashes=[sha256_hash(value) for value in self.hashes],
+        )
+
+
+def read_lock(path: Path) -> list[Pinned]:
+    """The packages of a lock file.
+
+    Raises:
+        UserError: no such file, a line that pins nothing, or a package without a hash.
+    """
+    found: list[Pinned] = []
+    for number, line in _lines(read_text(path, HINT)):
+        if match := _PINNED.fullmatch(line):
+            found.append(Pinned(match[1], match[2]))
+        elif (match := _HASH.fullmatch(line)) and found:
+            found[-1].hashes.append(match[1])
+        elif match := _WANTED.fullmatch(line):
+            if found:
+                found[-1].wanted_by.append(match[1])
+        elif not line.startswith("#"):
+            raise UserError(f"{path}:{number}: pins no package: {line[:80]}", HINT)
+    if not found:
+        raise UserError(f"{path}: pins no package", HINT)
+    for package in found:
+        if not package.hashes:
+            raise UserError(f"{path}: {package.name} has no --hash=sha256", HINT)
+    return found
+
+
+def environment_sbom(
+    lock: Path, name: str, image: str | None = None, timestamp: datetime | None = None
+) -> str:
+    """The JSON text of the bill of materials; the same lock file gives the same text.
+
+    Args:
+        name: of the environment.
+        image: reference of the container image by digest, where it is one's.
+        timestamp: time of the document; None leaves it out.
+
+    Raises:
+        UserError: as `read_lock`, or an image without a digest.
+    """
+    packages = read_lock(lock)
+    root = _image(image) if image else Component(name=name, version=lathe.__version__)
+    root.type = ComponentType.CONTAINER if image else ComponentType.APPLICATION
+    root.bom_ref.value = ROOT
+    for entry in properties({"lock:sha256": sha256(lock)}):
+        root.properties.add(entry)
+    bom = new_bom(root, timestamp)
+    components = {package.name: package.component for package in packages}
+    for component in components.values():
+        bom.components.add(component)
+    wants: dict[str | None, list[Component]] = {}
+    for package in packages:
+        # What is not in the file itself is a project or another list: the environment wants it.
+        for by in package.wanted_by or [ROOT]:
+            wants.setdefault(by if by in components else None, []).append(components[package.name])
+    bom.register_dependency(root, wants.get(None, []))
+    for by, component in components.items():
+        bom.register_dependency(component, wants.get(by, []))
+    return to_text(to_values(bom, timestamp))
+
+
+def _image(reference: str) -> Component:
+    match = _IMAGE.fullmatch(reference)
+    if match is None:
+        raise UserError(
+            f"{reference}: not an image by digest",
+            "give NAME@sha256:DIGEST, as images/refs.json lists it after `make push`",
+        )
+    place, tag = match["name"], match["tag"]
+    short = place.rpartition("/")[2]
+    qualifiers = {"repository_url": place} | ({"tag": tag[1:]} if tag else {})
+    return Component(
+        name=place,
+        version=f"sha256:{match['digest']}",
+        purl=PackageURL("oci", None, short, f"sha256:{match['digest']}", qualifiers),
+        hashes=[sha256_hash(match["digest"])],
+    )
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and line.strip() != "# via":
+            yield number, line.strip()

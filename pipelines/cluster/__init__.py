@@ -1,0 +1,1 @@
+"""Runs on a cluster: submit, schedule, follow, resume and compare them, and check the cluster."""

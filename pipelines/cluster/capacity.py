@@ -1,0 +1,162 @@
+"""Whether the cluster has room for a pipeline: the namespace's quota, and what its nodes have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from kfp.dsl.graph_component import GraphComponent
+from kubernetes import client as kubernetes  # type: ignore[import-untyped]
+from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
+
+from lathe.config.settings import LaunchSettings
+from lathe.errors import UserError
+from lathe.launch.cluster.api import Cluster
+from lathe.launch.cluster.findings import Finding, State
+from pipelines.compiler.compile import containers_of
+from pipelines.compiler.resources import ACCELERATOR, NODE_POOL, Pool
+
+Amounts = dict[str, Decimal]
+"""By the name of the resource: cpu in cores, memory in bytes, GPUs."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Need:
+    """What pods of one kind ask for.
+
+    Attributes:
+        name: of the step, or of the TrainJob.
+        pods: how many run at once.
+        amounts: of each.
+    """
+
+    name: str
+    pods: int
+    amounts: Amounts
+
+    def __str__(self) -> str:
+        words = [f"{self.amounts.get('cpu', 0)} CPUs"]
+        words.append(f"{self.amounts.get('memory', Decimal(0)) / GIB:.3g} GiB")
+        if gpus := self.amounts.get(ACCELERATOR):
+            words.append(f"{gpus} GPUs")
+        return f"{self.name}: {f'{self.pods} pods with ' * (self.pods > 1)}{', '.join(words)}"
+
+
+def needs_of(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
+    """What a pipeline's steps ask for, those alike once, and its TrainJobs."""
+    needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
+    for name, container in containers_of(pipeline).items():
+        if amounts := _amounts(container.get("resources", {})):
+            key = tuple(sorted(amounts.items()))
+            needs.setdefault(key, Need(name, 1, amounts))
+    found = list(needs.values())
+    if launch.nodes > 1:
+        worker = {"cpu": Decimal(launch.cpus_per_node)}
+        worker["memory"] = parse_quantity(launch.memory_per_node)
+        if launch.gpus_per_node:
+            worker[ACCELERATOR] = Decimal(launch.gpus_per_node)
+        found.append(Need("the TrainJob", launch.nodes, worker))
+    return found
+
+
+def _amounts(resources: dict[str, Any]) -> Amounts:
+    given = {
+        "cpu": resources.get("resourceCpuRequest"),
+        "memory": resources.get("resourceMemoryRequest"),
+        ACCELERATOR: resources.get("accelerator", {}).get("resourceCount"),
+    }
+    # A value may be an argument of the pipeline, which is not known here.
+    known = {name: value for name, value in given.items() if value and "{{" not in value}
+    return {name: parse_quantity(value) for name, value in known.items()}
+
+
+def capacity(cluster: Cluster, needs: list[Need], pool: Pool) -> Iterator[Finding]:
+    """Findings about quota and nodes; what the user may not read is a warning."""
+    core = kubernetes.CoreV1Api(cluster.api)
+    try:
+        quotas = cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items
+        yield _quota(quotas, needs)
+    except UserError as error:
+        yield Finding("quota", "warning", f"not checked: {error.what}", error.hint)
+    try:
+        nodes = cluster.ask(core.list_node).items
+    except UserError as error:
+        yield Finding("nodes", "warning", f"not checked: {error.what}", error.hint)
+        return
+    try:
+        running = cluster.ask(core.list_pod_for_all_namespaces).items
+        told = ""
+    except UserError:
+        running, told = [], " (not counting what runs there, which you may not list)"
+    yield from _room(nodes, running, needs, pool, told)
+
+
+def _quota(quotas: list[Any], needs: list[Need]) -> Finding:
+    """The worst of what the quotas refuse."""
+    refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
+    if refused:
+        return min(refused, key=lambda found: found.state)  # broken comes before warning
+    return Finding("quota", "ok", ", ".join(quota.metadata.name for quota in quotas) or "none")
+
+
+def _refused(quota: Any, need: Need) -> Iterator[Finding]:
+    hard, used = quota.status.hard or {}, quota.status.used or {}
+    for name, amount in need.amounts.items():
+        for key in (f"requests.{name}", name):
+            if key not in hard:
+                continue
+            allowed, wanted = parse_quantity(hard[key]), amount * need.pods
+            if wanted > allowed - parse_quantity(used.get(key, "0")):
+                said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
+                state: State = "broken" if wanted > allowed else "warning"
+                hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
+                yield Finding("quota", state, f"{said}, and {need}", hint)
+
+
+def _room(
+    nodes: list[Any], running: list[Any], needs: list[Need], pool: Pool, told: str
+) -> Iterator[Finding]:
+    free = {node.metadata.name: _free(node, running) for node in nodes}
+    short = False
+    for need in needs:
+        with_gpus = ACCELERATOR in need.amounts
+        usable = [n.metadata.name for n in nodes if _takes(n, pool if with_gpus else None)]
+        places = sum(_places(free[name], need.amounts) for name in usable)
+        if places < need.pods:
+            short = True
+            where = f"pool {pool.node_pool}" if with_gpus else f"{len(usable)} nodes"
+            said = f"{need}: {where} has room for {places}{told}"
+            hint = "pods wait until nodes are added or others end; or ask for less (GPUS=, NODES=)"
+            yield Finding("room on nodes", "warning", said, hint)
+    if not short:
+        names = ", ".join(node.metadata.name for node in nodes)
+        yield Finding("room on nodes", "ok", f"{names}{told}")
+
+
+def _takes(node: Any, pool: Pool | None) -> bool:
+    """Whether pods of a step may go to a node: with GPUs to its pool, and without to one that has
+    no taint."""
+    if node.spec.unschedulable:
+        return False
+    if pool:
+        return bool((node.metadata.labels or {}).get(NODE_POOL) == pool.node_pool)
+    return not any(taint.effect == "NoSchedule" for taint in node.spec.taints or [])
+
+
+def _free(node: Any, running: list[Any]) -> Amounts:
+    free = {name: parse_quantity(value) for name, value in (node.status.allocatable or {}).items()}
+    for pod in running:
+        if pod.spec.node_name != node.metadata.name or pod.status.phase in ("Succeeded", "Failed"):
+            continue
+        for container in pod.spec.containers:
+            requests = (container.resources and container.resources.requests) or {}
+            for name, value in requests.items():
+                free[name] = free.get(name, Decimal(0)) - parse_quantity(value)
+    return free
+
+
+def _places(free: Amounts, amounts: Amounts) -> int:
+    """How many pods with these requests fit."""
+    shares = [free.get(name, Decimal(0)) // amount for name, amount in amounts.items() if amount]
+    return max(0, int(min(shares, default=Decimal(1))))

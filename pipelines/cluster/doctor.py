@@ -1,0 +1,172 @@
+"""Check a cluster for a pipeline, from here and from within a pod like those of its steps.
+
+    python -m pipelines.cluster.doctor full --gpus 1
+
+The pod is deleted whatever happens. The exit status is 1 if something is broken.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from kfp.dsl.graph_component import GraphComponent
+from rich.table import Table
+from rich.text import Text
+
+from lathe.backends import paddle_backend
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import LaunchSettings
+from lathe.errors import UserError
+from lathe.launch.cluster.access import pipeline_root
+from lathe.launch.cluster.api import Cluster
+from lathe.launch.cluster.findings import Finding, examine
+from lathe.serve.environment import VULNERABLE, find_environment
+from lathe.storage import exists
+from pipelines.cluster.capacity import capacity, needs_of
+from pipelines.cluster.doctor_pod import NoRoom, findings_of_pod, pod_of_step
+from pipelines.cluster.kube_context import config_map, open_cluster
+from pipelines.cluster.server import HELP, KUBEFLOW, connect
+from pipelines.cluster.submit import Root
+from pipelines.commands.arguments import recipe_names, takes_arguments
+from pipelines.commands.inputs import STORE_SECONDS, within
+from pipelines.commands.summary import wide_console
+from pipelines.commands.told import told
+from pipelines.commands.variants import choose_variant, takes_machines
+from pipelines.compiler.compile import build, images_of
+from pipelines.compiler.resources import Pool, Variant
+
+PROGRAM = ["python", "-m", "lathe.launch.cluster.doctor"]
+METADATA = "metadata-grpc-configmap"
+STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
+COLUMNS = 120
+
+FROM_HERE = "`make runs` and `make resume` read it: docs/cluster.md, section 6, Compare"
+Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Checks a namespace for one pipeline.
+
+    Attributes:
+        pool, launch: the machines that the run asks for, and how a TrainJob asks for them.
+        root: the pipeline root; the namespace's where it is empty.
+        inside: address of Pipelines' API within the cluster.
+    """
+
+    cluster: Cluster
+    pipeline: GraphComponent
+    pool: Pool
+    launch: LaunchSettings
+    root: str
+    inside: str
+
+    def findings(self) -> Iterator[Finding]:
+        """All findings, as they come."""
+        yield examine("Pipelines, from here", _sign_in)
+        yield _triton()
+        if os.environ.get("AWS_ENDPOINT_URL"):
+            yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
+        yield from capacity(self.cluster, needs_of(self.pipeline, self.launch), self.pool)
+        try:
+            yield from self._inside(self.pool.gpus)
+        except NoRoom as error:
+            what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
+            state = "warning" if self.pool.gpus else "broken"
+            hint = "kubectl get nodes -L lathe/node-pool: add nodes, or ask for less (GPUS=)"
+            yield Finding(what, state, str(error), hint)
+            if self.pool.gpus:
+                yield from self._inside(gpus=0)
+
+    def _ask_store(self) -> str:
+        """What `make runs` and `make resume` read with the keys in this environment."""
+        root = self.root or pipeline_root(self.cluster)
+        within(STORE_SECONDS, root, exists, f"{root.rstrip('/')}/")
+        return root
+
+    def _inside(self, gpus: int) -> Iterator[Finding]:
+        """What a pod with this many GPUs finds."""
+        metadata = config_map(self.cluster, METADATA)
+        host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
+        port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
+        command = [*PROGRAM, "--pipelines", self.inside, "--metadata", f"{host}:{port}"]
+        command += ["--root", self.root, "--gpus", str(gpus)]
+        command += ["--launch", self.launch.model_dump_json()]
+        body = pod_of_step(images_of(self.pipeline), command, self.pool if gpus else None)
+        return findings_of_pod(self.cluster, body)
+
+
+def launch_settings(name: str, arguments: dict[str, Any], variant: Variant) -> LaunchSettings:
+    """The group Launch of a pipeline's first recipe, for the machines of `variant`."""
+    recipe = next(iter(recipe_names(name, arguments).values()))
+    launch = load_recipe(recipe, [*arguments["overrides"], *variant.overrides]).Launch
+    if variant.pool.engine == "paddle" and launch.runtime is None:
+        return launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})
+    return launch
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """One line a check, with what to do below what is wrong."""
+    table = Table("check", "", "found")
+    for finding in findings:
+        hint = f"\n{finding.hint}" if finding.state != "ok" and finding.hint else ""
+        state = Text(finding.state, STYLES[finding.state])
+        table.add_row(finding.check, state, Text(finding.said + hint))
+    return table
+
+
+def _sign_in() -> str:
+    connect()
+    return "signed in"
+
+
+def _triton() -> Finding:
+    """What is known of the Triton that `make serve` starts, and images of the CPU flavour have."""
+    check = "Triton, here"
+    try:
+        version = find_environment().triton
+    except UserError:
+        return Finding(check, "ok", "none")
+    if version not in VULNERABLE:
+        return Finding(check, "ok", version)
+    said = f"{version}, as in images of the CPU flavour, has published vulnerabilities"
+    return Finding(check, "warning", said, "docs/security.md says what stands before them")
+
+
+def _end_with_exception(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=HELP)
+@takes_arguments
+@takes_machines
+def main(
+    pipeline: str,
+    arguments: dict[str, Any],
+    root: Root = "",
+    inside: Inside = "http://ml-pipeline.kubeflow.svc:8888",
+) -> None:
+    """Check the cluster for a pipeline, and say what to do about what is wrong."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end_with_exception)
+    with told():
+        variant = choose_variant(pipeline, arguments)
+        launch = launch_settings(pipeline, arguments, variant)
+        cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW)
+        built = build(pipeline, variant)
+        doctor = Doctor(cluster, built, variant.pool, launch, root, inside)
+        print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
+        found = list(doctor.findings())
+    wide_console(COLUMNS).print(findings_table(found))
+    if any(finding.state == "broken" for finding in found):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,205 @@
+"""A throw-away pod with the identity, labels, secrets and network of a pipeline's step."""
+
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kubernetes import client as kubernetes  # type: ignore[import-untyped]
+
+from lathe.errors import StageError, UserError
+from lathe.launch.cluster.api import LABELS, Cluster
+from lathe.launch.cluster.findings import Finding
+from lathe.launch.cluster.logs import LogFollower
+from lathe.launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
+from lathe.provenance.keys import MOUNTED
+from pipelines.cluster.pods import CONTAINER, STAGE
+from pipelines.compiler.resources import (
+    ACCELERATOR,
+    CONFIG_MAP,
+    KEYS,
+    NODE_POOL,
+    POD_FIELDS,
+    SECRET,
+    SERVICE_ACCOUNT,
+    SIGNING,
+    STORE,
+    TAINT,
+    USER,
+    Pool,
+)
+
+DOCTOR = "lathe-doctor"
+# The network policies know a step by Argo's label.
+STEP_LABELS = LABELS | {STAGE: "doctor", "workflows.argoproj.io/workflow": DOCTOR}
+SECONDS = 900
+"""After which the pod ends by itself, if nothing could delete it."""
+SCHEDULING_SECONDS, STARTING_SECONDS, POLL_SECONDS = 30.0, 600.0, 0.5
+LOG_SECONDS = 10.0
+OLD_IMAGE = "where the image is older than this checkout: make images, make push"
+
+
+def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) -> dict[str, Any]:
+    """The pod to create.
+
+    Args:
+        images: of the pipeline's steps; `command` runs in the first, and the others are pulled.
+        pool: whose GPUs the pod asks for; None for a pod without.
+    """
+    fields: dict[str, dict[str, Any]] = {
+        name: {"fieldRef": {"fieldPath": path}} for name, path in POD_FIELDS.items()
+    }
+    for key, name in KEYS.items():
+        fields[name] = {"secretKeyRef": {"name": SECRET, "key": key}}
+    for key, name in STORE.items():
+        fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}
+    main = {
+        "name": CONTAINER,
+        "command": command,
+        "env": [{"name": name, "valueFrom": source} for name, source in fields.items()],
+        "volumeMounts": [{"name": "signing-key", "mountPath": str(MOUNTED), "readOnly": True}],
+    }
+    rest = [{"name": f"image-{i}", "command": ["true"]} for i in range(1, len(images))]
+    containers = [
+        {**container, "image": image, **_bounds(pool if container is main else None)}
+        for container, image in zip([main, *rest], images, strict=True)
+    ]
+    spec: dict[str, Any] = {
+        "serviceAccountName": SERVICE_ACCOUNT,
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": SECONDS,
+        "terminationGracePeriodSeconds": 5,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": containers,
+        "volumes": [{"name": "signing-key", "secret": {"secretName": SIGNING, "optional": True}}],
+    }
+    if pool:
+        spec["nodeSelector"] = {NODE_POOL: pool.node_pool}
+        spec["tolerations"] = [{"key": TAINT, "operator": "Exists", "effect": "NoSchedule"}]
+    metadata = {
+        "name": f"{DOCTOR}-{uuid.uuid4().hex[:8]}",
+        "labels": STEP_LABELS,
+        "annotations": {"sidecar.istio.io/inject": "false"},
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _bounds(pool: Pool | None) -> dict[str, Any]:
+    """Little CPU and memory, GPUs, and what the pod-security level `restricted` demands."""
+    gpus = {ACCELERATOR: str(pool.gpus)} if pool else {}
+    return {
+        "resources": {"requests": {"cpu": "100m", "memory": "512Mi", **gpus}, "limits": gpus},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+
+
+class NoRoom(StageError):
+    """No node has room for the pod; the message is the scheduler's."""
+
+
+def findings_of_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
+    """Run the pod, yield what its program finds, and delete it whatever happens.
+
+    Raises:
+        NoRoom: the pod could not be scheduled.
+    """
+    try:
+        with _pod(cluster, body) as name:
+            images = [container["image"] for container in body["spec"]["containers"]]
+            if trouble := _wait_for_start(cluster, name):
+                yield trouble
+                return
+            yield from (Finding(f"image {image}", "ok", "pulled") for image in images)
+            lines: list[str] = []
+            log = LogFollower(cluster, name, CONTAINER, lines.append)
+            log.start()
+            code = _wait_for_end(cluster, name)
+            log.finish(LOG_SECONDS)
+            found = [finding for line in lines if (finding := Finding.of_line(line))]
+            yield from found
+            if code or not found:
+                said = "\n".join(list(log.tail)[-3:]) or "its log cannot be read"
+                yield Finding("the doctor's pod", "broken", f"exit code {code}: {said}", OLD_IMAGE)
+    except NoRoom:
+        raise
+    except (UserError, StageError) as error:
+        hint = error.hint if isinstance(error, UserError) else "kubectl get events"
+        yield Finding("the doctor's pod", "broken", getattr(error, "what", str(error)), hint)
+
+
+@contextmanager
+def _pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[str]:
+    """Create the pod; leaving the block deletes it, undisturbed by further signals."""
+    core, name = kubernetes.CoreV1Api(cluster.api), body["metadata"]["name"]
+    try:
+        cluster.ask(core.create_namespaced_pod, cluster.namespace, body)
+        yield name
+    finally:
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+        try:
+            cluster.ask(core.delete_namespaced_pod, name, cluster.namespace, unless=404)
+        except (UserError, StageError) as error:
+            print(
+                f"pod {name} is left, and ends after {SECONDS} s: {error}\n"
+                f"  kubectl -n {cluster.namespace} delete pod {name}",
+                file=sys.stderr,
+            )
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
+    """Wait until every container has started; what is wrong where one cannot."""
+    began = time.monotonic()
+    while True:
+        pod = _read(cluster, name)
+        waited = time.monotonic() - began
+        statuses = pod.status.container_statuses or []
+        waiting = [s for s in statuses if s.state and s.state.waiting]
+        if pod.status.phase != "Pending" and not waiting:
+            return None
+        message = unschedulable(pod)
+        if message and waited > SCHEDULING_SECONDS:
+            raise NoRoom(message)
+        for status in waiting:
+            reason, said = status.state.waiting.reason, status.state.waiting.message
+            if reason in IMAGE_PULL:
+                hint = "make push, or a registry's credentials: imagePullSecrets of the account"
+                return Finding(f"image {status.image}", "broken", f"{reason}: {said}", hint)
+            if reason in CONFIGURATION:
+                hint = "docs/cluster.md, sections 4 and 5: manifests and secrets"
+                return Finding("secrets and settings", "broken", f"{reason}: {said}", hint)
+        if waited > STARTING_SECONDS:
+            raise StageError(f"pod {name} has not started after {STARTING_SECONDS:.0f} s")
+        time.sleep(POLL_SECONDS)
+
+
+def _wait_for_end(cluster: Cluster, name: str) -> int:
+    """The exit code of the program."""
+    while True:
+        pod = _read(cluster, name)
+        for status in pod.status.container_statuses or []:
+            if status.name == CONTAINER and status.state.terminated:
+                return int(status.state.terminated.exit_code)
+        if pod.status.phase in ("Succeeded", "Failed"):
+            raise StageError(f"pod {name}: {pod.status.reason}: {pod.status.message}")
+        time.sleep(POLL_SECONDS)
+
+
+def _read(cluster: Cluster, name: str) -> Any:
+    pod = cluster.pod(name)
+    if pod is None:
+        raise StageError(f"pod {name} was deleted by somebody else")
+    return pod

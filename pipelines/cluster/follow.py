@@ -1,0 +1,250 @@
+"""Follow a run on the cluster: its steps, what they wait for, their logs, and why it failed.
+
+    python -m pipelines.cluster.follow RUN
+
+attaches to any run, at any time.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import kfp_server_api
+import typer
+import urllib3
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponential
+
+from lathe.errors import StageError, UserError
+from lathe.report.results import Results
+from pipelines.cluster.failure import explain_failure
+from pipelines.cluster.pods import Pods, Step, open_pods
+from pipelines.cluster.results import ResultsReader, results_of_logs
+from pipelines.cluster.server import HELP, Client, answers, connect, state_of
+from pipelines.commands.summary import wide_console
+from pipelines.commands.told import fail, told
+
+WORDS = {
+    "SUCCEEDED": "done in",
+    "FAILED": "failed after",
+    "SKIPPED": "skipped after",
+    "CANCELED": "cancelled after",
+}
+ENDED = tuple(WORDS)
+OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
+GROUPS = ("quantization", "measure", "search", "judge")
+GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
+"""Parts of a pipeline, which Pipelines lists among its steps."""
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
+PATIENCE_SECONDS = 600.0
+"""How long the server may be unreachable before following gives up; the run itself continues."""
+
+Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Show the steps' logs as they come.")]
+
+
+def follow(client: Client, run_id: str, logs: bool = True) -> str:
+    """Print the run's progress until it has ended, and if it failed, why.
+
+    Args:
+        logs: whether to print the log of a step while it runs.
+
+    Returns:
+        the run's last state, one of `ENDED`; CANCELED for a run that was told to end.
+
+    Raises:
+        ApiException, urllib3's HTTPError: the server has not answered for `PATIENCE_SECONDS`.
+    """
+    screen = threading.Lock()
+
+    def show(line: str) -> None:
+        with screen:
+            print(line, flush=True)
+
+    pods = open_pods(
+        run_id, client.steps_namespace, (lambda line: show(f"    {line}")) if logs else None
+    )
+    if isinstance(pods, str):
+        show(f"no logs, and no steps after a condition: {pods}")
+        pods = None
+    progress = Progress()
+    wait = FIRST_WAIT_SECONDS
+    while True:
+        run = _get_run(client, run_id)
+        steps = _steps(run, pods)
+        for line in progress.feed(steps):
+            show(line)
+            wait = FIRST_WAIT_SECONDS
+        if run.state in ENDED:
+            break
+        time.sleep(wait)
+        wait = min(wait * 1.5, LONGEST_WAIT_SECONDS)
+    state = state_of(run)
+    if state == "FAILED":
+        for line in explain_failure(client, run, steps, pods):
+            show(line)
+    return state
+
+
+class Progress:
+    """Turns the state of a run's steps into lines about what has changed."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Step] = {}
+
+    def feed(self, steps: list[Step]) -> Iterator[str]:
+        """Yield a line for every step that waits, began, was tried again or ended since the last
+        call."""
+        for step in sorted(steps, key=lambda step: step.begun or datetime.max.replace(tzinfo=UTC)):
+            before = self._told.get(step.name)
+            if before == step:
+                continue
+            self._told[step.name] = step
+            if step.state == "PENDING":
+                if step.why and (before is None or before.why != step.why):
+                    yield f"{_clock(datetime.now(UTC))}  {step.name} waits: {step.why}"
+                continue
+            if before is None or before.state == "PENDING":
+                yield f"{_clock(step.begun)}  {step.name}"
+            elif before.attempt != step.attempt:
+                lost = before.why or "its pod was lost"
+                yield f"{_clock(step.begun)}  {step.name}, attempt {step.attempt + 1}: {lost}"
+            if step.state in ENDED and (before is None or before.state != step.state):
+                yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {_seconds(step)}"
+
+
+def tasks_of_run(run: Any) -> list[Step]:
+    """The steps as Pipelines lists them.
+
+    It lists each several times: `name-driver`, `name`, which holds its attempts, and every attempt
+    `name(0)`, with `executor` and `executor(0)` below it.
+    """
+    details = (run.run_details and run.run_details.task_details) or []
+    names = {task.display_name for task in details}
+    return [
+        Step(
+            name=task.display_name,
+            state=task.state or "PENDING",
+            begun=_time(task.start_time),
+            ended=_time(task.end_time),
+        )
+        for task in details
+        if task.display_name and f"{task.display_name}-driver" in names
+        if task.display_name not in ("root", *GROUPS)
+        if not task.display_name.startswith(GROUP_PREFIXES)
+    ]
+
+
+def _steps(run: Any, pods: Pods | None) -> list[Step]:
+    """By pods, where they can be read; those that ran without one, from the cache, by tasks."""
+    steps = {step.name: step for step in tasks_of_run(run)}
+    if pods:
+        with suppress(UserError, StageError):  # which pass, as the run's own answer does
+            found = {step.name: step for step in pods.steps()}
+            in_loops = {name.partition(" ")[0] for name in found if " " in name}
+            steps = {name: step for name, step in steps.items() if name not in in_loops} | found
+    return list(steps.values())
+
+
+def _time(time: datetime | None) -> datetime | None:
+    """None for the zero that Go writes."""
+    return time if time and time.year > 1 else None
+
+
+def _clock(time: datetime | None) -> str:
+    return f"{(time or datetime.now(UTC)).astimezone():%H:%M:%S}"
+
+
+def _seconds(step: Step) -> str:
+    if not step.begun or not step.ended:
+        return "a moment"
+    return f"{(step.ended - step.begun).total_seconds():.0f} s"
+
+
+def _tell_once(attempt: int) -> None:
+    if attempt == 1:
+        print(
+            f"{_clock(None)}  Pipelines does not answer; the run goes on, asking again", flush=True
+        )
+
+
+def _is_transient(error: BaseException) -> bool:
+    if isinstance(error, kfp_server_api.ApiException):
+        return error.status in (429, 500, 502, 503, 504)
+    return isinstance(error, urllib3.exceptions.HTTPError)
+
+
+@retry(
+    retry=retry_if_exception(_is_transient),
+    stop=stop_after_delay(PATIENCE_SECONDS),
+    wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+    before_sleep=lambda state: _tell_once(state.attempt_number),
+    reraise=True,
+)
+def _get_run(client: Client, run_id: str) -> Any:
+    return client.runs.run_service_get_run(run_id)
+
+
+def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
+    """Follow a run, and end the process with its status: 1 if it failed or was cancelled."""
+    page = client.page(f"runs/details/{run_id}")
+    try:
+        with answers():
+            state = follow(client, run_id, logs)
+    except KeyboardInterrupt:
+        fail(
+            f"no longer followed; the run goes on: {page}\ncome back: make follow RUN={run_id}", 130
+        )
+    if state != "SUCCEEDED":
+        fail(f"error: the run has {OUTCOMES.get(state, state.lower())}: {page}", 1)
+    show_results(client, run_id)
+    print("the run has succeeded")
+
+
+def show_results(client: Client, run_id: str) -> None:
+    """Print the figures of a run that has ended, the gate's verdict, and where the report is; and
+    why what is in the store cannot be read from here."""
+    missing = ""
+    try:
+        with answers():
+            results = ResultsReader(client).read(_get_run(client, run_id))
+    except (UserError, StageError) as error:
+        missing = error.line if isinstance(error, UserError) else str(error)
+        results = _logged(client, run_id)
+    if results == Results() and not missing:
+        missing = "its steps have recorded none, or Pipelines reused those of an earlier run"
+    if results.rows or results.best:
+        wide_console().print(results.table())
+    if results.verdict:
+        print("\n".join([f"gate    {results.verdict}", *(f"    {r}" for r in results.reasons)]))
+    if results.page:
+        print(f"report  {results.page}\nfetch it: make report RUN={run_id}")
+    if missing:
+        print(f"{'no report' if results.rows else 'no figures'}: {missing}")
+
+
+def _logged(client: Client, run_id: str) -> Results:
+    pods = open_pods(run_id, client.steps_namespace, None)
+    if isinstance(pods, Pods):
+        with suppress(UserError, StageError):
+            return results_of_logs(pods)
+    return Results()
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=HELP)
+def main(
+    run: Annotated[str, typer.Argument(help="The run's id, as `make submit` prints it.")],
+    logs: Logs = True,
+) -> None:
+    """Follow a run that was submitted, to its end."""
+    with told():
+        client = connect()
+        follow_to_end(client, run, logs)
+
+
+if __name__ == "__main__":
+    app()

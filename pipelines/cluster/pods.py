@@ -1,0 +1,186 @@
+"""A run's steps as their pods show them: states, what they wait for, and live logs.
+
+Pipelines' own list of tasks ends at a condition and has no reasons and no pods' names (2.17); the
+Kubernetes API has all of it, where the user may read pods.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import urllib3
+from kubernetes import client as kubernetes  # type: ignore[import-untyped]
+
+from lathe.errors import StageError
+from lathe.launch.cluster.api import Cluster
+from lathe.launch.cluster.logs import LogFollower
+from pipelines.cluster.kube_context import open_cluster
+from pipelines.commands.log import StageLog
+
+STAGE, RUN = "lathe/stage", "pipeline/runid"
+CONTAINER = "main"
+NODE = "workflows.argoproj.io/node-name"
+TURN = re.compile(r"\((\d+):")
+"""Argo's number of a loop's turn, in the path of a node; the number of an attempt has no colon."""
+STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
+LOG_SECONDS = 10.0
+"""How long the rest of an ended pod's log is waited for."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run at one moment.
+
+    Attributes:
+        state: PENDING, RUNNING, SUCCEEDED, FAILED, SKIPPED or CANCELED.
+        attempt: 0, or how often it was tried again.
+        why: what it waits for, or how its pod ended.
+    """
+
+    name: str
+    state: str
+    begun: datetime | None = None
+    ended: datetime | None = None
+    attempt: int = 0
+    why: str = ""
+    pod: str = ""
+
+
+@dataclass
+class _Log:
+    follower: LogFollower
+    words: StageLog = field(default_factory=StageLog)
+
+
+class Pods:
+    """The pods of one run.
+
+    Args:
+        emit: is given what a reader wants of the steps' logs, as it comes; None reads no logs
+            until one is asked for.
+    """
+
+    def __init__(
+        self, cluster: Cluster, run_id: str, emit: Callable[[str], None] | None = None
+    ) -> None:
+        self._cluster, self._run_id, self._emit = cluster, run_id, emit
+        self._logs: dict[str, _Log] = {}
+
+    def steps(self) -> list[Step]:
+        """The steps that have a pod, each with its last one.
+
+        Raises:
+            UserError, StageError: the pods cannot be listed.
+        """
+        pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
+        pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
+        steps: dict[str, Step] = {}
+        for pod in pods:
+            name = _name(pod)
+            attempt = steps[name].attempt + 1 if name in steps else 0
+            steps[name] = _step(name, pod, attempt)
+        for step in steps.values():
+            self._follow_log(step)
+        return list(steps.values())
+
+    def error(self, step: Step) -> tuple[str, list[str]]:
+        """A failed step's own message, and the last lines of its log: Lathe's own where there are
+        some, as Pipelines' executor and launcher write many."""
+        log = self._logs.get(step.pod) or self._read(step, None)
+        log.words.failed = step.name
+        return log.words.error(), list(log.words.marked) or list(log.follower.tail)
+
+    def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """What the logs of those steps say that they have recorded, by step.
+
+        Raises:
+            UserError, StageError: the pods cannot be listed.
+        """
+        found: dict[str, dict[str, float]] = {}
+        for step in self.steps():
+            if step.name in names and step.state == "SUCCEEDED":
+                log = self._logs.get(step.pod) or self._read(step, None)
+                found[step.name] = log.words.figures
+        return found
+
+    def _follow_log(self, step: Step) -> None:
+        if step.state == "PENDING" or self._emit is None:
+            return
+        log = self._logs.get(step.pod)
+        if log is None and step.state == "RUNNING":
+            self._read(step, self._emit)
+        elif log and step.state != "RUNNING":
+            log.follower.finish(LOG_SECONDS)
+
+    def _read(self, step: Step, emit: Callable[[str], None] | None) -> _Log:
+        words = StageLog()
+
+        def take(line: str) -> None:
+            for shown in words.feed(line):
+                if emit:
+                    emit(f"{step.name}: {shown.strip()}")
+
+        log = _Log(LogFollower(self._cluster, step.pod, CONTAINER, take), words)
+        self._logs[step.pod] = log
+        log.follower.start()
+        if step.state != "RUNNING":
+            log.follower.finish(LOG_SECONDS)
+        return log
+
+
+def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
+    """The run's pods, or why they cannot be read."""
+    try:
+        cluster = open_cluster(namespace)
+        kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
+            cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=10
+        )
+    except StageError as error:
+        return str(error)
+    except kubernetes.ApiException as error:
+        return f"the Kubernetes API does not list pods: {error.reason}"
+    except urllib3.exceptions.HTTPError as error:
+        return f"the Kubernetes API does not answer: {error}"
+    return Pods(cluster, run_id, emit)
+
+
+def _name(pod: Any) -> str:
+    """The name of a pod's step, and the turn if it is in a loop: `tokenize 2`."""
+    path = (pod.metadata.annotations or {}).get(NODE, "")
+    turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
+    return " ".join([pod.metadata.labels[STAGE], *turns])
+
+
+def _step(name: str, pod: Any, attempt: int) -> Step:
+    statuses = pod.status.container_statuses or []
+    state = next((status.state for status in statuses if status.name == CONTAINER), None)
+    running = state.running if state else None
+    ended = state.terminated if state else None
+    begun = (ended or running).started_at if ended or running else None
+    return Step(
+        name=name,
+        state=STATES.get(pod.status.phase, "RUNNING"),
+        begun=begun or pod.metadata.creation_timestamp,
+        ended=ended.finished_at if ended else None,
+        attempt=attempt,
+        why=_why(pod, state),
+        pod=pod.metadata.name,
+    )
+
+
+def _why(pod: Any, state: Any) -> str:
+    if state and state.terminated and state.terminated.exit_code:
+        reason = state.terminated.reason
+        detail = f" ({reason})" if reason not in (None, "Error") else ""
+        return f"exit code {state.terminated.exit_code}{detail}"
+    if pod.status.phase != "Pending":
+        return pod.status.message or ""
+    for condition in pod.status.conditions or []:
+        if condition.type == "PodScheduled" and condition.status == "False":
+            return str(condition.message or condition.reason)
+    waiting = state.waiting if state else None
+    if waiting and waiting.reason not in (None, "PodInitializing", "ContainerCreating"):
+        return f"{waiting.reason}: {waiting.message or ''}".rstrip(": ")
+    return ""

@@ -1,0 +1,193 @@
+"""Preflight checks of a run on the cluster, which report all problems together."""
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kfp.dsl.graph_component import GraphComponent
+
+from lathe import backends, storage
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.newest import NEWEST
+from lathe.errors import StageError, UserError
+from lathe.launch.cluster.nodes import node_pool_shortage
+from lathe.train.batch import resolve_batch
+from lathe.train.layout import mesh_shape
+from pipelines.cluster.registry import check_image, image_labels
+from pipelines.cluster.results import ResultsReader
+from pipelines.cluster.server import Client, connect
+from pipelines.commands.arguments import argument, recipe_names, wrong_names
+from pipelines.commands.inputs import STORE_SECONDS, Inputs, within
+from pipelines.compiler.compile import images_of
+from pipelines.compiler.resources import Pool, Variant
+
+STAGES = {
+    "pretrain": {"recipe": ("pretrain", "evaluate")},
+    "prune": {"recipe": ("prune", "evaluate")},
+    "qat": {"recipe": ("quantize", "evaluate")},
+    "compress": {
+        "recipe": ("evaluate",),
+        "prune_recipe": ("compress",),
+        "qat_recipe": ("quantize",),
+    },
+    "full": {
+        "recipe": ("pretrain", "evaluate"),
+        "prune_recipe": ("prune",),
+        "qat_recipe": ("quantize",),
+    },
+}
+"""The verbs that each recipe of a pipeline is used for, as far as they are checked here."""
+FLAVOUR = "lathe.flavour"
+"""The label of an image that says what it is built for, cpu or cuda."""
+
+NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
+"""Values or prefixes that are allowed as well."""
+
+
+class Preflight(Inputs):
+    """The checks of a run on the cluster."""
+
+    def server(self) -> Client | None:
+        """A client that is signed in."""
+        try:
+            return connect()
+        except UserError as error:
+            self.problems.append(error)
+        except StageError as error:
+            look = "kubectl -n kubeflow logs deployment/ml-pipeline"
+            self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
+        return None
+
+    def arguments(self, name: str, arguments: dict[str, Any]) -> None:
+        """Check argument names, and that addresses are reachable from a cluster."""
+        self.problems += wrong_names(name, arguments)
+        for key in ("model", "corpus", "tokenizer", "cloze", "production"):
+            if value := arguments.get(key):
+                self.check(key, _check_reachable, key, value)
+        self.goal(name, arguments)
+
+    def recipes(self, name: str, arguments: dict[str, Any], variant: Variant) -> None:
+        """Check every recipe of the pipeline: settings, backend support, and layout on the pool."""
+        pool = variant.pool
+        for key, recipe in recipe_names(name, arguments).items():
+            settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
+            if settings and key == "recipe":
+                self.sources(name, arguments, settings)
+                self.check(recipe, _check_keys, recipe, settings)
+            stages = STAGES[name][key]
+            if settings:
+                for stage in stages:
+                    self.check(recipe, _check_support, recipe, stage, settings, pool)
+            if settings and stages != ("evaluate",) and pool.gpus:
+                settings = load_recipe(recipe, [*arguments["overrides"], *variant.overrides])
+                self.check(recipe, _check_layout, recipe, settings, pool)
+
+    def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
+        """Check the text and tokenizer that the recipe names, where no argument replaces them."""
+        for key, value in (
+            ("corpus", recipe.Prepare.source),
+            ("tokenizer", recipe.Prepare.tokenizer),
+        ):
+            if argument(name, key) is not None and not arguments.get(key):
+                self.check(key, _check_reachable, key, value)
+
+    def images(self, pipeline: GraphComponent, pool: Pool) -> None:
+        """Check that the pipeline's images exist in their registries, and that they are built for
+        GPUs if the pool has any."""
+        for image in images_of(pipeline):
+            self.check(f"image {image}", _check_image, image, pool.gpus)
+
+    def nodes(self, pool: Pool, strict: bool) -> None:
+        """Warn of machines that are not there now, or if `strict` refuse to wait for them."""
+        if not pool.gpus:
+            return
+        context = os.environ.get("LATHE_KFP_CONTEXT")
+        wanted = (pool.node_pool, pool.nodes, pool.gpus, context)
+        shortage = self.check(f"node pool {pool.node_pool}", node_pool_shortage, *wanted)
+        if shortage and strict:
+            self.problems.append(shortage)
+        elif shortage:
+            self.unchecked.append(
+                f"warning: {shortage.what}: pods wait until an autoscaler adds nodes, or you do\n"
+                f"  hint: {shortage.hint}; STRICT=1 (--strict) refuses to wait"
+            )
+
+    def store(self, root: str, client: Client | None) -> None:
+        """Check that an object can be written and deleted below the given pipeline root, or else
+        that the server's own, which steps write to with keys of theirs, can be read from here."""
+        if not root and client:
+            self._own_store(ResultsReader(client))
+        elif not root:
+            return
+        elif urlsplit(root).scheme not in ("s3", "minio"):
+            self.unchecked.append(f"object store: not checked: {root} is not on S3")
+        elif not os.environ.get("AWS_ACCESS_KEY_ID") and "LATHE_S3_SECRET_DIR" not in os.environ:
+            self.unchecked.append(
+                f"object store: not checked: AWS_ACCESS_KEY_ID is not set here for {root}"
+            )
+        else:
+            self.check("object store", _check_writable, root)
+
+    def _own_store(self, reader: ResultsReader) -> None:
+        try:
+            root = reader.own_root()
+            within(STORE_SECONDS, root, storage.exists, f"{root}/")
+        except (UserError, StageError) as error:
+            self.unchecked.append(f"object store: not checked: {error}")
+
+
+def _check_reachable(key: str, value: str) -> None:
+    place = value.removeprefix(NEWEST)
+    is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
+    if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
+        return
+    raise UserError(
+        f"{key} {value}: a path of this machine, which the cluster does not see",
+        f"upload it: python -m lathe.storage put {value} s3://BUCKET/{Path(value).name} "
+        "and give that address",
+    )
+
+
+def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
+    try:
+        backends.of(recipe).check_support(stage, recipe, has_gpu=bool(pool.gpus))
+    except UserError as error:
+        raise UserError(f"recipe {name}: {error.what}", error.hint) from None
+
+
+def _check_keys(name: str, recipe: Recipe) -> None:
+    if recipe.Production.keys:
+        raise UserError(
+            f"recipe {name}: Production.keys names {recipe.Production.keys[0]}, which steps do not "
+            "have",
+            "kubectl -n lathe create configmap lathe-verification-keys --from-file=signing.pub, "
+            "and take Production.keys out",
+        )
+
+
+def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
+    try:
+        _, dp, sharding, _ = mesh_shape(recipe.Distributed, pool.nodes * pool.gpus)
+        resolve_batch(recipe, dp * sharding)
+    except UserError as error:
+        machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
+        raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
+
+
+def _check_image(image: str, gpus: int) -> None:
+    check_image(image)
+    if gpus and image_labels(image).get(FLAVOUR) == "cpu":
+        raise UserError(
+            f"image {image} is built for CPUs only, and GPUS={gpus} asks for GPUs",
+            f"make images FLAVOUR=cuda && make push REGISTRY={image.rpartition('/')[0]} "
+            "FLAVOUR=cuda, or GPUS=0",
+        )
+
+
+def _check_writable(root: str) -> None:
+    probe = f"{root.rstrip('/')}/.lathe-probe-{uuid.uuid4().hex}"
+    storage.write_text(probe, "")
+    storage.remove(probe)

@@ -1,0 +1,114 @@
+"""Read the results of runs on the cluster, from the store or else from their pods' logs."""
+
+import os
+from functools import cached_property
+from typing import Any
+from urllib.parse import urlsplit
+
+from lathe.errors import StageError, UserError
+from lathe.launch.cluster.access import PIPELINES_ROOT
+from lathe.report.results import Results, read_results, rows
+from pipelines.cluster.kube_context import config_map, open_cluster
+from pipelines.cluster.pods import Pods
+from pipelines.cluster.server import Client
+from pipelines.commands.inputs import STORE_SECONDS, within
+from pipelines.compiler.compile import FUNCTIONS
+
+ROOT, LAUNCHER = "LATHE_PIPELINE_ROOT", "kfp-launcher"
+KEYS = ("AWS_ACCESS_KEY_ID", "LATHE_S3_SECRET_DIR")
+
+
+def results_of_logs(pods: Pods) -> Results:
+    """What the logs of a run's pods say, while they are there; they have no page, and of the
+    verdict only whether the gate let the model through.
+
+    Raises:
+        UserError, StageError: the pods cannot be listed.
+    """
+    found = pods.figures(("report", "choose", "gate"))
+    verdict = ""
+    if gate := found.get("gate"):
+        verdict = "passed" if gate.get("passed") else "failed"
+    return Results(tuple(rows(found.get("report", {}))), found.get("choose") or None, verdict)
+
+
+class ResultsReader:
+    """Reads the results of runs on the cluster."""
+
+    def __init__(self, client: Client) -> None:
+        self._namespace = client.steps_namespace
+
+    def read(self, run: Any) -> Results:
+        """The results of a run; empty ones where its steps have recorded nothing.
+
+        Raises:
+            UserError: they cannot be read from here; the hint says what to set.
+        """
+        root = self.root_of(run)
+        # The folder has the pipeline's own name, and a run's display name begins with it.
+        for name in sorted(FUNCTIONS, key=lambda name: name not in (run.display_name or "")):
+            place = f"{root}/{name}/{run.run_id}/"
+            results: Results = within(STORE_SECONDS, place, read_results, place)
+            if results != Results():
+                return results
+        return Results()
+
+    def root_of(self, run: Any) -> str:
+        """The address below which the run's artifacts are.
+
+        Raises:
+            UserError: it is not known, or cannot be read from here.
+        """
+        root = run.runtime_config.pipeline_root if run.runtime_config else None
+        return _readable(root or self.default_root)
+
+    def own_root(self) -> str:
+        """The same for a run whose root nobody has given.
+
+        Raises:
+            UserError: it is not known, or cannot be read from here.
+        """
+        return _readable(self.default_root)
+
+    @cached_property
+    def default_root(self) -> str:
+        """Pipeline root of runs without one of their own: the environment's, or the namespace's.
+
+        Raises:
+            UserError: it is not known here.
+        """
+        if given := os.environ.get(ROOT):
+            return given
+        try:
+            root = config_map(open_cluster(self._namespace), LAUNCHER).get("defaultPipelineRoot")
+            if root == "":  # as Pipelines comes
+                return PIPELINES_ROOT
+            reason = f"the ConfigMap {LAUNCHER} cannot be read"
+        except StageError as error:
+            root, reason = None, str(error)
+        if root:
+            return root
+        raise UserError(
+            f"where the server puts artifacts is not known: {reason}",
+            f"set {ROOT} to the defaultPipelineRoot of the ConfigMap {LAUNCHER}",
+        )
+
+
+def _readable(root: str) -> str:
+    root = root.partition("?")[0].rstrip("/")
+    scheme = urlsplit(root).scheme
+    if scheme not in ("s3", "minio"):
+        raise UserError(f"{root}: not on S3", "look at the report in the UI")
+    if not any(os.environ.get(key) for key in KEYS):
+        raise UserError(
+            f"{root}: no keys of the store are set here",
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL where it is "
+            "not Amazon's",
+        )
+    if scheme == "minio" and not os.environ.get("AWS_ENDPOINT_URL"):
+        raise UserError(
+            f"{root}: where this store is reached from here is not set",
+            "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-forward "
+            "svc/seaweedfs 9000:9000, and http://localhost:9000",
+        )
+    return root

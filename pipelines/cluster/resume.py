@@ -1,0 +1,101 @@
+"""Start a run that goes on where another ended: what that has finished is not done again.
+
+    python -m pipelines.cluster.resume RUN
+
+Whatever Pipelines' cache holds, the outputs are those of that very run.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from lathe.errors import UserError
+from lathe.storage import list_objects
+from pipelines.cluster.follow import Logs
+from pipelines.cluster.results import ResultsReader
+from pipelines.cluster.server import HELP, Client, answers, connect
+from pipelines.cluster.submit import Followed, prepare, start
+from pipelines.commands.inputs import STORE_SECONDS, within
+from pipelines.commands.told import told
+from pipelines.compiler.compile import FUNCTIONS, built
+from pipelines.compiler.finished import Outputs, finished_steps
+
+ANEW = ("gate", "report", "release")
+"""Steps that every run does itself."""
+
+
+def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[str, Outputs]:
+    """The finished steps of the run whose artifacts are below `place`, as far as pipeline `name`
+    can take them.
+
+    Args:
+        earlier: places of the runs whose steps that run took itself.
+
+    Raises:
+        UserError: the store does not answer.
+    """
+    found: dict[str, Outputs] = {}
+    for where in (*earlier, place):
+        addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
+        found |= finished_steps(where, addresses)
+    left = {*ANEW, *_steps_in_loops(name)}
+    return {step: outputs for step, outputs in found.items() if step not in left}
+
+
+def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
+    """Where the artifacts are that a resumed run imports: a folder for each run that it goes on
+    from."""
+    version = run.pipeline_version_reference
+    if version is None:
+        return []
+    with answers():
+        found = client.pipelines.pipeline_service_get_pipeline_version(
+            version.pipeline_id, version.pipeline_version_id
+        )
+    spec = json.dumps(found.pipeline_spec or {})
+    return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', spec)))
+
+
+def _steps_in_loops(name: str) -> Iterator[str]:
+    """Steps whose name alone does not tell one turn of their loop from another."""
+    for component, spec in built(name).pipeline_spec.components.items():
+        if component.startswith("comp-for-loop"):
+            yield from spec.dag.tasks
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=HELP)
+def main(
+    run: Annotated[str, typer.Argument(help="Id of the run to go on from.")],
+    is_followed: Followed = False,
+    logs: Logs = True,
+) -> None:
+    """Go on where a run ended, with its pipeline and parameters."""
+    with told():
+        client = connect()
+        with answers():
+            before: Any = client.runs.run_service_get_run(run)
+        name = (before.display_name or "").partition(" ")[0]
+        if name not in FUNCTIONS:
+            raise UserError(
+                f"run {run} ({before.display_name!r}) is not one that `make submit` started",
+                f"its name begins with none of {', '.join(FUNCTIONS)}",
+            )
+        root = f"{ResultsReader(client).root_of(before)}/{name}"
+        taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))
+        # A step that Pipelines took from its cache has no outputs below this run's folder.
+        nothing = "nothing; steps that were cached are taken from the cache again"
+        print(f"taken from {run}: {', '.join(sorted(taken)) or nothing}")
+        settings = before.runtime_config
+        arguments = {"overrides": []} | dict(settings.parameters or {})
+        submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)
+        start(submission, f"{name} from {run[:8]}", is_followed, logs)
+
+
+if __name__ == "__main__":
+    app()

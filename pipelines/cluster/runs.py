@@ -1,0 +1,253 @@
+"""List the runs of the cluster, fetch the report of one, compare several.
+
+    python -m pipelines.cluster.runs list
+    python -m pipelines.cluster.runs report RUN
+    python -m pipelines.cluster.runs compare RUN,RUN
+
+A run is named by its id, or by its folder below run/ if it ran on this machine. Where no cluster is
+configured, `list` lists those.
+"""
+
+import os
+import sys
+import webbrowser
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from lathe.artifacts.kinds import PAGE
+from lathe.errors import StageError, UserError
+from lathe.report.results import Results, read_results, read_text
+from lathe.report.summary import columns
+from lathe.storage import atomic_file, claim_output_file
+from pipelines.cluster.comparison import comparison_table
+from pipelines.cluster.results import ResultsReader
+from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, state_of
+from pipelines.cluster.submit import EXPERIMENT
+from pipelines.cluster.upload import find
+from pipelines.commands.inputs import RUN_LOG
+from pipelines.commands.summary import wide_console
+from pipelines.commands.told import told
+from pipelines.local.run import RUNS
+
+REPORTS = Path("build/reports")
+AT_A_TIME = 8
+PAGE_SIZE = 100
+LIST_COLUMNS = 170
+FIGURES = ("Perplexity", "File", "Decode per token")
+"""Columns of the summary that are listed, of a run's last model."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with its results.
+
+    Attributes:
+        seconds: how long it took; None before it has ended.
+        parameters: the pipeline's arguments, with each override a parameter of its own; empty for
+            a run on this machine, which does not keep them.
+        missing: why the results could not be read.
+    """
+
+    id: str
+    name: str
+    state: str
+    begun: datetime
+    seconds: float | None
+    parameters: dict[str, str]
+    results: Results
+    missing: str = ""
+
+
+def latest_runs(client: Client, limit: int) -> list[Run]:
+    """The latest runs of the experiment `lathe`, newest first."""
+    listing = client.experiments.experiment_service_list_experiments
+    experiments = find(listing, "experiments", EXPERIMENT, namespace=client.namespace)
+    if not experiments:
+        return []
+    reader = ResultsReader(client)
+    found = list(islice(_listed(client, experiments[0].experiment_id), limit))
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(lambda run: _of_cluster(reader, run), found))
+
+
+def _listed(client: Client, experiment: str) -> Any:
+    token = ""
+    while token is not None:
+        page = client.runs.run_service_list_runs(
+            experiment_id=experiment,
+            sort_by="created_at desc",
+            page_size=PAGE_SIZE,
+            page_token=token,
+        )
+        yield from page.runs or []
+        token = page.next_page_token or None
+
+
+def local_runs(limit: int) -> list[Run]:
+    """The latest runs of this machine, newest first."""
+    logs = sorted(RUNS.glob(f"*/{RUN_LOG}"), key=lambda path: -path.stat().st_mtime)
+    return [local_run(log.parent) for log in logs[:limit]]
+
+
+def local_run(folder: Path) -> Run:
+    """A run of this machine."""
+    written = datetime.fromtimestamp((folder / RUN_LOG).stat().st_mtime, UTC)
+    return Run(folder.name, folder.name, "", written, None, {}, read_results(str(folder)))
+
+
+def find_run(name: str, client: Client | None = None) -> Run:
+    """The run of this id, or in this folder below run/.
+
+    Raises:
+        UserError: there is no such run, or its results cannot be read.
+    """
+    folder = RUNS / name
+    if name and folder.parent == RUNS and (folder / RUN_LOG).is_file():
+        return local_run(folder)
+    if not name:
+        raise UserError("no run is named", "give RUN=, an id or a name that `make runs` lists")
+    client = client or connect()
+    with answers():
+        run = _of_cluster(ResultsReader(client), client.runs.run_service_get_run(name))
+    if run.missing:
+        raise UserError(f"run {name}: {run.missing}", "see docs/cluster.md, section 6")
+    return run
+
+
+def _of_cluster(reader: ResultsReader, run: Any) -> Run:
+    results, missing = Results(), ""
+    try:
+        results = reader.read(run)
+    except UserError as error:
+        missing = error.line
+    except StageError as error:
+        missing = str(error)
+    ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
+    return Run(
+        run.run_id,
+        run.display_name,
+        state_of(run),
+        run.created_at,
+        (ended - run.created_at).total_seconds() if ended else None,
+        _parameters((run.runtime_config and run.runtime_config.parameters) or {}),
+        results,
+        missing,
+    )
+
+
+def _parameters(given: dict[str, Any]) -> dict[str, str]:
+    overrides = given.get("overrides") or []
+    own = {key: str(value) for key, value in given.items() if key != "overrides"}
+    return own | dict(override.partition("=")[::2] for override in overrides)
+
+
+def runs_table(runs: list[Run]) -> Table:
+    """One line a run: what it is, and the figures of its last model."""
+    table = Table("run", "name", "state", "begun", "took", "gate", "model", *FIGURES)
+    for column in table.columns:
+        column.no_wrap = True
+    for run in runs:
+        took = "" if run.seconds is None else str(timedelta(seconds=int(run.seconds)))
+        begun = f"{run.begun.astimezone():%Y-%m-%d %H:%M}"
+        verdict = run.results.verdict or "-"
+        table.add_row(run.id, run.name, run.state, begun, took, verdict, *_figures(run.results))
+    return table
+
+
+def _figures(results: Results) -> list[str]:
+    """The last model's name and figures, with their ratio to the first's."""
+    if not results.rows:
+        return ["-"] * (1 + len(FIGURES))
+    first, last = results.rows[0], results.rows[-1]
+    cells = {column.title: column.cell(last, first) for column in columns(results.rows)}
+    shown = [f"{c.value} {c.ratio}".strip() if (c := cells.get(t)) else "-" for t in FIGURES]
+    return [last.name, *shown]
+
+
+def fetch_report(run: Run, output: Path) -> None:
+    """Write the run's HTML report to a file.
+
+    Raises:
+        UserError: the run has none; or `output` is not an earlier report.
+    """
+    if not run.results.page:
+        raise UserError(
+            f"run {run.id}: has no report",
+            "it has not come so far, or Pipelines took the step's outputs from an earlier run",
+        )
+    claim_output_file(output, PAGE)
+    text = read_text(run.results.page)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(output) as work:
+        work.write_text(text, encoding="utf-8")
+
+
+def has_display() -> bool:
+    """Whether a browser could show a page."""
+    return sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=HELP)
+
+
+@app.command("list", epilog=HELP)
+def list_command(
+    limit: Annotated[int, typer.Option(min=1, help="How many, of the latest.")] = 20,
+) -> None:
+    """List the latest runs with their figures."""
+    with told(), answers():
+        runs = latest_runs(connect(), limit) if is_configured() else local_runs(limit)
+    if not runs:
+        print("no runs yet" if is_configured() else f"no runs yet in {RUNS}/")
+        return
+    wide_console(LIST_COLUMNS).print(runs_table(runs))
+    for missing in dict.fromkeys(run.missing for run in runs if run.missing):
+        print(f"no figures: {missing}")
+
+
+@app.command("report", epilog=HELP)
+def report_command(
+    run: Annotated[str, typer.Argument(help="The run.")],
+    output: Annotated[str, typer.Option(help="File; default: build/reports/<run>.html.")] = "",
+    is_opened: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open it in a browser, if there is one.")
+    ] = True,
+) -> None:
+    """Fetch the HTML report of a run."""
+    with told():
+        found = find_run(run)
+        path = Path(output or REPORTS / f"{found.id}.html")
+        fetch_report(found, path)
+    print(path)
+    if is_opened and has_display():
+        webbrowser.open(path.absolute().as_uri())
+
+
+@app.command("compare", epilog=HELP)
+def compare_command(
+    runs: Annotated[str, typer.Argument(help="Two runs or more: a,b,c.")],
+) -> None:
+    """Show runs side by side: what was asked for, and what came out."""
+    with told():
+        names = [name.strip() for name in runs.split(",") if name.strip()]
+        if len(names) < 2:
+            raise UserError(f"compare {runs!r}: one run is not two", "give RUN=a,b")
+        found = [find_run(name) for name in names]
+    wide_console(LIST_COLUMNS).print(
+        comparison_table(
+            [f"{run.name}\n{run.id[:8]}" for run in found],
+            [run.parameters for run in found],
+            [run.results for run in found],
+        )
+    )
+
+
+if __name__ == "__main__":
+    app()

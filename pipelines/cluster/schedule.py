@@ -1,0 +1,171 @@
+"""Run a pipeline on the cluster periodically, at the times of a cron expression.
+
+python -m pipelines.cluster.schedule set full --cron "0 0 3 * * 1"
+python -m pipelines.cluster.schedule remove full
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+
+from lathe.errors import StageError
+from pipelines.cluster.cron import HINT, parse_cron
+from pipelines.cluster.follow import ENDED
+from pipelines.cluster.server import HELP, Client, answers, connect
+from pipelines.cluster.submit import Root, Strict, Submission, prepare, told
+from pipelines.cluster.upload import find
+from pipelines.commands.arguments import Pipeline, takes_arguments
+from pipelines.commands.variants import takes_machines
+
+PAGE = 100
+POLL_SECONDS = 2.0
+END_SECONDS = 600.0
+
+
+def set_schedule(submission: Submission, name: str, cron: str) -> int:
+    """Create the recurring run `name`, replacing those of the same name; never are two active.
+
+    One whose run has not ended stays, disabled, until the next `set` or `remove`: with it, the
+    run's workflow would go.
+
+    Returns:
+        the number of recurring runs that it replaced.
+    """
+    client = submission.client
+    old = schedules(client, name)
+    with _disabled(client, old):
+        models = client.api_models
+        client.recurring_runs.recurring_run_service_create_recurring_run(
+            models.V2beta1RecurringRun(
+                display_name=name,
+                mode=models.RecurringRunMode.ENABLE,
+                trigger=models.V2beta1Trigger(cron_schedule=models.V2beta1CronSchedule(cron=cron)),
+                no_catchup=True,
+                max_concurrency="1",
+                namespace=client.namespace,
+                **submission.request(),
+            )
+        )
+    busy = {run.recurring_run_id for run in unfinished(client, old)}
+    remove(client, [schedule for schedule in old if schedule.recurring_run_id not in busy])
+    return len(old)
+
+
+def schedules(client: Client, name: str) -> list[Any]:
+    """The recurring runs of a name."""
+    listing = client.recurring_runs.recurring_run_service_list_recurring_runs
+    return find(listing, "recurring_runs", name, namespace=client.namespace)
+
+
+def unfinished(client: Client, found: list[Any]) -> list[Any]:
+    """The runs of these recurring runs that have not ended."""
+    schedules = {schedule.recurring_run_id for schedule in found}
+    runs: list[Any] = []
+    token = "" if schedules else None
+    while token is not None:
+        page = client.runs.run_service_list_runs(
+            namespace=client.namespace, page_token=token, page_size=PAGE
+        )
+        runs += [run for run in page.runs or [] if run.recurring_run_id in schedules]
+        token = page.next_page_token or None
+    return [run for run in runs if run.state not in ENDED]
+
+
+def remove(client: Client, found: list[Any]) -> None:
+    """Delete recurring runs, none of whose runs may be unfinished: Pipelines collects a run's
+    workflow with its recurring run, and the run would stay RUNNING for ever."""
+    for schedule in found:
+        client.recurring_runs.recurring_run_service_delete_recurring_run(schedule.recurring_run_id)
+
+
+def end_runs(client: Client, found: list[Any], wait: bool) -> None:
+    """Wait until the runs of disabled recurring runs have ended, of themselves if `wait`.
+
+    Raises:
+        StageError: a run that was told to end has not in `END_SECONDS`.
+    """
+    told: dict[str, str] = {}
+    began = time.monotonic()
+    while runs := unfinished(client, found):
+        for run in runs:
+            if run.run_id not in told:
+                told[run.run_id] = run.display_name
+                if not wait:
+                    client.runs.run_service_terminate_run(run.run_id)
+                page = client.page(f"runs/details/{run.run_id}")
+                what = "waiting for" if wait else "ending"
+                print(f"{what} {run.display_name}, which runs: {page}", flush=True)
+        if not wait and time.monotonic() - began > END_SECONDS:
+            raise StageError(
+                f"{', '.join(told.values())}: told to end, and still running after "
+                f"{END_SECONDS:.0f} s: the schedule is left as it was, try again later"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def _disabled(client: Client, found: list[Any]) -> Iterator[None]:
+    """Disable recurring runs; if the block fails, enable those that were active again."""
+    active = [s.recurring_run_id for s in found if s.mode == "ENABLE"]
+    try:
+        for schedule in active:
+            client.recurring_runs.recurring_run_service_disable_recurring_run(schedule)
+        yield
+    except BaseException:
+        for schedule in active:
+            client.recurring_runs.recurring_run_service_enable_recurring_run(schedule)
+        raise
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=HELP)
+
+
+@app.command("set", epilog=HELP)
+@takes_arguments
+@takes_machines
+def set_command(
+    pipeline: str,
+    arguments: dict[str, Any],
+    cron: Annotated[str, typer.Option(help=HINT)],
+    root: Root = "",
+    strict: Strict = False,
+) -> None:
+    """Run a pipeline at these times, replacing its earlier schedule."""
+    name = f"lathe-{pipeline}"
+    with told():
+        times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
+        submission = prepare(pipeline, arguments, root, strict=strict)
+        with answers():
+            replaced = set_schedule(submission, name, cron)
+    print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")
+    print("next, in UTC unless the server's CRON_SCHEDULE_TIMEZONE is another:")
+    for at in times:
+        print(f"  {at:%a %Y-%m-%d %H:%M:%S}")
+
+
+@app.command("remove", epilog=HELP)
+def remove_command(
+    pipeline: Pipeline,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for a run that has started, and do not end it.")
+    ] = False,
+) -> None:
+    """Remove a pipeline's schedule, and end the run of it that has started, if one has."""
+    name = f"lathe-{pipeline}"
+    with told():
+        client = connect()
+        with answers():
+            found = schedules(client, name)
+            with _disabled(client, found):
+                end_runs(client, found, wait)
+            remove(client, found)
+    print(f"schedule {name}: {'removed' if found else 'there was none'}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,198 @@
+"""Run a pipeline on the cluster: check, compile, upload, start, and follow it if asked to.
+
+    python -m pipelines.cluster.submit qat --model s3://models/gpt --nodes 2 --gpus 8 --follow
+
+What a run needs to know of the server is in the environment: see --help.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+from kfp import compiler
+from kfp.dsl.graph_component import GraphComponent
+
+from lathe.config.recipe import recipe_text
+from lathe.errors import UserError
+from lathe.storage.s3 import SCHEMES
+from pipelines.cluster.follow import Logs, follow_to_end
+from pipelines.cluster.preflight import Preflight
+from pipelines.cluster.results import ResultsReader
+from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers
+from pipelines.cluster.upload import experiment_id, upload, version_name
+from pipelines.commands.arguments import recipe_names, takes_arguments
+from pipelines.commands.told import told
+from pipelines.commands.variants import choose_variant, takes_machines
+from pipelines.compiler.code import code_digests
+from pipelines.compiler.compile import FUNCTIONS, build, telling_its_digest
+from pipelines.compiler.finished import Outputs
+from pipelines.compiler.resources import SERVICE_ACCOUNT, Variant
+
+EXPERIMENT = "lathe"
+
+Root = Annotated[
+    str,
+    typer.Option(
+        envvar="LATHE_PIPELINE_ROOT", help="Where artifacts go, s3://...; default: the server's."
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse a node pool without enough GPUs, as an autoscaled "
+    "one may be.")
+]  # fmt: skip
+
+Followed = Annotated[
+    bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
+]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A pipeline that is on the server, ready to be run with these parameters."""
+
+    client: Client
+    pipeline: GraphComponent
+    pipeline_id: str
+    version_id: str
+    experiment_id: str
+    parameters: dict[str, Any]
+    root: str
+
+    def request(self) -> dict[str, Any]:
+        """What a run and a recurring run have in common."""
+        models = self.client.api_models
+        return {
+            "experiment_id": self.experiment_id,
+            "pipeline_version_reference": models.V2beta1PipelineVersionReference(
+                pipeline_id=self.pipeline_id, pipeline_version_id=self.version_id
+            ),
+            "runtime_config": models.V2beta1RuntimeConfig(
+                parameters=self.parameters, pipeline_root=self.root or None
+            ),
+            "service_account": SERVICE_ACCOUNT,
+        }
+
+
+def prepare(
+    name: str,
+    arguments: dict[str, Any],
+    root: str,
+    strict: bool = False,
+    finished: Mapping[str, Outputs] | None = None,
+) -> Submission:
+    """Check all that can be checked, then put the pipeline on the server.
+
+    Args:
+        strict: whether machines that are not there now are an error; else a warning.
+        finished: outputs of the steps that are not to be done again.
+
+    Raises:
+        ExceptionGroup: of UserErrors, everything that is wrong; nothing is on the server then.
+        UserError, StageError: the server does not take it.
+    """
+    preflight = Preflight()
+    client = preflight.server()
+    preflight.arguments(name, arguments)
+    preflight.store(root, client)
+    if name not in FUNCTIONS:
+        preflight.finish()
+    try:
+        variant = choose_variant(name, arguments)
+    except UserError:  # which the check of the recipes tells
+        variant = Variant()
+    variant = replace(variant, finished=finished or {}, code=code_digests())
+    preflight.recipes(name, arguments, variant)
+    preflight.nodes(variant.pool, strict)
+    pipeline = build(name, variant)
+    preflight.images(pipeline, variant.pool)
+    for line in preflight.unchecked:
+        print(line)
+    if any("not checked" in line for line in preflight.unchecked):
+        print("make doctor checks from within the cluster what cannot be checked from here")
+    preflight.finish()
+    assert client
+    with TemporaryDirectory() as folder:
+        compiled = Path(folder) / f"{name}.yaml"
+        compiler.Compiler().compile(telling_its_digest(name, pipeline), str(compiled))
+        version = version_name(variant)
+        with answers():
+            ids = upload(client, f"lathe-{name}", version, compiled)
+            experiment = experiment_id(client, EXPERIMENT)
+    pipeline_id, version_id, is_new = ids
+    state = "uploaded" if is_new else "there already"
+    print(f"pipeline lathe-{name}, version {version}: {state}")
+    overrides = list(dict.fromkeys([*arguments["overrides"], *variant.overrides]))
+    recipes = {key: _sent(recipe) for key, recipe in recipe_names(name, arguments).items()}
+    parameters = arguments | recipes | {"overrides": overrides}
+    if model := arguments.get("model"):
+        parameters["model"] = _importable(client, model, root)
+    return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
+
+
+def _importable(client: Client, model: str, root: str) -> str:
+    """The model's address, with the scheme of the pipeline root if it is in the same bucket.
+
+    Pipelines 2.17 notes no store for what it imports: its launcher reads it as it does the root if
+    scheme and bucket are the same, and otherwise as from Amazon, at http://BUCKET.ENDPOINT.
+    """
+    with suppress(UserError):  # the root is not known here: the address stays
+        ours = urlsplit(root or ResultsReader(client).default_root)
+        theirs = urlsplit(model)
+        if {ours.scheme, theirs.scheme} <= set(SCHEMES) and ours.netloc == theirs.netloc:
+            return theirs._replace(scheme=ours.scheme).geturl()
+    return model
+
+
+def _sent(recipe: str) -> str:
+    """What the steps get for a recipe: they run in an image, which has those that ship only."""
+    is_file = "\n" not in recipe and Path(recipe).is_file()
+    return recipe_text(Path(recipe)) if is_file else recipe
+
+
+def start(submission: Submission, name: str, is_followed: bool, logs: bool) -> None:
+    """Start a run of this name and print its page; follow it if asked to.
+
+    Raises:
+        UserError, StageError: the server does not take it.
+    """
+    client = submission.client
+    with answers():
+        body = client.api_models.V2beta1Run(display_name=name, **submission.request())
+        run_id = client.runs.run_service_create_run(body).run_id
+    page = client.page(f"runs/details/{run_id}")
+    print(f"run {run_id}: {page}", flush=True)
+    if page.startswith(LOCAL_UI):
+        print(f"for that page: {TO_UI}; or set LATHE_KFP_UI to the UI's address")
+    if is_followed:
+        follow_to_end(client, run_id, logs)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(epilog=HELP)
+@takes_arguments
+@takes_machines
+def main(
+    pipeline: str,
+    arguments: dict[str, Any],
+    root: Root = "",
+    strict: Strict = False,
+    is_followed: Followed = False,
+    logs: Logs = True,
+) -> None:
+    """Run a pipeline on the cluster."""
+    with told():
+        submission = prepare(pipeline, arguments, root, strict=strict)
+        name = f"{pipeline} {datetime.now():%Y-%m-%d %H:%M:%S}"
+        start(submission, name, is_followed, logs)
+
+
+if __name__ == "__main__":
+    app()

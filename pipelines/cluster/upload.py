@@ -1,0 +1,107 @@
+"""Put a compiled pipeline on the server as a version that says which sources made it."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lathe.storage import digest, sha256
+from pipelines.cluster.server import Client
+from pipelines.compiler.resources import Variant
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHORT = 8
+EQUALS = 1
+
+
+def version_name(variant: Variant) -> str:
+    """The commit, what makes the tree differ from it, and what it is compiled for.
+
+    Without a repository, as in an image, `unversioned`: the content then makes the difference.
+    """
+    parts = [_commit()]
+    variant = replace(variant, code={})  # which the commit stands for
+    if variant != Variant():
+        parts.append(digest(repr(variant))[:SHORT])
+    return "-".join(parts)
+
+
+def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple[str, str, bool]:
+    """Find the version with this content, or make it.
+
+    A version of that name with another content (built with other images, say) is left as it is,
+    and the new one has its own digest in its name. The digest is kept in the description.
+
+    Returns:
+        the pipeline's id, the version's id, and whether the version is new.
+    """
+    models = client.api_models
+    found = find(client.pipelines.pipeline_service_list_pipelines, "pipelines", pipeline,
+                 namespace=client.namespace)  # fmt: skip
+    if not found:
+        body = models.V2beta1Pipeline(
+            name=pipeline, display_name=pipeline, namespace=client.namespace
+        )
+        found = [client.pipelines.pipeline_service_create_pipeline(body)]
+    pipeline_id = found[0].pipeline_id
+    content = sha256(compiled)
+    for name in (version, f"{version}-{content[:SHORT]}"):
+        versions = find(client.pipelines.pipeline_service_list_pipeline_versions,
+                        "pipeline_versions", name, pipeline_id=pipeline_id)  # fmt: skip
+        if not versions:
+            made = client.pipeline_uploads.upload_pipeline_version(
+                str(compiled),
+                # Versions that are Kubernetes objects share one namespace with all pipelines'.
+                name=f"{pipeline}-{name}",
+                display_name=name,
+                pipelineid=pipeline_id,
+                description=f"sha256:{content}",
+            )
+            return pipeline_id, made.pipeline_version_id, True
+        if versions[0].description == f"sha256:{content}":
+            break
+    return pipeline_id, versions[0].pipeline_version_id, False
+
+
+def find(listing: Callable[..., Any], field: str, name: str, **options: Any) -> list[Any]:
+    """All that a listing request of the API has under a display name."""
+    predicate = {"operation": EQUALS, "key": "display_name", "stringValue": name}
+    found: list[Any] = []
+    token = ""
+    while True:
+        page = listing(filter=json.dumps({"predicates": [predicate]}), page_token=token, **options)
+        found += getattr(page, field) or []
+        token = page.next_page_token
+        if not token:
+            return found
+
+
+def experiment_id(client: Client, name: str) -> str:
+    """The experiment of this name, made where there is none."""
+    listing = client.experiments.experiment_service_list_experiments
+    found = find(listing, "experiments", name, namespace=client.namespace)
+    if not found:
+        body = client.api_models.V2beta1Experiment(display_name=name, namespace=client.namespace)
+        found = [client.experiments.experiment_service_create_experiment(body)]
+    return str(found[0].experiment_id)
+
+
+def _commit() -> str:
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD").strip()
+        changes = _git("diff", "HEAD")
+        new = _git("ls-files", "--others", "--exclude-standard").splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return "unversioned"
+    files = [REPOSITORY / name for name in new if (REPOSITORY / name).is_file()]
+    changes += "".join(sha256(file) for file in files)
+    return f"{commit}-dirty-{digest(changes)[:SHORT]}" if changes else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=True
+    ).stdout

@@ -1,0 +1,122 @@
+"""A pipeline's arguments as command-line options, and their validation."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from lathe.errors import UserError
+from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults
+
+SHARDS = "Launch.shards"
+WEIGHT_BITS = "Compress.Quantization.weight_bits"
+OPTIONS = {
+    "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
+    "tokenizer": "Tokenizer file or folder.",
+    "model": "Checkpoint folder to start from.",
+    "cloze": "LAMBADA-format file to evaluate on.",
+    "recipe": "Name or path of the pipeline's recipe.",
+    "prune_recipe": "The recipe of pruning, in `full` and `compress`.",
+    "qat_recipe": "The recipe of quantization, likewise.",
+    "target": "Target of `compress`: latency=0.5.",
+    "budget": "Budget of `compress`: perplexity=0.05.",
+    "trials": "Maximum number of designs that `compress` trains.",
+    "kills": "Kills of a training that is certified to resume, in `pretrain`: 20.",
+    "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
+}
+KINDS: dict[str, type] = {"kills": int, "trials": int}
+"""Of the options that are not strings."""
+Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
+Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
+Quant = Annotated[
+    str,
+    typer.Option(help=f"int8 or int4: short for -o {WEIGHT_BITS}=..., in pipelines that quantize."),
+]
+Shards = Annotated[
+    int | None, typer.Option(help=f"Steps that tokenize a shard each: short for -o {SHARDS}=...")
+]
+Overrides = Annotated[
+    list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
+]
+
+
+def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
+    """Make `function(pipeline, arguments, **own)` a command with an option for every argument.
+
+    `arguments` has those that were given or follow from the engine, and always `overrides`; the
+    others keep the pipeline's defaults.
+    """
+
+    @functools.wraps(function)
+    def command(
+        pipeline: str,
+        engine: str,
+        quant: str,
+        shards: int | None,
+        overrides: list[str],
+        **options: Any,
+    ) -> None:
+        values = {key: options.pop(key) for key in OPTIONS}
+        given = {key: value for key, value in values.items() if value}
+        if engine:
+            overrides = [*overrides, f"{ENGINE}={engine}"]
+        if quant:
+            overrides = [*overrides, f"{WEIGHT_BITS}={quant.removeprefix('int')}"]
+        if shards is not None:
+            overrides = [*overrides, f"{SHARDS}={shards}"]
+        arguments = defaults(pipeline, overrides) | given | {"overrides": overrides}
+        function(pipeline, arguments, **options)
+
+    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, default=default, annotation=kind)
+
+    own = list(inspect.signature(function).parameters.values())[2:]
+    parameters = [
+        parameter("pipeline", Pipeline, "full"),
+        *(
+            parameter(key, Annotated[kind, typer.Option(help=text)], kind())
+            for key, text in OPTIONS.items()
+            for kind in [KINDS.get(key, str)]
+        ),
+        parameter("engine", Engine, ""),
+        parameter("quant", Quant, ""),
+        parameter("shards", Shards, None),
+        parameter("overrides", Overrides, []),
+        *(parameter(p.name, p.annotation, p.default) for p in own),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
+    """Yield errors: an unknown pipeline, an argument it does not have, or a missing one."""
+    if name not in FUNCTIONS:
+        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(FUNCTIONS)}")
+        return
+    inputs = built(name).component_spec.inputs
+    for key in arguments.keys() - inputs.keys():
+        yield UserError(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
+    for key, spec in inputs.items():
+        if not spec.optional and key not in arguments:
+            yield UserError(
+                f"pipeline {name} needs a {key}",
+                f"give --{key} (make: {key.upper()}=...), such as the one `make run "
+                "PIPELINE=pretrain` writes",
+            )
+
+
+def argument(name: str, key: str) -> Any:
+    """The default of a pipeline's argument; None if it has none or there is no such argument."""
+    inputs = built(name).component_spec.inputs
+    return inputs[key].default if key in inputs else None
+
+
+def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, str]:
+    """The recipes that a pipeline reads, by argument."""
+    inputs = built(name).component_spec.inputs
+    keys = [key for key in inputs if key.endswith("recipe")]
+    return {key: arguments.get(key, inputs[key].default) for key in keys}

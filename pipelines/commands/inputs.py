@@ -1,0 +1,228 @@
+"""Preflight checks of a local run, which report all problems together before any work begins."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from lathe import backends
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.newest import NEWEST, resolve
+from lathe.data.sources import documents
+from lathe.data.tokenizer import load_tokenizer
+from lathe.errors import StageError, UserError, explain
+from lathe.evaluate.lambada import check_cloze
+from lathe.model.folder import require_checkpoint
+from lathe.production.release import releases_of
+from lathe.search.goal import parse_goal
+from lathe.serve.environment import find_environment
+from lathe.storage import exists, is_remote, is_store
+from pipelines.commands.arguments import argument, recipe_names, wrong_names
+
+SERVES = ("qat", "compress", "full")
+"""The pipelines that start Triton."""
+
+STORE_SECONDS = 10.0
+GOAL = ("target", "budget")
+RESERVED = {"deployed", "serve"}  # names below run/ that have another meaning
+RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
+KEY = "signing.pem"
+
+
+class Problems:
+    """Collects problems, and what could not be checked."""
+
+    def __init__(self) -> None:
+        self.problems: list[UserError | StageError] = []
+        self.unchecked: list[str] = []
+
+    def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's result; None where it found something wrong or could not check."""
+        try:
+            return function(*arguments)
+        except UserError as error:
+            self.problems.append(error)
+        except StageError as error:
+            self.unchecked.append(f"{what}: not checked: {error}")
+        except OSError as error:
+            self.problems.append(explain(error, what))
+        return None
+
+    def finish(self) -> None:
+        """Raise all problems as an ExceptionGroup, if there are any."""
+        if self.problems:
+            raise ExceptionGroup("problems", self.problems)
+
+
+class Inputs(Problems):
+    """The checks of a run on this machine."""
+
+    def recipes(self, name: str, arguments: dict[str, Any]) -> dict[str, Recipe]:
+        """The valid recipes, by argument."""
+        self.problems += wrong_names(name, arguments)
+        self.finish()
+        for key, value in arguments.items():
+            if isinstance(value, str) and not _is_text(value):
+                self.problems.append(UserError(f"{key} {value!r}: not UTF-8", "rename it"))
+        self.finish()
+        overrides = arguments["overrides"]
+        found = {
+            key: self.check(recipe, load_recipe, recipe, overrides)
+            for key, recipe in recipe_names(name, arguments).items()
+        }
+        return {key: recipe for key, recipe in found.items() if recipe}
+
+    def paths(self, name: str, arguments: dict[str, Any], recipe: Recipe | None) -> None:
+        """The files, folders and addresses that the pipeline reads.
+
+        Args:
+            recipe: of the text and the tokenizer; None where it is wrong.
+        """
+        checks = {"model": require_checkpoint, "cloze": check_cloze}
+        for key, function in checks.items():
+            if value := arguments.get(key):
+                self.check(f"{key} {value}", check_place, key, value, function)
+        if recipe is None:
+            return
+        corpus = arguments.get("corpus") or recipe.Prepare.source
+        self.check(f"corpus {corpus}", check_corpus, corpus, recipe.Prepare.text_key)
+        given = arguments.get("tokenizer")
+        own = given or (recipe.Prepare.tokenizer if argument(name, "tokenizer") is not None else "")
+        if own and own != "train":
+            self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
+
+    def goal(self, name: str, arguments: dict[str, Any]) -> None:
+        """The target and budget of `compress`."""
+        if name == "compress":
+            self.check("target", parse_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
+
+    def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
+        """The address of the releases."""
+        if (root := arguments.get("production")) and recipe:
+            self.check("production", check_releases, root, recipe)
+
+    def environments(self, name: str, recipes: dict[str, Recipe]) -> None:
+        """Triton's, where the pipeline serves, and those of the recipes' backends."""
+        if name in SERVES:
+            self.check("Triton", find_environment)
+        if name == "compress" and (pruning := recipes.get("prune_recipe")):
+            self.check("pruning", backends.of(pruning).check_support, "compress", pruning, False)
+        for backend in {backends.of(recipe) for recipe in recipes.values()}:
+            self.check("Paddle", backend.check_environment)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_place(key: str, value: str, function: Callable[[Path], object]) -> None:
+    """Check a path with `function`, and that there is something at an address in a store."""
+    if is_remote(value):
+        check_address(key, value)
+        return
+    path = Path(value)
+    if not path.exists():
+        raise UserError(f"{key}: no such file or folder: {value}", "check the path")
+    if not (path.is_file() or path.is_dir()):
+        raise UserError(f"{key} {value}: neither a file nor a folder", "give one of them")
+    try:
+        function(path)
+    except UserError as error:
+        raise UserError(f"{key} {error.what}", error.hint) from None
+
+
+def check_address(key: str, uri: str) -> None:
+    """Check that the store has something at the address; HTTP is checked when it is fetched."""
+    if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
+        raise UserError(f"{key} {uri}: there is nothing", "check the address")
+
+
+def check_corpus(source: str, text_key: str) -> None:
+    """Its first document, where it is on this machine."""
+    place = source.removeprefix(NEWEST)
+    if place != source:
+        source = (
+            within(STORE_SECONDS, place, resolve, source) if is_remote(place) else resolve(source)
+        )
+    if source == "python" or source.startswith("hf://"):
+        return
+    check_place("corpus", source, lambda path: next(documents(str(path), text_key)))
+
+
+def check_releases(root: str, recipe: Recipe) -> None:
+    """Check that the releases are an address in a store that answers."""
+    production = recipe.Production.model_copy(update={"releases": root})
+    releases = releases_of(recipe.model_copy(update={"Production": production}))
+    within(STORE_SECONDS, releases.root, releases.pointer)
+
+
+def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, with a time limit.
+
+    Raises:
+        UserError: it does not; and what the function raises.
+    """
+    result: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def call() -> None:
+        try:
+            result.put((function(*arguments), None))
+        except BaseException as error:
+            result.put((None, error))
+
+    Thread(target=call, daemon=True).start()  # one that hangs ends with this process
+    try:
+        value, error = result.get(timeout=seconds)
+    except Empty:
+        raise UserError(
+            f"{uri}: no answer within {seconds:g} s", "check the network and AWS_ENDPOINT_URL"
+        ) from None
+    if error:
+        raise error
+    return value
+
+
+def check_name(folder: Path, runs: Path) -> None:
+    """Check that a run folder is directly below run/ and does not have a reserved name."""
+    is_own = folder.name not in ("..", *RESERVED) and folder.name.isprintable()
+    if folder.parent != runs or not is_own:
+        raise UserError(
+            f"--name: {str(folder)!r} is no run folder", "give one word, as --name first"
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Check that the run folder does not exist yet or was written by a run."""
+    hint = "give another --name"
+    if not folder.is_dir():
+        for path in (folder, *folder.parents):
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise UserError(f"{path}: not a folder", "move it away, or give another --name")
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    if RUN_LOG not in names and names not in ([], [LOCK]):
+        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", hint)
+    for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
+        path = folder / name
+        if path.is_symlink() or (path.exists() and not is_right(path)):
+            raise UserError(f"{path}: not what a run has written", hint)
+
+
+def _is_lock(path: Path) -> bool:
+    return path.is_file() and re.fullmatch(rb"\d*\n?", path.read_bytes()) is not None
+
+
+def check_link(deployed: Path) -> None:
+    """Check that `deployed` does not exist or is a link made by an earlier run."""
+    if deployed.exists() and not deployed.is_symlink():
+        raise UserError(
+            f"{deployed}: not a link that a run has made",
+            "move it away: the run puts its own there",
+        )

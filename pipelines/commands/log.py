@@ -1,0 +1,110 @@
+"""Turn a local run's output into stages: their start, Lathe's own messages, and their end."""
+
+import json
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+from components.artifacts import FIGURES
+from components.stage import ERROR, MARK
+from pipelines.local.cache import DONE_AGAIN, FIRST
+from pipelines.local.forecast import Forecast
+
+_COLOUR = re.compile(r"\x1b\[\d*m")
+_BEGAN = re.compile(r"Executing task '(.+)'$")
+_ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
+_REUSED = re.compile(r"Task (\S+) cache hit")
+_DONE_AGAIN = re.compile(rf"Task ((\S+) {DONE_AGAIN}: (.+))$")
+_FIRST = re.compile(rf"Task (\S+) {FIRST}$")
+_FIRST_WORKER = re.compile(r"\[rank0\]:")
+_KFP = re.compile(r"\[KFP Executor .*?\]: ")
+
+ALWAYS = "done in every run"
+TAIL_LINES = 30
+
+
+class StageLog:
+    """Follows the lines of `pipelines.local.runner`: yields those a reader wants, keeps the error.
+
+    Args:
+        forecast: of the default run.
+
+    Attributes:
+        failed: the stage that has failed.
+        figures: what the last stage has recorded.
+        marked: the last lines that are Lathe's own.
+        outcomes: of every stage that was reached, by name: reused, or why it was done. A stage in a
+            loop has several.
+    """
+
+    def __init__(self, forecast: Forecast | None = None) -> None:
+        self.failed: str | None = None
+        self.figures: dict[str, float] = {}
+        self.outcomes: dict[str, list[str]] = {}
+        self._forecast = forecast
+        self._stage, self._since = "", 0.0
+        self._errors: list[str] = []
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.marked: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def feed(self, line: str) -> Iterator[str]:
+        """Yield what to show of one more line."""
+        line = _COLOUR.sub("", line.rstrip("\n"))
+        text = line.strip()
+        if text.startswith(MARK):
+            self.marked.append(text.removeprefix(MARK))
+        if match := _BEGAN.search(text):
+            self._stage, self._since = match[1], time.monotonic()
+            self._errors.clear()
+            self._tail.clear()
+            self.outcomes.setdefault(match[1], [ALWAYS])
+            yield match[1]
+        elif match := _ENDED.search(text):
+            if match[2] == "FAILURE":
+                self.failed = match[1]
+            elif match[1] == self._stage:
+                seconds = time.monotonic() - self._since
+                yield f"    done in {seconds:.1f} s{self._left(match[1], seconds)}"
+        elif match := _REUSED.search(text):
+            self.outcomes.setdefault(match[1], []).append("reused")
+            yield match[1]
+            yield f"    finished in an earlier run of this folder: reused{self._left(match[1])}"
+        elif match := _FIRST.search(text):
+            self.outcomes.setdefault(match[1], []).append("not done before")
+        elif match := _DONE_AGAIN.search(text):
+            self.outcomes.setdefault(match[2], []).append(match[3])
+            yield match[1]
+        elif text.startswith(FIGURES):
+            with suppress(ValueError):
+                self.figures = json.loads(text.removeprefix(FIGURES))
+        elif text.startswith(MARK + ERROR):
+            self._errors.append(text.removeprefix(MARK + ERROR))
+        elif text.startswith(MARK):
+            yield "    " + text.removeprefix(MARK)
+        elif match := _FIRST_WORKER.match(text):
+            yield "    " + text[match.end() :]
+        elif not _KFP.match(text):
+            self._tail.append(line)
+
+    def reuse(self) -> Iterator[str]:
+        """A line a stage, whether it was reused or why not; none where nothing was done before."""
+        told = {name: Counter(outcomes) for name, outcomes in self.outcomes.items()}
+        if all(counts.keys() <= {ALWAYS, "not done before"} for counts in told.values()):
+            return
+        width = max(map(len, told)) + 2
+        for name, counts in told.items():
+            parts = [f"{text} ({n} times)" if n > 1 else text for text, n in counts.items()]
+            yield f"{name:{width}}{'; '.join(parts)}"
+
+    def _left(self, stage: str, seconds: float | None = None) -> str:
+        return f"; {self._forecast.end(stage, seconds)}" if self._forecast else ""
+
+    def error(self) -> str:
+        """The stage's own error message, or else its last lines."""
+        where = f"{self.failed}: " if self.failed else ""
+        if self._errors:
+            return where + "\n".join(self._errors)
+        tail = "\n".join(self._tail)
+        return f"{where}failed\n{tail[max(tail.find('    Traceback'), 0) :].rstrip()}"

@@ -1,0 +1,114 @@
+"""Choose what a pipeline is compiled for: the machines of a run, and what steps need of them."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.errors import StageError, UserError
+from lathe.model.config import GPTConfig, read_config
+from lathe.storage import fetch
+from lathe.train.shape import model_config
+from pipelines.commands.arguments import recipe_names
+from pipelines.commands.inputs import STORE_SECONDS, within
+from pipelines.compiler.resources import Pool, Variant
+from pipelines.compiler.sizes import Sizes, estimate_sizes
+
+MACHINES: dict[str, tuple[Any, str, str]] = {
+    "nodes": (int | None, "nodes", "Machines of a training; default 1."),
+    "gpus": (int | None, "gpus_per_node", "GPUs of a machine; 0 for none, default 1."),
+    "node_pool": (str, "node_pool", "Value of the node label lathe/node-pool."),
+    "queue": (str, "queue", "Kueue LocalQueue through which GPUs are given out."),
+    "cpus": (int | None, "cpus_per_node", "CPU cores of every step that works."),
+    "memory": (str, "memory_per_node", "Memory of every such step, 32Gi; estimated unless given."),
+    "notify": (bool | None, "notify", "Post the run's end to the URL in the Secret lathe-webhook."),
+}
+"""Options that set keys of the recipe's group Launch: type, key, help."""
+
+
+def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options about machines to a command `function(pipeline, arguments, **own)`; they
+    come to it as overrides."""
+
+    @functools.wraps(function)
+    def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
+        given = {key: options.pop(option) for option, (_, key, _) in MACHINES.items()}
+        told = [f"Launch.{k}={value}" for k, value in given.items() if value not in (None, "")]
+        arguments = arguments | {"overrides": [*arguments["overrides"], *told]}
+        function(pipeline, arguments, **options)
+
+    def parameter(name: str) -> inspect.Parameter:
+        kind, _, help = MACHINES[name]
+        annotation = Annotated[kind, typer.Option(help=help)]
+        default = "" if kind is str else None
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+
+    first, second, *own = inspect.signature(function).parameters.values()
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [first, second, *map(parameter, MACHINES), *own]
+    )
+    return command
+
+
+def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
+    """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is
+    silent.
+
+    Raises:
+        UserError: that recipe is wrong.
+    """
+    names, overrides = list(recipe_names(name, arguments).values()), arguments["overrides"]
+    recipe = load_recipe(names[0], overrides)
+    launch, told = recipe.Launch, recipe.Launch.model_fields_set
+    pool = Pool(
+        nodes=launch.nodes,
+        gpus=launch.gpus_per_node if "gpus_per_node" in told else Pool.gpus,
+        node_pool=launch.node_pool or Pool.node_pool,
+        queue=launch.queue,
+        engine=_engine_of(names, overrides),
+        cpus=launch.cpus_per_node if "cpus_per_node" in told else None,
+        memory=launch.memory_per_node if "memory_per_node" in told else None,
+    )
+    machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
+    return Variant(
+        pool,
+        sizes=_sizes(arguments, machines),
+        shards=launch.shards,
+        notify=launch.notify,
+    )
+
+
+def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:
+    """What the steps need; None where the model, or how it is divided, cannot be told from here."""
+    try:
+        if model := arguments.get("model"):
+            config = within(STORE_SECONDS, model, _config_at, model)
+        else:
+            config = model_config(recipe, recipe.Prepare.vocab_size)
+        return estimate_sizes(config, recipe)
+    except (UserError, StageError):
+        return None
+
+
+def _config_at(model: str) -> GPTConfig:
+    with TemporaryDirectory() as folder:
+        fetch(f"{model.rstrip('/')}/config.json", Path(folder))
+        return read_config(Path(folder))
+
+
+def _engine_of(recipes: list[str], overrides: list[str]) -> str:
+    """`paddle` if one of the recipes says so."""
+    for recipe in recipes:
+        with suppress(UserError):  # which the check of the recipes tells
+            if load_recipe(recipe, overrides).Compress.engine == "paddle":
+                return "paddle"
+    return Pool.engine

@@ -1,0 +1,31 @@
+"""What an image has of Lathe, by component, for Pipelines' cache key where the image is named by a
+tag, which stays the same when the image does not."""
+
+import json
+from collections.abc import Collection
+
+from lathe.config.recipe import shipped_recipes
+from lathe.storage import digest, sha256
+from pipelines.compiler.reach import REPOSITORY, Sources
+from pipelines.local.cache import settings_digests
+
+LOCKS = REPOSITORY / "images"
+
+
+def code_digests() -> dict[str, str]:
+    """The digest of what each component depends on: its code, the images' lock files, and of the
+    shipped recipes, which steps are given by name, the settings that it reads."""
+    sources = Sources()
+    names = sorted(path.parent.name for path in (REPOSITORY / "components").glob("*/component.py"))
+    locks = [sha256(path) for path in sorted(LOCKS.glob("*/*.lock"))]
+    found: dict[str, str] = {}
+    for name in names:
+        reached = sources.reached(name)
+        found[name] = digest(json.dumps([reached.digest, locks, _recipes(reached.groups)]))
+    return found
+
+
+def _recipes(groups: Collection[str]) -> list[list[str]]:
+    """The digests of these groups of every recipe that ships, as resolved."""
+    resolved = [settings_digests(name) for name in shipped_recipes()]
+    return [[own[group] for group in sorted(groups)] for own in resolved]

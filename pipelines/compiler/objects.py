@@ -1,0 +1,59 @@
+"""Write the pipelines as Kubernetes objects: `python -m pipelines.compiler.objects FILE VERSION`.
+
+Where Kubeflow Pipelines stores its definitions in the Kubernetes API, a GitOps controller can apply
+these objects from a repository instead of `make submit`. Their namespace is LATHE_KFP_NAMESPACE, or
+`lathe`.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kfp import compiler
+
+from lathe.storage import atomic_file
+from pipelines.compiler.compile import FUNCTIONS, built, telling_its_digest
+
+NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"
+LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
+
+
+def write(path: Path, version: str) -> None:
+    """A Pipeline `lathe-<name>` and its PipelineVersion `lathe-<name>-<version>` of each, in one
+    YAML file.
+
+    Args:
+        version: lower-case letters, digits, dots and dashes. A version is immutable, so name it
+            after the commit.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as work, work.open("w", encoding="utf-8") as file:
+        yaml.safe_dump_all((thing for name in FUNCTIONS for thing in _objects(name, version)), file)
+
+
+def _objects(name: str, version: str) -> list[dict[str, Any]]:
+    options = compiler.KubernetesManifestOptions(
+        pipeline_name=f"lathe-{name}",
+        pipeline_version_name=f"lathe-{name}-{version}",
+        pipeline_version_display_name=version,
+        namespace=NAMESPACE,
+        include_pipeline_manifest=True,
+    )
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
+        compiler.Compiler().compile(
+            telling_its_digest(name, built(name)),
+            file.name,
+            kubernetes_manifest_format=True,
+            kubernetes_manifest_options=options,
+        )
+        objects = list(yaml.safe_load_all(Path(file.name).read_text(encoding="utf-8")))
+    for thing in objects:
+        thing["metadata"]["labels"] = LABELS
+    return objects
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,252 @@
+"""The resources that tasks request from the cluster, all in one place.
+
+The local runner ignores them.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from kfp import kubernetes
+from kfp.dsl import PipelineTask
+
+from components.images import PADDLE
+from lathe.provenance.keys import MOUNTED, TRUSTED_MOUNTED
+from lathe.provenance.surroundings import IMAGE
+from pipelines.compiler.finished import Finished, Outputs, can_be_taken
+from pipelines.compiler.sizes import LIMIT, Sizes, quantity
+
+ACCELERATOR = "nvidia.com/gpu"
+TAINT = ACCELERATOR
+NODE_POOL = "lathe/node-pool"
+QUEUE = "kueue.x-k8s.io/queue-name"
+SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
+KEYS = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
+STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
+TRUST = "lathe-verification-keys"
+TOLD = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
+TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
+SERVICE_ACCOUNT = "lathe-pipeline"
+USER = 10001
+POD_FIELDS = {
+    "POD_NAME": "metadata.name",
+    "POD_UID": "metadata.uid",
+    "POD_NAMESPACE": "metadata.namespace",
+    "KFP_RUN_ID": "metadata.labels['pipeline/runid']",
+}
+RETRIES = 2
+HOUR = 3600
+CORES, MEMORY_GIB, SHARED_MEMORY_GIB = 4, 32, 8
+"""Of a GPU; the memory where the model's size is not known."""
+CPU_MEMORY_GIB = 8
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The machines that training runs on, and from which every GPU comes, and the engine on them.
+
+    Attributes:
+        nodes: machines of one training; several are those of a TrainJob that the task starts.
+        gpus: GPUs of a machine; 0 for none in any task.
+        node_pool: value of the node label lathe/node-pool.
+        queue: Kueue's LocalQueue, through which GPUs are given out.
+        engine: Compress.engine; `paddle` if one recipe of the run says so.
+        cpus: cores that every step which works asks for; by its kind where None.
+        memory: the same of memory, which is its limit too; estimated where None.
+    """
+
+    nodes: int = 1
+    gpus: int = 1
+    node_pool: str = "gpu"
+    queue: str | None = None
+    engine: str = "torch"
+    cpus: int | None = None
+    memory: str | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a pipeline is compiled for.
+
+    Attributes:
+        inputs: what `look_up` finds, where it is known; otherwise a step of the run finds it.
+        code: digests of what each component's result depends on, which its cache key gets where
+            the image is not named by its digest.
+        sizes: what the steps need; None where the model is not known.
+        shards: in which the corpus is tokenized, each by a step of its own.
+        finished: outputs of the steps that an earlier run has finished, which are not done again.
+        notify: whether somebody is told of the end of the run.
+    """
+
+    pool: Pool = Pool()
+    inputs: Mapping[str, Any] | None = None
+    code: Mapping[str, str] = field(default_factory=dict)
+    sizes: Sizes | None = None
+    shards: int = 1
+    finished: Mapping[str, Outputs] = field(default_factory=dict)
+    notify: bool = False
+
+    @property
+    def overrides(self) -> list[str]:
+        """The pool's machines, and the shards, as recipe overrides, for the process that starts the
+        workers.
+
+        The engine is not included, as the recipes of a run may have different ones.
+        """
+        pool, sizes = self.pool, self.sizes
+        settings: dict[str, object] = {"nodes": pool.nodes, "gpus_per_node": pool.gpus}
+        settings |= {"queue": pool.queue, "node_pool": pool.node_pool if pool.gpus else None}
+        settings |= {"cpus_per_node": pool.cpus, "memory_per_node": pool.memory}
+        settings |= {"shards": self.shards if self.shards > 1 else None}
+        if pool.nodes > 1 and sizes:
+            settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
+            settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training)
+        return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+
+
+# KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
+# be around it.
+_VARIANT: ContextVar[Variant] = ContextVar("variant")
+
+
+@contextmanager
+def compiling(variant: Variant) -> Iterator[None]:
+    """Pipelines traced inside are for this variant."""
+    token = _VARIANT.set(variant)
+    try:
+        yield
+    finally:
+        _VARIANT.reset(token)
+
+
+def compiled_variant() -> Variant:
+    """The one that is being compiled."""
+    return _VARIANT.get()
+
+
+def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
+    """The task of a step; in its place, the outputs of an earlier run that has finished it."""
+    found = _VARIANT.get().finished.get(component.name)
+    if found and can_be_taken(component, found):
+        return Finished(component, found)
+    return _with_code(component)(**inputs)
+
+
+def _with_code(component: Any) -> Any:
+    """The component, whose arguments say which code it is where its image's name does not;
+    Pipelines' cache key has the arguments, and KFP passes over those it does not know."""
+    digest = _VARIANT.get().code.get(component.python_func.__name__)
+    images = [component.component_spec.implementation.container.image]
+    images += [PADDLE] if _VARIANT.get().pool.engine == "paddle" else []
+    if digest is None or all("@sha256:" in image for image in images):
+        return component
+    clone = copy.deepcopy(component)
+    container = clone.component_spec.implementation.container
+    container.args = [*container.args, "--code", digest]
+    return clone
+
+
+def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
+    """All GPUs of a machine; multi-node training is only started and followed by the task."""
+    if _VARIANT.get().pool.nodes > 1:
+        return waiting(task, hours)
+    return on_training_node(task, hours)
+
+
+def on_training_node(task: PipelineTask, hours: float) -> PipelineTask:
+    """All GPUs of one machine, for a training that is not divided over several."""
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
+    return _working(task, hours, pool.gpus, sizes.training if sizes else None)
+
+
+def on_gpu(task: PipelineTask, hours: float, copies: int) -> PipelineTask:
+    """One GPU, if the pool has any, and memory for so many copies of the model's weights."""
+    gpus, sizes = min(1, _VARIANT.get().pool.gpus), _VARIANT.get().sizes
+    return _working(task, hours, gpus, sizes.holding(copies, bool(gpus)) if sizes else None)
+
+
+def on_cpu(task: PipelineTask, hours: float, copies: int) -> PipelineTask:
+    """CPU cores of any node, and memory for so many copies of the model's weights."""
+    sizes = _VARIANT.get().sizes
+    return _working(task, hours, 0, sizes.holding(copies) if sizes else None)
+
+
+def with_engine(task: PipelineTask) -> PipelineTask:
+    """Use the image of the run's engine, for a task that it may perform."""
+    return task.set_container_image(PADDLE) if _VARIANT.get().pool.engine == "paddle" else task
+
+
+def waiting(task: PipelineTask, hours: float) -> PipelineTask:
+    """Next to nothing: for tasks that read figures, or wait for others to work."""
+    if isinstance(task, Finished):
+        return task
+    task.set_cpu_request("100m").set_memory_request("512Mi")
+    return _with_house_rules(task, hours, shared_memory_gib=2)
+
+
+def telling(task: PipelineTask) -> PipelineTask:
+    """Next to nothing, and the address of the webhook."""
+    kubernetes.use_secret_as_env(task, WEBHOOK, TOLD, optional=True)
+    return waiting(task, hours=0.25)
+
+
+def trusting(task: PipelineTask) -> PipelineTask:
+    """The public keys that a release is verified with, if there are any."""
+    if isinstance(task, Finished):
+        return task
+    return kubernetes.use_config_map_as_volume(task, TRUST, str(TRUSTED_MOUNTED), optional=True)
+
+
+def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> PipelineTask:
+    """GPUs of the pool, or CPU cores of any node.
+
+    Args:
+        gib: of memory; None where the model is not known, and there is no limit then.
+    """
+    if isinstance(task, Finished):
+        return task
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
+    cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
+    task.set_cpu_request(str(pool.cpus or cores))
+    if pool.memory:
+        task.set_memory_request(pool.memory).set_memory_limit(pool.memory)
+    elif gib is not None:
+        task.set_memory_request(quantity(gib)).set_memory_limit(quantity(LIMIT * gib))
+    else:
+        task.set_memory_request(f"{MEMORY_GIB * gpus or CPU_MEMORY_GIB}Gi")
+    if gpus:
+        task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(gpus)
+        kubernetes.add_node_selector(task, label_key=NODE_POOL, label_value=pool.node_pool)
+        kubernetes.add_toleration(task, key=TAINT, operator="Exists", effect="NoSchedule")
+        if pool.queue:
+            kubernetes.add_pod_label(task, QUEUE, pool.queue)
+    return _with_house_rules(task, hours, SHARED_MEMORY_GIB * gpus or 2)
+
+
+def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
+    """Settings of every task: shared memory for worker processes, store credentials, the addresses
+    of MLflow and a model registry if there are any, the key to sign with if there is one, the image
+    and the pod's identity, a non-root user, labels,
+    retries and a deadline."""
+    kubernetes.empty_dir_mount(
+        task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
+    )
+    kubernetes.use_secret_as_env(task, SECRET, KEYS)
+    kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
+    kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
+    kubernetes.use_secret_as_volume(task, SIGNING, str(MOUNTED), optional=True)
+    task.set_env_variable(IMAGE, task.container_spec.image)
+    for variable, path in POD_FIELDS.items():
+        kubernetes.use_field_path_as_env(task, variable, path)
+    kubernetes.set_security_context(task, run_as_user=USER, run_as_non_root=True)
+    kubernetes.add_pod_label(task, "app.kubernetes.io/name", "lathe")
+    kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "lathe")
+    kubernetes.add_pod_label(task, "lathe/stage", task.component_spec.name)
+    kubernetes.set_timeout(task, int(hours * HOUR))
+    return task.set_retry(
+        RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration="600s"
+    )

@@ -1,0 +1,1 @@
+"""Runs on this machine: Kubeflow's local runner, with a cache that knows what each step read."""

@@ -1,0 +1,199 @@
+"""The cache of finished tasks of local runs: what it takes to be the same, and whether it is whole.
+
+KFP's own key has the text of a component and of its arguments. Here it is made of what they stand
+for: the code that the component reaches, the installed packages, the settings that this code reads,
+and the contents of the inputs.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+from kfp.local.cache import LocalCache
+from pydantic import BaseModel
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.data.contents import content
+from lathe.errors import UserError
+from lathe.storage import atomic_file, digest, is_remote, sha256
+from lathe.storage.contents import unknown
+from pipelines.compiler.reach import Reached, Sources
+from pipelines.local.installed import packages_digest
+
+DONE_AGAIN = "is done again"
+FIRST = "is done for the first time"
+FUNCTION = "--function_to_execute"
+
+
+class Made(BaseModel):
+    """Stored with a cache entry: the task's name and parts of its key, the entry's digest, the
+    length (bytes) and modification time (ns) of every local file that the task wrote, and what
+    identifies the contents of what it has put in a store."""
+
+    task: str
+    parts: dict[str, str]
+    entry: str
+    files: dict[Path, tuple[int, int]]
+    stored: dict[str, str]
+
+
+class CheckedCache(LocalCache):
+    """KFP's cache, with keys that follow the contents, and with entries that are valid only while
+    the task's outputs are unchanged."""
+
+    def __init__(self, cache_root: str) -> None:
+        super().__init__(cache_root)
+        self._sources = Sources()
+        self._asked: dict[str, tuple[str, dict[str, str]]] = {}
+
+    def compute_key(
+        self,
+        component_name: str,
+        image: str,
+        full_command: list[str],
+        arguments: dict[str, Any],
+        env_vars: dict[str, str] | None = None,
+        custom_cache_key: str | None = None,
+    ) -> str:
+        """Digest of the task's name and of the parts of its key, which are remembered."""
+        function = full_command[full_command.index(FUNCTION) + 1]
+        task = component_name.removeprefix("comp-")
+        parts = key_parts(self._sources.reached(function), arguments)
+        parts |= {f"variable {name}": value for name, value in (env_vars or {}).items()}
+        key = digest(json.dumps([task, sorted(parts.items())]))
+        self._asked[key] = task, parts
+        return key
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The outputs of a finished task; None if it has to run again. Either is logged."""
+        task, parts = self._asked[key]
+        entry = Path(self._entry_path(key))
+        reason = _damage(entry) if entry.exists() else self._difference(task, parts)
+        if reason:
+            logging.info("Task %s %s: %s", task, DONE_AGAIN, reason)
+            return None
+        if not entry.exists():
+            logging.info("Task %s %s", task, FIRST)
+            return None
+        outputs: dict[str, Any] | None = super().get(key)
+        return outputs
+
+    def put(self, key: str, outputs: dict[str, Any]) -> None:
+        super().put(key, outputs)
+        entry = Path(self._entry_path(key))
+        task, parts = self._asked[key]
+        files = {path: _stamp(path) for path in _files(outputs)}
+        stored = {a.uri: content(a.uri) for a in _artifacts(outputs) if is_remote(a.uri)}
+        made = Made(task=task, parts=parts, entry=sha256(entry), files=files, stored=stored)
+        with atomic_file(_beside(entry)) as work:
+            work.write_text(made.model_dump_json(), encoding="utf-8")
+
+    def _difference(self, task: str, parts: Mapping[str, str]) -> str | None:
+        """What is not as it was when a task of this name was done; None if none was."""
+        found = [_made(path) for path in Path(self.cache_root).glob("*.made")]
+        changes = [_changes(made.parts, parts) for made in found if made and made.task == task]
+        if not changes:
+            return None
+        return f"changed: {', '.join(min(changes, key=len))}"
+
+
+def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """What a task's result depends on, each part by a name that a reader understands.
+
+    Args:
+        reached: by its component's function.
+        arguments: what KFP gives the component.
+    """
+    parts = {"code": reached.digest, "packages": packages_digest(reached.modules)}
+    rest = dict(arguments)
+    overrides = tuple(rest.pop("overrides", ()))
+    for name in ["recipe", *(name for name in arguments if name.endswith("_recipe"))]:
+        settings = settings_digests(rest.pop(name, ""), overrides)
+        parts |= {f"{name} {g}": v for g, v in settings.items() if g in reached.groups}
+    parts |= {f"contents of {place}": v for place, v in rest.pop("contents", {}).items()}
+    return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
+
+
+@lru_cache(maxsize=64)
+def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
+    """The digest of each group of a recipe, as resolved; of no recipe, none."""
+    settings = load_recipe(recipe, overrides) if recipe else Recipe()
+    values = settings.model_dump(mode="json")
+    return {group: digest(json.dumps(value, sort_keys=True)) for group, value in values.items()}
+
+
+def _identity(value: Any) -> str:
+    """What identifies an argument: of an artifact its contents and metadata, else its text."""
+    if isinstance(value, list | tuple):
+        return digest(json.dumps([_identity(part) for part in value]))
+    if not isinstance(value, dsl.Artifact):
+        return digest(json.dumps(value, sort_keys=True, default=str))
+    try:
+        found = content(value.uri)
+    except UserError:  # which the task will tell
+        found = unknown()
+    return digest(json.dumps([value.schema_title, found, value.metadata], default=str))
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+
+
+def _made(path: Path) -> Made | None:
+    try:
+        return Made.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _damage(entry: Path) -> str | None:
+    """The first output that has changed since the task wrote it, or None."""
+    made = _made(_beside(entry))
+    try:
+        if made is None or sha256(entry) != made.entry:
+            return f"{entry} is damaged"
+    except OSError:
+        return f"{entry} is damaged"
+    for path, stamp in made.files.items():
+        try:
+            if _stamp(path) != stamp:
+                return f"{path} has changed"
+        except OSError:
+            return f"{path} is missing"
+    for address, seen in made.stored.items():
+        try:
+            if content(address) != seen:
+                return f"{address} has changed"
+        except UserError as error:
+            return str(error.what)
+    return None
+
+
+def _beside(entry: Path) -> Path:
+    return entry.with_suffix(".made")
+
+
+def _files(outputs: dict[str, Any]) -> Iterator[Path]:
+    """The local files of all artifacts, without hidden ones."""
+    for artifact in _artifacts(outputs):
+        if not is_remote(artifact.uri):
+            path = Path(artifact.uri)
+            below = path.rglob("*") if path.is_dir() else [path]
+            yield from (p for p in below if p.is_file() and not p.name.startswith("."))
+
+
+def _artifacts(outputs: dict[str, Any]) -> Iterator[dsl.Artifact]:
+    for output in outputs.values():
+        for artifact in output if isinstance(output, list) else [output]:
+            if isinstance(artifact, dsl.Artifact):
+                yield artifact
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns

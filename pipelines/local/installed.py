@@ -1,0 +1,48 @@
+"""The packages that are installed where the steps of a local run work."""
+
+import json
+import os
+import sys
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
+from lathe.serve.environment import PYTHON_VARIABLE as SERVE
+from lathe.storage import digest
+from pipelines.compiler.reach import REPOSITORY
+
+STARTED = {
+    "lathe.backends.paddle_process": (PADDLE, ".venv-paddle"),
+    "lathe.serve.environment": (SERVE, ".venv-serve"),
+}
+"""Modules that start processes in another environment: the variable that names its Python, and the
+folder that is taken where the variable is not set."""
+
+
+def packages_digest(modules: Collection[str]) -> str:
+    """Digest of this Python's version and of the names and versions of all packages in its
+    environment, and in those that the modules start processes in."""
+    folders = tuple(path for path in sys.path if path.endswith("site-packages"))
+    found = [sys.version, _names(folders)]
+    for module, (variable, beside) in STARTED.items():
+        if module in modules:
+            python = Path(os.environ.get(variable) or REPOSITORY / beside / "bin" / "python")
+            found.append(_names(tuple(_packages_of(python))))
+    return digest(json.dumps(found))
+
+
+def _packages_of(python: Path) -> Iterator[str]:
+    for path in sorted(python.parent.parent.glob("lib/python*/site-packages")):
+        yield str(path)
+
+
+@cache
+def _names(folders: tuple[str, ...]) -> list[str]:
+    return sorted(
+        name
+        for folder in folders
+        if os.path.isdir(folder)
+        for name in os.listdir(folder)
+        if name.endswith((".dist-info", ".egg-info"))
+    )

@@ -1,0 +1,249 @@
+"""Run a pipeline on this machine: no cluster, no Docker.
+
+    python -m pipelines.local.run full --corpus corpus.txt -o Engine.max_steps=200
+
+Everything is written to the run folder. Running again with the same folder and inputs resumes: the
+finished stages are not repeated.
+"""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lathe.config.settings import Recipe
+from lathe.data.run_inputs import RunInputs, look_up
+from lathe.errors import StageError, UserError
+from lathe.launch.parent import tied
+from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
+from lathe.provenance.surroundings import RUN
+from lathe.report.notice import notice_of
+from lathe.tracking.webhook import ADDRESS, post
+from pipelines.commands.arguments import takes_arguments
+from pipelines.commands.inputs import (
+    CACHE,
+    KEY,
+    LOCK,
+    RUN_LOG,
+    SERVES,
+    Inputs,
+    check_folder,
+    check_link,
+    check_name,
+)
+from pipelines.commands.log import StageLog
+from pipelines.commands.summary import show
+from pipelines.commands.told import fail, told
+from pipelines.local.forecast import Forecast
+from pipelines.local.screen import Screen
+
+RUNS = Path("run")
+DEPLOYED = RUNS / "deployed"
+GRACE_SECONDS = 15.0
+TRAINS = ("pretrain", "full")
+"""The pipelines that train from weights, and do not begin with a model."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StageFailed(StageError):
+    """A stage failed; the message is the stage's own."""
+
+
+class Interrupted(BaseException):
+    """A termination signal was received."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
+    """Run pipeline `name` into `folder`, with a readable log on stdout and all of it in run.log.
+
+    Raises:
+        ExceptionGroup: of UserErrors, all that is wrong; nothing is written then.
+        UserError: another run is using the folder, or it cannot be written.
+        StageFailed: with the stage's own message.
+    """
+    recipes = check(name, folder, arguments)
+    screen = Screen()
+    inputs = _look_up(name, arguments, recipes)
+    corpus = arguments.get("corpus") or recipes[0].Prepare.source
+    if corpus != inputs.corpus:
+        screen.show(f"{corpus} is {inputs.corpus}")
+    folder = folder.absolute()
+    command = [sys.executable, "-u", "-m", "pipelines.local.runner", name, str(folder)]
+    command += [str(folder / CACHE), str(recipes[0].Launch.shards)]
+    command += [json.dumps(asdict(inputs)), json.dumps(arguments)]
+    forecast = Forecast() if name == "full" and not any(arguments.values()) else None
+    log = StageLog(forecast)
+    if forecast:
+        screen.show(forecast.start())
+    with (
+        _locked(folder) as lock,
+        (folder / RUN_LOG).open("a", encoding="utf-8") as full,
+        _worker(command, lock, _attested_by(folder)) as worker,
+        closing(screen),
+    ):
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            full.write(line)
+            for shown in log.feed(line):
+                screen.show(shown)
+            if log.failed:  # KFP would continue with stages that do not depend on this one
+                break
+        else:
+            worker.wait()
+        for shown in log.reuse():
+            screen.show(shown)
+    if log.failed or worker.returncode:
+        raise StageFailed(f"{log.error()}\nthe whole log: {folder / RUN_LOG}")
+
+
+def _look_up(name: str, arguments: Mapping[str, Any], recipes: Sequence[Recipe]) -> RunInputs:
+    given = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
+    start = "init" if name in TRAINS else "model"
+    return look_up(recipes, **given, **{start: arguments.get("model", "")})
+
+
+def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
+    """Run all preflight checks; returns the resolved recipes.
+
+    Raises:
+        ExceptionGroup: of UserErrors, all that is wrong.
+    """
+    inputs = Inputs()
+    recipes = inputs.recipes(name, arguments)
+    first = recipes.get("recipe")
+    inputs.paths(name, arguments, first)
+    inputs.goal(name, arguments)
+    inputs.production(arguments, first)
+    inputs.environments(name, recipes)
+    inputs.check(str(folder), check_name, folder, RUNS)
+    inputs.check(str(folder), check_folder, folder)
+    if name in SERVES:
+        inputs.check(str(DEPLOYED), check_link, DEPLOYED)
+    inputs.finish()
+    return list(recipes.values())
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Lock the folder for this run; yields the lock's file descriptor.
+
+    The kernel releases the lock with the last process that holds the descriptor.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            process = file.read(20).strip()
+            raise UserError(
+                f"{folder}: a run is going on there, process {process}",
+                f"wait for it, end it with `kill {process}`, or give another --name",
+            ) from None
+        file.truncate(0)
+        print(os.getpid(), file=file, flush=True)
+        yield file.fileno()
+
+
+def _attested_by(folder: Path) -> dict[str, str]:
+    """Environment of the steps: the run's name, and the key that they sign with, which is one of
+    this run's own unless the user has one."""
+    key = signing_key() or folder / KEY
+    if not key.exists() and key == folder / KEY:
+        generate(key)
+    return {SIGNING_KEY: str(key.absolute()), RUN: folder.name}
+
+
+@contextmanager
+def _worker(
+    command: list[str], lock: int, variables: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the worker process in its own session, holding the lock as well. Leaving the block ends
+    everything that it started, and the kernel kills it if this process is killed."""
+    worker = subprocess.Popen(
+        tied(command),
+        # Otherwise a folder named lathe in the working directory would shadow the package.
+        env=os.environ | variables | {"PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        pass_fds=[lock],
+        start_new_session=True,
+    )
+    handlers = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    try:
+        yield worker
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        _end_group(worker)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise Interrupted(number)
+
+
+def _end_group(worker: subprocess.Popen[str]) -> None:
+    """Terminate the worker's process group, wait, then kill what is left."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    number = int(signal.SIGTERM)
+    while True:
+        worker.poll()  # a zombie still belongs to the group
+        try:
+            os.killpg(worker.pid, number)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+        number = signal.SIGKILL if time.monotonic() > deadline else 0
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@takes_arguments
+def main(
+    pipeline: str,
+    arguments: dict[str, Any],
+    name: Annotated[str, typer.Option(help="Run folder under run/; default: the time.")] = "",
+) -> None:
+    """Run a pipeline on this machine and print its results."""
+    with told():
+        folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))
+        try:
+            run(pipeline, folder, arguments)
+        except Interrupted as error:
+            fail("interrupted: every process of the run has ended", 128 + error.number)
+        except StageFailed as error:
+            _tell(pipeline, folder, "failed", str(error))
+            raise
+        show(folder, pipeline, DEPLOYED)
+    _tell(pipeline, folder, "succeeded")
+
+
+def _tell(pipeline: str, folder: Path, state: str, why: str = "") -> None:
+    """Post the notice of a run where somebody waits for it; else its results need not be read."""
+    if os.environ.get(ADDRESS):
+        post(notice_of(pipeline, folder.name, state, str(folder), why=why))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,49 @@
+"""The commands write what the functions return, and tell what they wrote."""
+
+import json
+from pathlib import Path
+
+from lathe.report.cards.bom import model_bom
+from lathe.report.cards.evidence import read_evidence
+from lathe.report.cards.sbom import environment_sbom
+from tests.report.cards.conftest import Stages
+from tests.report.cards.test_bom import values_of
+from tests.support.command_line import lathe
+
+
+def test_bom(stages: Stages, tmp_path: Path) -> None:
+    model, exported = stages.models["int8"], stages.exported
+    done = lathe("bom", str(model), "--export", str(exported), "--output", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "bom: b.json\nmodel: gpt\n" in done.stdout
+    text = (tmp_path / "b.json").read_text()
+    assert text == model_bom(read_evidence(model, exported=exported))
+    at = ["--timestamp", "2026-01-31T12:00:00+0000"]
+    assert lathe("bom", str(model), *at, "--output", "b.json", cwd=tmp_path).returncode == 0
+    assert "timestamp" in values_of((tmp_path / "b.json").read_text())["metadata"]
+
+
+def test_sbom(tmp_path: Path, small_lock: Path) -> None:
+    lock = tmp_path / "serve" / "requirements.lock"
+    lock.parent.mkdir()
+    small_lock.rename(lock)
+    done = lathe("sbom", str(lock), "--output", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "sbom: s.json\nenvironment: lathe-serve\n"
+    assert (tmp_path / "s.json").read_text() == environment_sbom(lock, "lathe-serve")
+
+
+def test_a_file_in_a_checkpoint_and_a_folder_that_is_none_are_refused(
+    stages: Stages, tmp_path: Path
+) -> None:
+    model = str(stages.models["dense"])
+    edited = tmp_path / "b.json"
+    edited.write_text(json.dumps({"bomFormat": "CycloneDX", "serialNumber": "urn:uuid:mine"}))
+    for arguments, says in (
+        (["card", model, "--output", f"{model}/config.json"], "is inside the input"),
+        (["card", str(tmp_path), "--output", "README.md"], "no config.json"),
+        (["bom", model, "--output", "b.json"], "is not a bill of materials that Lathe wrote"),
+        (["sbom", "nowhere.lock"], "nowhere.lock"),
+    ):
+        done = lathe(*arguments, cwd=tmp_path)
+        assert done.returncode == 2 and says in done.stderr, done.stderr
