@@ -159,6 +159,49 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
     assert len(trainer.created) == 2 and not beside_the_second
 
 
+def test_why_there_are_no_pods_is_told(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    trainer = Trainer(in_pod, succeed)
+    trainer.refusal = 'pods "x" is forbidden: exceeded quota: lathe, requested: cpu=8'
+    trainer.start()
+    with pytest.raises(UserError, match=r"has no pods after \d s: FailedCreate: .*exceeded quota"):
+        launch(restarts=3)
+    (told,) = [message for message in caplog.messages if "has no pods after" in message]
+    assert "exceeded quota: lathe" in told
+    assert len(trainer.created) == 1
+
+
+def test_an_eviction_for_what_a_pod_uses_costs_a_restart(in_pod: FakeKubernetes) -> None:
+    """It would be evicted again and again."""
+
+    def fill_the_disk(pod: Pod) -> None:
+        pod.start()
+        pod.evict("The node was low on resource: ephemeral-storage.")
+
+    trainer = play(in_pod, fill_the_disk)
+    with pytest.raises(NodeFailed, match=r"low on resource: ephemeral-storage.*\(ask for what"):
+        launch(restarts=1)
+    assert len(trainer.created) == 2
+
+
+def test_the_pause_before_a_restart_doubles(in_pod: FakeKubernetes) -> None:
+    def preempted(pod: Pod) -> None:
+        pod.start()
+        pod.end(75) if pod.attempt < 4 else succeed(pod)
+
+    play(in_pod, preempted)
+    pauses: list[float] = []
+    asleep = trainjob.time.sleep
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            trainjob.time, "sleep", lambda s: (pauses.append(s) if s < 1 else None, asleep(s))[1]
+        )
+        launch(restarts=0)
+    assert [s for s in pauses if s in (0.1, 0.2, 0.4)] == [0.1, 0.2, 0.4]
+
+
 def test_unschedulable_until_it_is_enough(in_pod: FakeKubernetes) -> None:
     def nowhere(pod: Pod) -> None:
         pod.unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")

@@ -73,6 +73,12 @@ class Pod:
         self._condition("DisruptionTarget", "True", reason, message)
         self.server.delete("pods", self.name)
 
+    def evict(self, message: str) -> None:
+        """As the kubelet does when its node runs low on a resource."""
+        self._condition("DisruptionTarget", "True", "TerminationByKubelet", message)
+        status = {"phase": "Failed", "reason": "Evicted", "message": message}
+        self.server.patch("pods", self.name, {"status": status})
+
     def end(self, code: int = 0, reason: str | None = None) -> None:
         reason = reason or ("Error" if code else "Completed")
         ended = {"exitCode": code, "reason": reason, "finishedAt": _now()}
@@ -97,12 +103,13 @@ class Trainer(Controller):
     Attributes:
         created: every TrainJob that came, as it came.
         admits: whether jobs with a queue start at once; else they are suspended until `admit`.
+        refusal: why no pod may be created, as the Job's events say; empty where they may.
         pods_made: how many pods there have been, of all TrainJobs.
     """
 
     def __init__(self, server: FakeKubernetes, script: Script) -> None:
         super().__init__(server)
-        self.script, self.admits = script, True
+        self.script, self.admits, self.refusal = script, True, ""
         self.created: list[Object] = []
         self._attempts: Counter[str] = Counter()
         self._pods: dict[str, Pod] = {}
@@ -147,6 +154,8 @@ class Trainer(Controller):
             return self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
         jobset = {"metadata": {"name": name, "ownerReferences": [_owner("TrainJob", job)]}}
         jobset = self.server.create(JOBSETS, jobset)
+        if self.refusal:
+            return self._refuse(name)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -159,6 +168,12 @@ class Trainer(Controller):
         timer = threading.Timer(job["spec"]["activeDeadlineSeconds"], self._expire, (name,))
         timer.daemon = True
         timer.start()
+
+    def _refuse(self, name: str) -> None:
+        about = {"kind": "Job", "namespace": "lathe", "name": f"{name}-node-0"}
+        event = {"metadata": {"name": f"{name}-node-0.1"}, "involvedObject": about}
+        event |= {"type": "Warning", "reason": "FailedCreate", "lastTimestamp": _now()}
+        self.server.create("events", event | {"message": self.refusal})
 
     def _snapshot(self, job: Object) -> bool:
         """Trainer 2.3 keeps the runtime in a ConfigMap, which garbage collection removes some time

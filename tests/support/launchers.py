@@ -18,7 +18,7 @@ from tests.support.fake_trainer import Pod, Script, Trainer
 
 COMMAND = ["pretrain", "--data", "s3://bucket/data", "--output", "s3://bucket/dense"]
 RUN_ID = "5f0c31b2-run"
-QUICK = Patience(look=1, scheduling=2.0, starting=1.0)
+QUICK = Patience(look=1, scheduling=2.0, starting=1.0, silence=0.5, backoff=0.1)
 
 
 def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:

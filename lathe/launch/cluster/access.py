@@ -21,6 +21,7 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("argoproj.io", "workflows", ""): ("get",),
     ("", "pods", ""): ("get", "list", "watch"),
     ("", "pods/log", ""): ("get",),
+    ("", "events", ""): ("list",),
     ("", "configmaps", LAUNCHER): ("get",),
     ("", "secrets", "lathe-s3"): ("get",),
 }

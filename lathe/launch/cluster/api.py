@@ -104,6 +104,19 @@ class Cluster:
         listing = self._core.list_namespaced_pod
         return list(self.ask(listing, self.namespace, label_selector=labels).items)
 
+    def warnings(self, prefix: str) -> list[str]:
+        """Messages of the warning events about objects whose names begin so, the newest last; none
+        where events may not be listed."""
+        try:
+            found = self._core.list_namespaced_event(
+                self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
+            ).items
+        except (ApiException, HTTPError):
+            return []
+        mine = [event for event in found if event.involved_object.name.startswith(prefix)]
+        mine.sort(key=lambda event: str(event.last_timestamp or event.metadata.creation_timestamp))
+        return [f"{event.reason}: {event.message}" for event in mine]
+
     def watch_pods(self, labels: str, since: str | None, seconds: int) -> Iterator[dict[str, Any]]:
         """Yield events of `kubernetes.watch` for this many seconds; its exceptions pass through.
 

@@ -1,6 +1,7 @@
 """Follow a TrainJob until it ends, printing its first node's log to standard output."""
 
 import logging
+import re
 import sys
 import threading
 import time
@@ -23,11 +24,18 @@ LOG_PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Patience:
-    """Limits in seconds: between two polls, to schedule all pods, and to pull their images."""
+    """Limits in seconds: between two polls, to schedule all pods, and to pull their images.
+
+    Attributes:
+        silence: how long there may be no pods before the events are read.
+        backoff: before the second attempt; it doubles with each one after, up to 5 minutes.
+    """
 
     look: int = 5
     scheduling: float = 3600.0
     starting: float = 300.0
+    silence: float = 30.0
+    backoff: float = 5.0
 
 
 class Follower:
@@ -79,6 +87,7 @@ class Follower:
                 self._notice(f"waits for its quota in the queue {self._settings.queue}")
                 self._forget_pods()
             else:
+                self._check_refused()
                 self._check_waiting()
 
     def _watch_pods(self) -> None:
@@ -116,6 +125,18 @@ class Follower:
         emit = print_line if reasons.node_of(pod) == 0 else None
         self._logs[uid] = LogFollower(self._cluster, pod.metadata.name, CONTAINER, emit)
         self._logs[uid].start()
+
+    def _check_refused(self) -> None:
+        """Say why there are no pods, and fail if there are none for too long: where a quota or a
+        policy refuses what Job and JobSet make, only their events say so."""
+        missing = not self._pods
+        seconds = self._waited("pods", missing)
+        if not missing or seconds < self._patience.silence:
+            return
+        why = next(reversed(self._cluster.warnings(self._name)), "no event says why")
+        self._notice(f"has no pods after {seconds:.0f} s: {why}")
+        if seconds > self._patience.scheduling:
+            raise reasons.refused(self._name, seconds, why, self._cluster.namespace)
 
     def _check_waiting(self) -> None:
         """Fail if pods have waited too long; a pool may scale up, a registry recover."""
@@ -156,9 +177,11 @@ class Follower:
             self._pods, self._logs, self._since = {}, {}, None
 
     def _notice(self, text: str) -> None:
-        if text != self._noticed:
+        """Log what it waits for, once, however many seconds it says."""
+        key = re.sub(r"after \d+ s", "", text)
+        if key != self._noticed:
             log.info("%s %s", self._name, text)
-            self._noticed = text
+            self._noticed = key
 
 
 _OUTPUT = threading.Lock()

@@ -16,6 +16,11 @@ IMAGE_PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageN
 CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
 LOST = ("FailedJobs", "ReachedMaxRestarts")
 """Why JobSet fails when one of its pods has: without a failure policy, and with `maxRestarts`."""
+EVICTED = "Evicted"
+"""Of a pod that the kubelet ended because its node ran low on disk or memory."""
+EVICTION_HINT = (
+    "(ask for what it uses: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
+)
 OTHER_TAIL = 5
 
 Pod = Any  # a V1Pod
@@ -102,6 +107,15 @@ def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError
     )
 
 
+def refused(name: str, seconds: float, why: str, namespace: str) -> UserError:
+    """The error for a TrainJob whose pods nobody could create in time."""
+    return UserError(
+        f"TrainJob {name} has no pods after {seconds:.0f} s: {why}",
+        f"`kubectl -n {namespace} get events` says more; change the quota or policy of the "
+        "namespace, or ask for less in the recipe's Launch settings",
+    )
+
+
 def failure(
     pods: Sequence[Pod], tails: Tails, settings: LaunchSettings, condition: Mapping[str, str]
 ) -> StageError:
@@ -118,6 +132,9 @@ def failure(
             "more of them goes on from its last saved state"
         )
     for pod in pods:
+        if pod.status.reason == EVICTED:  # it will be again: by its own use of the node
+            why = f"was evicted: {pod.status.message} {EVICTION_HINT}"
+            return NodeFailed(node_of(pod), 1, why, tails)
         if disrupted := _condition(pod, "DisruptionTarget"):
             return Preempted(
                 f"node {node_of(pod)} was evicted ({disrupted.reason}: {disrupted.message})"

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DELETE_PATIENCE = 20.0
 """Seconds to retry the final deletion if the API server does not answer."""
+LONGEST_PAUSE = 300.0
+RAN_WELL = 600.0
+"""Seconds after which an attempt that is lost does not count towards the pause before the next."""
 
 
 def run(
@@ -62,12 +65,13 @@ def run(
     cluster = connect()
     with _signals_raised():
         launcher = find_launcher(cluster)
-        attempts = _Attempts(cluster, launcher, command, shape, settings)
+        patience = patience or Patience()
+        attempts = _Attempts(cluster, launcher, command, shape, settings, patience.backoff)
         try:
             while True:
                 job = attempts.begin()
                 try:
-                    Follower(cluster, job, settings, patience or Patience()).run()
+                    Follower(cluster, job, settings, patience).run()
                     return
                 except (Preempted, WorkerFailed) as error:
                     attempts.end(error)
@@ -90,11 +94,13 @@ class _Attempts:
         command: Sequence[str],
         shape: Shape,
         settings: LaunchSettings,
+        backoff: float,
     ) -> None:
+        self._backoff, self._began = backoff, time.monotonic()
         self._cluster, self._launcher, self._settings = cluster, launcher, settings
         self._command, self._shape = command, shape
         self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
-        self._failures = 0
+        self._failures = self._pauses = 0
         self._work = work_of(command, shape, settings, launcher)
         self.name: str | None = None
 
@@ -126,9 +132,20 @@ class _Attempts:
                 raise error
             self._failures += 1
         left = self._settings.restarts - self._failures
-        log.warning("%s: %s\nrestarting; restarts left: %d", self.name, error, left)
+        seconds = self._pause()
+        log.warning(
+            "%s: %s\nrestarting in %.0f s; restarts left: %d", self.name, error, seconds, left
+        )
         if self.name:
             self._cluster.delete(self.name)
+        time.sleep(seconds)
+
+    def _pause(self) -> float:
+        """Seconds before the next attempt: each time twice as many, unless the last ran well."""
+        if time.monotonic() - self._began > RAN_WELL:
+            self._pauses = 0
+        self._pauses += 1
+        return min(self._backoff * 2.0 ** (self._pauses - 1), LONGEST_PAUSE)
 
     def _adopt(self, found: TrainJob) -> bool:
         if not self._cluster.set_owners(found, [self._launcher.owner]):
@@ -157,6 +174,7 @@ class _Attempts:
         )
         if not self._cluster.create(job):
             return None
+        self._began = time.monotonic()
         log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
         return job
 
