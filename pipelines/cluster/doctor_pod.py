@@ -25,6 +25,7 @@ from pipelines.compiler.resources import (
     POD_FIELDS,
     SECRET,
     SERVICE_ACCOUNT,
+    SESSION,
     SIGNING,
     STORE,
     TAINT,
@@ -54,6 +55,8 @@ def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) ->
     }
     for key, name in KEYS.items():
         fields[name] = {"secretKeyRef": {"name": SECRET, "key": key}}
+    for key, name in SESSION.items():
+        fields[name] = {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}}
     for key, name in STORE.items():
         fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}
     main = {

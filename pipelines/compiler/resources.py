@@ -25,6 +25,8 @@ NODE_POOL = "lathe/node-pool"
 QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
 KEYS = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
+SESSION = {"sessiontoken": "AWS_SESSION_TOKEN"}
+"""Which temporary keys alone have."""
 STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
 WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
 TRUST = "lathe-verification-keys"
@@ -236,6 +238,7 @@ def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) 
         task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
     )
     kubernetes.use_secret_as_env(task, SECRET, KEYS)
+    kubernetes.use_secret_as_env(task, SECRET, SESSION, optional=True)
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
     kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
     kubernetes.use_secret_as_volume(task, SIGNING, str(MOUNTED), optional=True)

@@ -55,6 +55,7 @@ def test_the_store_reaches_the_workers(production: list[Object]) -> None:
         "AWS_REGION": {"name": "lathe-store", "key": "region"},
         "AWS_ACCESS_KEY_ID": {"name": "lathe-s3", "key": "accesskey"},
         "AWS_SECRET_ACCESS_KEY": {"name": "lathe-s3", "key": "secretkey"},
+        "AWS_SESSION_TOKEN": {"name": "lathe-s3", "key": "sessiontoken", "optional": True},
     }
     store = named(production, "ConfigMap", "lathe-store")
     assert set(store["data"]) == {"endpoint", "region", "bucket"}

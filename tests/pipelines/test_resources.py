@@ -107,7 +107,10 @@ def test_what_every_task_has(compiled, name, pool):
             {"volumeName": "shm", "mountPath": "/dev/shm", "medium": "Memory",
              "sizeLimit": f"{gib}Gi"}
         ]  # fmt: skip
-        (secret,), (store, tracking) = settings["secretAsEnv"], settings["configMapAsEnv"]
+        (secret, session), (store, tracking) = settings["secretAsEnv"], settings["configMapAsEnv"]
+        assert session["secretName"] == "lathe-s3" and session["optional"]
+        (token,) = session["keyToEnv"]
+        assert token == {"secretKey": "sessiontoken", "envVar": "AWS_SESSION_TOKEN"}
         assert secret["secretName"] == "lathe-s3" and store["configMapName"] == "lathe-store"
         assert {k["secretKey"]: k["envVar"] for k in secret["keyToEnv"]} == {
             "accesskey": "AWS_ACCESS_KEY_ID",

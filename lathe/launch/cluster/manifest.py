@@ -41,11 +41,17 @@ from lathe.provenance.surroundings import IMAGE, PIPELINE
 RUNTIME = "lathe-torch"
 USER = 10001
 STORE_SECRET = "lathe-s3"
-STORE_KEYS = {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
+STORE_KEYS = {
+    "AWS_ACCESS_KEY_ID": "accesskey",
+    "AWS_SECRET_ACCESS_KEY": "secretkey",
+    "AWS_SESSION_TOKEN": "sessiontoken",
+}
+"""Variables, and the keys of the Secret; temporary keys alone have a session token."""
 SIGNING_SECRET = "lathe-signing"
 PASSED_ON = (
     *("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"),
-    *("LATHE_NETWORK_TIMEOUT", "LATHE_NETWORK_PATIENCE"),
+    *("LATHE_NETWORK_TIMEOUT", "LATHE_NETWORK_PATIENCE", "AWS_S3_ADDRESSING_STYLE"),
+    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy"),
     *("KFP_RUN_ID", PIPELINE),
 )
 
@@ -182,7 +188,10 @@ def _environment(image: str) -> list[Any]:
     passed |= {"HOME": "/tmp", IMAGE: image}
     variables = [m.IoK8sApiCoreV1EnvVar(name=name, value=value) for name, value in passed.items()]
     for name, key in STORE_KEYS.items():
-        reference = m.IoK8sApiCoreV1SecretKeySelector(name=STORE_SECRET, key=key)
+        optional = True if key == "sessiontoken" else None
+        reference = m.IoK8sApiCoreV1SecretKeySelector(
+            name=STORE_SECRET, key=key, optional=optional
+        )
         source = m.IoK8sApiCoreV1EnvVarSource(secret_key_ref=reference)
         variables.append(m.IoK8sApiCoreV1EnvVar(name=name, value_from=source))
     return variables
