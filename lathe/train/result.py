@@ -25,13 +25,16 @@ from lathe.train.trace import EVENTS, LOG, TRACE
 
 CLAIM = "run.json"
 TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")
-Identity = dict[str, str | int]
+RECIPE = "recipe"
+"""Of an identity: the settings, whose digest is compared, to say which of them differ."""
+Identity = dict[str, Any]
+SHOWN_DIFFERENCES = 5
 
 # Settings that may differ when a killed run is resumed. The parallel layout is among them: what a
 # step computes depends on the global batch size alone.
 FREE: Any = {
     "Global": {"device", "local_batch_size", "micro_batch_size", "global_batch_size"},
-    "Engine": {"logging_freq", "save_load", "accumulate_steps", "compile"},
+    "Engine": {"logging_freq", "eval_freq", "save_load", "accumulate_steps", "compile"},
     "Model": {"use_recompute", "recompute_granularity", "sequence_parallel", "virtual_pp_degree"},
     **dict.fromkeys(
         (
@@ -80,6 +83,7 @@ def run_identity(
         "global_batch_size": resolve_batch(recipe, data_parallel).total,
         **inputs,
         "data": TokenDataset.open(data).digest,
+        RECIPE: recipe.model_dump(mode="json", exclude=FREE),
     }
 
 
@@ -97,12 +101,36 @@ def claim(output: Path, identity: Identity) -> None:
     found = _read_claim(output)
     if found is None:
         raise in_the_way(output, names, "a run of Lathe's")
-    different = [key for key, value in identity.items() if found.get(key) != value]
-    if different and _has_results(output):
+    names = [key for key in identity if key != RECIPE and found.get(key) != identity[key]]
+    if names and _has_results(output):
+        changed = _changed(found.get(RECIPE) or {}, identity.get(RECIPE) or {})
+        more = f": {', '.join(changed)}" if "settings" in names and changed else ""
         raise UserError(
-            f"{output}: holds a run with other {' and '.join(different)}",
-            "give another --output, or delete the folder",
+            f"{output}: holds a run with other {' and '.join(names)}{more}",
+            "give another --output, delete the folder, or resume it with the settings it had",
         )
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The settings that differ, as `Engine.max_steps=150, now 60`; the first few of many."""
+    old, new = _flat(before), _flat(after)
+    found = [
+        f"{key}={old[key]}, now {new[key]}"
+        for key in sorted(old.keys() & new.keys())
+        if old[key] != new[key]
+    ]
+    rest = len(found) - SHOWN_DIFFERENCES
+    return found if rest <= 0 else [*found[:SHOWN_DIFFERENCES], f"and {rest} more"]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
 
 
 @contextmanager

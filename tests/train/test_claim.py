@@ -10,7 +10,7 @@ import pytest
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.pretrain import pretrain
-from lathe.train.result import CLAIM, begin, claim, claimed, remove_run
+from lathe.train.result import CLAIM, begin, claim, claimed, remove_run, run_identity
 from tests.support.small_run import SMALL
 
 OURS = {"settings": "a" * 64, "global_batch_size": 8, "data": "b" * 64}
@@ -28,6 +28,22 @@ def test_a_folder_is_this_runs_another_runs_or_the_users(tmp_path: Path) -> None
     (output / CLAIM).unlink()
     with pytest.raises(UserError, match="holds state: not provably a run"):
         claim(output, OURS)
+
+
+def test_the_settings_that_differ_are_named(small_data: Path, tmp_path: Path) -> None:
+    ours, others = (
+        run_identity(load_recipe("tiny", [*SMALL, *changes]), {}, small_data, 1)
+        for changes in (
+            ["Engine.max_steps=7"],
+            ["Engine.max_steps=8", "Optimizer.lr.max_lr=1e-3", "Engine.eval_freq=3"],
+        )
+    )
+    with claimed(tmp_path, ours):
+        begin(tmp_path, ours)
+        (tmp_path / "state" / "step_00000004").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"Engine\.max_steps=7, now 8, .*\.max_lr=") as said:
+        claim(tmp_path, others)
+    assert "eval_freq" not in said.value.what
 
 
 @pytest.mark.parametrize("text", ['{"mine": 1}', "[]", "a diary", json.dumps({"settings": "x"})])
