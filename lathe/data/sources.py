@@ -228,10 +228,17 @@ def _json_records(path: Path, text_key: str, takes: Takes) -> Records:
         if not takes(number) or not line.strip():
             continue
         where = f"{path}:{number + 1}"
-        row = parse_json(line, where, "mend or remove the line")
+        row = parse_json(line, where, _hint(line))
         if not isinstance(row, dict):
-            raise UserError(f"{where}: not a JSON object", f'write {{"{text_key}": "..."}}')
+            raise UserError(f"{where}: not a JSON object", _hint(line, text_key))
         yield number, _text(where, row, text_key)
+
+
+def _hint(line: str, text_key: str = "") -> str:
+    """What to do about a line that is no object: a file may be one JSON array over many lines."""
+    if line.lstrip().startswith("["):
+        return "write one object a line; of an array: jq -c '.[]' FILE > FILE.jsonl"
+    return f'write {{"{text_key}": "..."}}' if text_key else "mend or remove the line"
 
 
 def _text(where: str, row: dict[str, Any], text_key: str) -> str:
@@ -246,6 +253,8 @@ def _text(where: str, row: dict[str, Any], text_key: str) -> str:
             f"{where}: {text_key!r} holds {type(text).__name__}, not text",
             "set Prepare.text_key to the key that holds the text",
         )
+    if "\0" in text:
+        raise UserError(f"{where}: its text contains a NUL character", "mend or remove the line")
     return require_text(text, where)
 
 

@@ -189,9 +189,7 @@ def _environment(image: str) -> list[Any]:
     variables = [m.IoK8sApiCoreV1EnvVar(name=name, value=value) for name, value in passed.items()]
     for name, key in STORE_KEYS.items():
         optional = True if key == "sessiontoken" else None
-        reference = m.IoK8sApiCoreV1SecretKeySelector(
-            name=STORE_SECRET, key=key, optional=optional
-        )
+        reference = m.IoK8sApiCoreV1SecretKeySelector(name=STORE_SECRET, key=key, optional=optional)
         source = m.IoK8sApiCoreV1EnvVarSource(secret_key_ref=reference)
         variables.append(m.IoK8sApiCoreV1EnvVar(name=name, value_from=source))
     return variables
