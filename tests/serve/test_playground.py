@@ -248,7 +248,8 @@ def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Pag
             expect(side(page).locator(".token" if reply else ".turn")).to_have_count(1)
             page.keyboard.press("Escape")
             expect(side(page).locator(".end")).to_have_text("stopped")
-            expect(page.get_by_label("Message", exact=True)).to_have_value("" if reply else "Where?")
+            kept = "" if reply else "Where?"
+            expect(page.get_by_label("Message", exact=True)).to_have_value(kept)
             with page.expect_request("**/0/chat/completions") as asked:
                 page.get_by_label("Message", exact=True).fill("Well?")
                 page.get_by_role("button", name="Send").click()
