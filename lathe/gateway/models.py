@@ -43,6 +43,7 @@ class Model:
             "created": self.created,
             "owned_by": "lathe",
             "max_model_len": self.n_positions,  # as in vLLM
+            "has_chat_template": bool(self.chat_template),
         }
 
 

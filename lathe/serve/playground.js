@@ -6,7 +6,7 @@ const UNLIKELY = Math.log(0.0001);  // a token as unlikely as this, or more, has
 const ENDS = { stop: "ended by itself", length: "ended at the limit of new tokens" };
 
 const $ = (id) => document.getElementById(id);
-const form = $("form"), question = $("prompt"), stop = $("stop"), key = $("key");
+const form = $("form"), question = $("prompt"), stop = $("stop"), key = $("key"), mode = $("mode");
 
 /** Make an element; text is always text, never HTML. */
 function make(tag, properties, ...children) {
@@ -77,8 +77,7 @@ class Pane {
       this[name] = element.querySelector(`.${name}`);
     }
     this.element = element;
-    this.tokens = [];
-    this.explain(null);
+    this.clear();
     const pick = (event) => this.pick(event.target.closest(".token"));
     for (const kind of ["mouseover", "focusin", "click"]) this.answer.addEventListener(kind, pick);
     this.answer.addEventListener("keydown", (event) => this.walk(event));
@@ -95,24 +94,29 @@ class Pane {
   }
 
   async run(body, signal) {
-    const model = this.chosen;
-    this.clear();
+    const model = this.chosen, { prompt, mode, system, ...rest } = body, isChat = mode === "chat";
+    if (isChat && model !== null) this.begin(prompt);
+    else this.clear();
     if (model === null) return;
     this.answer.setAttribute("aria-label", `Answer of ${model.label}`);
-    const { prompt, mode, ...rest } = body, isChat = mode === "chat";
-    this.answer.append(make("span", { className: "prompt" }, isChat ? `${prompt}\n\n` : prompt));
+    this.place.append(make("span", { className: "prompt" }, prompt));
+    this.answer.scrollTop = this.answer.scrollHeight;
     this.figures.textContent = "waiting";
     const started = this.started = performance.now();
     try {
       const question = isChat
-        ? { messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: ALTERNATIVES }
+        ? { messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
+            logprobs: true, top_logprobs: ALTERNATIVES }
         : { prompt, logprobs: ALTERNATIVES };
-      const asked = { ...rest, ...question, model: model.id, stream: true };
+      this.messages.push(this.reply);
+      const asked = { ...rest, ...question, model: model.id, stream: true,
+        stream_options: { include_usage: true } };
       const reply = await ask(`${model.endpoint}/${isChat ? "chat/" : ""}completions`,
         { method: "POST", body: JSON.stringify(asked), signal });
       for await (const event of events(reply)) {
         if (event.error) throw new Error(event.error.message);
         for (const choice of event.choices) this.take(choice);
+        if (event.usage) this.reuse(event.usage);
       }
     } catch (error) {
       if (this.started !== started) return;  // another run has begun
@@ -124,13 +128,29 @@ class Pane {
 
   clear() {
     this.answer.replaceChildren();
-    this.figures.textContent = this.end.textContent = "";
-    say(this.problem, "");
+    this.place = this.answer;
     this.tokens = [];
-    this.names = [];
-    this.count = 0;
+    this.messages = [];
     this.picked = null;
     this.explain(null);
+    this.reset();
+  }
+
+  /** Begin the next turn of a chat. */
+  begin(prompt) {
+    if (this.messages.at(-1)?.content === "") this.messages.splice(-2);  // it was not answered
+    this.messages.push({ role: "user", content: prompt });
+    this.place = make("div", { className: "turn" });
+    this.answer.append(this.place);
+    this.reset();
+  }
+
+  reset() {
+    this.figures.textContent = this.end.textContent = "";
+    say(this.problem, "");
+    this.reply = { role: "assistant", content: "" };
+    this.names = [];
+    this.count = this.started = 0;
   }
 
   /** Show a piece: a token each, but for the tokens that only together make a character. */
@@ -138,6 +158,7 @@ class Pane {
     const parts = choice.delta ? chatTokens(choice) : textTokens(choice);
     const tokens = parts.map((part) => part.name);
     let text = choice.delta ? choice.delta.content ?? "" : choice.text;
+    this.reply.content += text;
     while (parts.length && text.startsWith(parts[0].name)) {
       text = text.slice(parts[0].name.length);
       this.show(parts[0].name, [parts.shift()]);
@@ -161,7 +182,15 @@ class Pane {
     token.setAttribute("aria-label", [shown(text), ...parts.map((p) => percent(p.logprob))].join(", "));
     token.parts = parts;
     this.tokens.push(token);
-    this.answer.append(token);
+    this.place.append(token);
+    const { scrollHeight, scrollTop, clientHeight } = this.answer;
+    const isAtEnd = scrollHeight - scrollTop - clientHeight < 100;  // the reader has not scrolled up
+    if (isAtEnd) this.answer.scrollTop = scrollHeight;
+  }
+
+  reuse({ prompt_tokens, prompt_tokens_details }) {
+    const cached = prompt_tokens_details?.cached_tokens;
+    if (cached) this.figures.textContent += ` · ${cached} of ${prompt_tokens} prompt tokens cached`;
   }
 
   measure(count) {
@@ -249,10 +278,12 @@ async function load() {
   const endpoints = await (await ask("endpoints")).json();
   for (const [endpoint, url] of endpoints.entries()) {
     const list = await (await ask(`${endpoint}/models`)).json();
-    for (const { id } of list.data) {
-      models.push({ endpoint, id, label: endpoints.length > 1 ? `${id} on ${url}` : id });
+    for (const { id, has_chat_template } of list.data) {
+      const label = endpoints.length > 1 ? `${id} on ${url}` : id;
+      models.push({ endpoint, id, label, has_chat_template });
     }
   }
+  if (!asked.has("mode") && models[0]?.has_chat_template) setMode("chat");
   panes[0].offer(models, 0, false);
   panes[1].offer(models, models.length > 1 ? 2 : 0, true);
   panes[1].element.hidden = models.length < 2;
@@ -279,6 +310,25 @@ function request() {
   return body;
 }
 
+function setMode(value) {
+  const isChat = (mode.value = value) === "chat";
+  $("system-row").hidden = $("new").hidden = !isChat;
+  $("prompt-label").textContent = isChat ? "Message" : "Prompt";
+  $("generate").textContent = isChat ? "Send" : "Generate";
+  $("panes").classList.toggle("chat", isChat);
+  for (const field of [form.elements.max_tokens, question]) {  // which a chat leaves empty
+    const [before, after] = isChat ? [field.defaultValue, ""] : ["", field.defaultValue];
+    if (field.value === before) field.value = after;
+  }
+  renew();
+}
+
+/** Forget the chats. */
+function renew() {
+  $("verdict").textContent = "";
+  for (const pane of panes) pane.clear();
+}
+
 /** Where two answers part, in words. */
 function verdict() {
   if (!panes.every((pane) => pane.count && pane.problem.hidden)) return "";
@@ -296,7 +346,10 @@ async function generate() {
   stop.disabled = false;
   $("verdict").textContent = "";
   if (await ready()) {
-    await Promise.all(panes.map((pane) => pane.run(request(), own.signal)));
+    const body = request();
+    if (body.mode === "chat") question.value = "";
+    await Promise.all(panes.map((pane) => pane.run(body, own.signal)));
+    if (body.mode === "chat" && !panes.some((pane) => pane.reply.content)) question.value ||= body.prompt;
     if (running === own && !own.signal.aborted) $("verdict").textContent = verdict();
   }
   if (running === own) {
@@ -311,10 +364,13 @@ question.addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
 stop.addEventListener("click", () => running?.abort());
+$("new").addEventListener("click", () => { running?.abort(); renew(); question.focus(); });
+mode.addEventListener("change", () => { running?.abort(); setMode(mode.value); });
 key.addEventListener("change", () => ready());
 window.addEventListener("pagehide", () => running?.abort());
 
 const asked = new URLSearchParams(location.search);
+setMode(asked.get("mode") === "chat" ? "chat" : "text");
 for (const [name, value] of asked) {
   const field = name === "prompt" ? question : form.querySelector(`[name="${CSS.escape(name)}"]`);
   if (field) field.value = value;

@@ -16,11 +16,12 @@ import requests
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from tokenizers import Tokenizer
 
+from lathe.runtime.prefix_cache import BLOCK
 from lathe.serve.comparison import serve_exports
 from lathe.serve.playground import playground
 from lathe.serve.server import TritonServer
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream
-from tests.support.gateways import opened
+from tests.support.gateways import chatting, opened
 from tests.support.small_export import make_model, write_unproven
 from tests.support.small_models import SERVED
 
@@ -185,7 +186,76 @@ def test_a_chat_sends_a_message_and_shows_what_else_was_likely(page: Page) -> No
         expect(side(page).locator(".detail")).to_contain_text("Rome")
         body = asked.value.post_data_json
         assert body["messages"] == [{"role": "user", "content": "Where?"}]
-        assert body["max_tokens"] == 9 and not {"prompt", "mode"} & body.keys()
+        assert body["max_tokens"] == 9 and not {"prompt", "mode", "system"} & body.keys()
+
+
+def send(page: Page, message: str) -> None:
+    page.get_by_label("Message", exact=True).fill(message)
+    page.get_by_role("button", name="Send").click()
+    finish(page)
+
+
+def test_a_chat_of_several_turns_remembers_them_and_reads_only_what_is_new(
+    page: Page, server: TritonServer, tmp_path: Path
+) -> None:
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    with (
+        opened(server, **chatting(server, template, tmp_path)) as address,
+        opening(page, f"{address}/v1", temperature=0, max_tokens=20),
+    ):
+        expect(page.locator("#mode")).to_have_value("chat")  # as the model has a template
+        page.get_by_label("System prompt").fill("You are a captain of few words.")
+        send(page, "Where does the ship go?")
+        first = answer_text(page)
+        expect(side(page).locator(".figures")).not_to_contain_text("cached")
+        expect(page.get_by_label("Message", exact=True)).to_be_empty()
+        send(page, "And then?")
+        assert bodies[-1]["messages"] == [
+            {"role": "system", "content": "You are a captain of few words."},
+            {"role": "user", "content": "Where does the ship go?"},
+            {"role": "assistant", "content": first},
+            {"role": "user", "content": "And then?"},
+        ]
+        told = requests.post(
+            f"{address}/v1/chat/completions", json=bodies[-1] | {"stream": False}, timeout=60
+        ).json()
+        assert answer_text(page) == first + told["choices"][0]["message"]["content"]
+        expect(side(page).locator(".turn .prompt")).to_have_text(
+            ["Where does the ship go?", "And then?"]
+        )
+        told_cached = r"· (\d+) of (\d+) prompt tokens cached"
+        figures = re.search(told_cached, side(page).locator(".figures").inner_text())
+        assert figures is not None and int(figures[1]) >= BLOCK
+        assert int(figures[2]) == told["usage"]["prompt_tokens"]
+        side(page).locator(".token").first.hover()  # of the first turn
+        expect(side(page).locator(".detail")).to_contain_text("probability of")
+        page.get_by_role("button", name="New chat").click()
+        expect(side(page).locator(".turn")).to_have_count(0)
+        send(page, "Hello")
+        assert [m["role"] for m in bodies[-1]["messages"]] == ["system", "user"]
+
+
+def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Page) -> None:
+    delta = {"delta": {"content": "Par"}, "finish_reason": None, "logprobs": None}
+    begun = STREAM + chunked(f"data: {json.dumps({'choices': [delta]})}\n\n".encode())
+    for reply, roles in ((begun, ["user", "assistant", "user"]), (b"", ["user"])):
+        left = threading.Event()
+        with answering(reply, left=left) as url, opening(page, url, mode="chat"):
+            page.get_by_label("Message", exact=True).fill("Where?")
+            page.get_by_role("button", name="Send").click()
+            expect(side(page).locator(".token" if reply else ".turn")).to_have_count(1)
+            page.keyboard.press("Escape")
+            expect(side(page).locator(".end")).to_have_text("stopped")
+            kept = "" if reply else "Where?"
+            expect(page.get_by_label("Message", exact=True)).to_have_value(kept)
+            with page.expect_request("**/0/chat/completions") as asked:
+                page.get_by_label("Message", exact=True).fill("Well?")
+                page.get_by_role("button", name="Send").click()
+            messages = asked.value.post_data_json["messages"]
+            assert [message["role"] for message in messages] == roles
+            assert messages[-1]["content"] == "Well?" and left.wait(10)
 
 
 def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> None:
@@ -324,7 +394,7 @@ def test_everything_can_be_done_with_the_keyboard(page: Page, base_url: str) -> 
     with opening(page, base_url):
         expect(side(page).get_by_label("Model")).to_contain_text("gpt")
         page.keyboard.press("Tab")
-        expect(page.get_by_label("Prompt")).to_be_focused()
+        expect(page.get_by_label("Prompt", exact=True)).to_be_focused()
         page.keyboard.press("Control+A")
         page.keyboard.type("hello")
         for label in ("New tokens", "Temperature"):
@@ -351,7 +421,7 @@ def test_everything_can_be_done_with_the_keyboard(page: Page, base_url: str) -> 
 def test_keys_begin_and_stop_an_answer(page: Page) -> None:
     left = threading.Event()
     with answering(BEGUN, left=left) as url, opening(page, url):
-        page.get_by_label("Prompt").focus()
+        page.get_by_label("Prompt", exact=True).focus()
         page.keyboard.press("Control+Enter")
         expect(side(page).locator(".token")).to_have_text(["a"])
         page.keyboard.press("Escape")
