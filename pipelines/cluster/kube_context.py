@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes import config
 
@@ -22,8 +23,8 @@ def open_cluster(namespace: str) -> Cluster:
     """
     try:
         api = config.new_client_from_config(context=os.environ.get("LATHE_KFP_CONTEXT"))
-    except config.ConfigException as error:
-        raise StageError(f"no kube context: {error}") from None
+    except (config.ConfigException, yaml.YAMLError) as error:
+        raise StageError(f"no kube context: {' '.join(str(error).split())}") from None
     return Cluster(api, namespace, ROLE, patience=PATIENCE_SECONDS)
 
 

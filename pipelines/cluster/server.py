@@ -16,6 +16,7 @@ import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from lathe.errors import StageError, UserError
+from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {
     "LATHE_KFP_ENDPOINT": "address of the UI or the API server (also: KFP_ENDPOINT); without it "
@@ -100,11 +101,15 @@ def connect() -> Client:
     for key, path in (("LATHE_KFP_TOKEN_FILE", token), ("LATHE_KFP_CA", authority)):
         if path and not Path(path).is_file():
             raise UserError(f"{key}={path}: no such file", "check the path")
+        if path and not Path(path).stat().st_size:  # of a redirected command that failed
+            raise UserError(f"{key}={path}: the file is empty", "make it again: docs/cluster.md")
     if not endpoint() and not has_kube_context():
         raise UserError(
             "no Kubeflow Pipelines: LATHE_KFP_ENDPOINT is not set, and there is no kube context",
             "set LATHE_KFP_ENDPOINT to the address of the UI, or KUBECONFIG",
         )
+    if not endpoint() and not IN_CLUSTER.is_file():
+        open_cluster(KUBEFLOW)  # says what is wrong with the kube context; KFP's client does not
     if not token and POD_TOKEN.is_file():
         token = str(POD_TOKEN)
     with answers():

@@ -284,6 +284,8 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     token = tmp_path / "token"
     monkeypatch.setenv("LATHE_KFP_TOKEN_FILE", str(token))
     assert f"LATHE_KFP_TOKEN_FILE={token}: no such file" in submit(*PRETRAIN).output
+    token.write_text("")
+    assert f"LATHE_KFP_TOKEN_FILE={token}: the file is empty" in submit(*PRETRAIN).output
     for text, status in (("wrong-token", 2), ("right-token", 0)):
         token.write_text(text)
         result = submit(*PRETRAIN)
@@ -295,6 +297,15 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     monkeypatch.setenv("LATHE_KFP_COOKIES", "authservice_session=right-cookie")
     result = submit(*PRETRAIN)
     assert result.exit_code == 0 and "right-cookie" not in result.output
+
+
+def test_a_kube_context_that_is_no_yaml(kfp, monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("clusters: [\n- {")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    for name in ("LATHE_KFP_ENDPOINT", "KFP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    result = submit(*PRETRAIN)
+    assert result.exit_code != 0 and "error: no kube context: Invalid kube-config" in result.output
 
 
 def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import yaml
 from kubernetes import client, config  # type: ignore[import-untyped]
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
 from kubernetes.watch import Watch  # type: ignore[import-untyped]
@@ -231,9 +232,9 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
         else:
             config.load_incluster_config(client_configuration=settings)
             found = found or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
-    except config.ConfigException as error:
+    except (config.ConfigException, yaml.YAMLError) as error:
         raise UserError(
-            f"no Kubernetes cluster: {error}",
+            f"no Kubernetes cluster: {' '.join(str(error).split())}",
             "run within a pod with a service account, or set KUBECONFIG to a file",
         ) from None
     return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)
