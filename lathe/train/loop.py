@@ -132,7 +132,16 @@ class Loop(ABC):
     def run(self) -> Progress:
         """Train from the newest saved state, or from the start, and save the final state."""
         self.resume()
-        steps = self.engine.max_steps
+        steps, rates = self.engine.max_steps, self.recipe.Optimizer.lr
+        if 0 < steps < rates.warmup_steps:
+            log.warning(
+                "training ends within the warm-up of %g steps: the learning rate reaches %.2g, not "
+                "Optimizer.lr.max_lr %.2g. For a whole schedule set Optimizer.lr.decay_steps=%d",
+                rates.warmup_steps,
+                learning_rate(steps, rates),
+                rates.max_lr,
+                steps,
+            )
         with ExitStack() as open_ones:
             open_ones.enter_context(closing(self.batches))
             asked_to_end = open_ones.enter_context(watch_for_preemption())

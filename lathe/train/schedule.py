@@ -16,7 +16,7 @@ def is_decayed(name: str, architecture: Architecture) -> bool:
 def learning_rate(step: int, settings: LearningRate) -> float:
     """Rate of the `step`-th update (from 1): linear to `max_lr` over `warmup_rate * decay_steps`
     updates, then half a cosine to `min_lr` at `decay_steps`, then flat (Megatron-LM)."""
-    warmup = settings.warmup_rate * settings.decay_steps
+    warmup = settings.warmup_steps
     if step < warmup:
         return settings.max_lr * step / warmup
     if step >= settings.decay_steps:

@@ -156,3 +156,12 @@ def test_weight_decay_spares_biases_and_norms(small_data: Path) -> None:
     assert decayed["weight_decay"] == 0.01 and plain["weight_decay"] == 0.0
     assert all(names[id(p)].endswith("weight") for p in decayed["params"])
     assert sum(n.endswith("bias") or "ln_" in n for n in names.values()) == len(plain["params"])
+
+
+def test_a_training_that_ends_within_the_warm_up_warns(
+    small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = ("Engine.max_steps=1", "Optimizer.lr.decay_steps=20", "Optimizer.lr.warmup_rate=0.5")
+    with caplog.at_level("WARNING", "lathe"):
+        pretrain(load_recipe("tiny", (*SMALL, *short)), small_data, tmp_path / "short")
+    assert "set Optimizer.lr.decay_steps=1" in caplog.text

@@ -196,6 +196,11 @@ class LearningRate(Settings):
             raise ValueError(f"min_lr {self.min_lr} is above max_lr {self.max_lr}: swapped?")
         return self
 
+    @property
+    def warmup_steps(self) -> float:
+        """Update after which the rate falls."""
+        return self.warmup_rate * self.decay_steps
+
 
 class GradClip(Settings):
     """Gradient clipping. PaddleFleetX's group."""
