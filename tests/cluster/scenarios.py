@@ -281,6 +281,7 @@ def release_and_rollback(site: Site) -> str:
     """Under load, the release before the live one goes live, and then that one again."""
     skip_without(site.production, "no PRODUCTION= that may be replaced")
     place = ["-o", f"Production.releases={site.production}"]
+    place += ["-o", f"Production.namespace={site.cluster.namespace}"]
     digests = re.findall(r"sha256-\w+|[0-9a-f]{12,64}", _releases(site, place))
     skip_without(len(set(digests)) > 1, "fewer than two releases: run the scenarios once more")
     before = _live(site)
