@@ -258,8 +258,18 @@ push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
 .PHONY: sbom
 sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=cpu|cuda)
 	for image in train serve paddle; do \
-	  $(BIN)/python -m lathe sbom images/$$image/$(if $(filter cuda,$(IMAGE_FLAVOUR)),cuda,requirements).lock --output build/sbom/$$image.cdx.json || exit 1; \
+	  case $$image-$(IMAGE_FLAVOUR) in \
+	    serve-cuda) base=$(call quote,$(BASE)); : $${base:=$$($(PYTHON) -c 'from images.build import TRITON; print(TRITON)')};; \
+	    *) base=;; \
+	  esac; \
+	  $(BIN)/python -m lathe sbom images/$$image/$(if $(filter cuda,$(IMAGE_FLAVOUR)),cuda,requirements).lock $${base:+--base $$base} --output build/sbom/$$image.cdx.json || exit 1; \
 	done
+
+.PHONY: audit
+audit: sbom ## List known vulnerabilities in them (FLAVOUR=cpu|cuda); fails if there are any
+	status=0; for image in train serve paddle; do \
+	  $(BIN)/python -m lathe audit build/sbom/$$image.cdx.json || status=1; \
+	done; exit $$status
 
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay

@@ -1,5 +1,6 @@
 """Verbs that write model cards and bills of materials."""
 
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -106,6 +107,10 @@ def sbom(
         str | None,
         typer.Option(metavar="NAME@sha256:DIGEST", help="The container image made of it."),
     ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="HOST/NAME:TAG", help="The image that it is built on."),
+    ] = None,
     timestamp: Timestamp = None,
     output: Annotated[Path, output_option("JSON file to write.")] = RUN / "sbom.cdx.json",
 ) -> None:
@@ -119,8 +124,55 @@ def sbom(
     from lathe.report.cards.sbom import environment_sbom
 
     name = name or f"lathe-{lock.resolve().parent.name}"
-    write_document(output, BOM, environment_sbom(lock, name, image, timestamp), lock)
+    write_document(output, BOM, environment_sbom(lock, name, image, timestamp, base), lock)
     show(sbom=output, environment=name)
+
+
+@app.command(epilog="Example: lathe audit build/sbom/serve.cdx.json --advisories osv.json")
+def audit(
+    sbom: Annotated[
+        Path, input_argument("CycloneDX file of `lathe sbom`, or the folder of a release.")
+    ] = RUN / "sbom.cdx.json",
+    advisories: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Further advisories, JSON in OSV's format; may be repeated."
+        ),
+    ] = None,
+    vex: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Statements of what is not affected, JSON in OpenVEX's format; may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """List the known vulnerabilities of an environment, from its bill of materials.
+
+    Lathe's own list has those of Triton, with statements for what a server that Lathe sets up does
+    not expose. Exit status 0 means that nothing else was found, 1 that something was.
+    """
+    from rich.console import Console
+
+    from lathe.report.cards.audit import (
+        audit_table,
+        find_vulnerabilities,
+        read_advisories,
+        read_statements,
+        unexcused,
+    )
+
+    known = read_advisories(advisories or [])
+    found = find_vulnerabilities(sbom, known, read_statements(vex or []))
+    Console(width=None if sys.stdout.isatty() else 160).print(audit_table(found))
+    left = unexcused(found)
+    show(
+        advisories=f"{len(known)}, the latest of {max(one.modified for one in known)[:10]}",
+        affected=len(left),
+        excused=len(found) - len(left),
+    )
+    if left:
+        raise typer.Exit(1)
 
 
 def _evidence(

@@ -21,12 +21,13 @@ from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import UserError
 from lathe.launch.cluster.deployment import Deployment, has_cluster
 from lathe.launch.cluster.rollout import roll
-from lathe.production.acceptance import Acceptance, accept
+from lathe.production.acceptance import Acceptance, accept, provenance_of
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
 from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
 from lathe.provenance.step import attest, materials, now
+from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
 from lathe.serve.repository import remove_bytecode, require_whole
 from lathe.tracking.models import register_release
@@ -153,7 +154,9 @@ def _compose(
 
 
 def _require(settings: ProductionSettings, folder: Path) -> None:
-    require(folder, settings.require, trusted_keys(settings.keys))
+    if "audit" in settings.require:
+        require_audited(folder, [Path(name) for name in settings.vex])
+    require(folder, provenance_of(settings), trusted_keys(settings.keys))
 
 
 def _require_signed(settings: ProductionSettings, repository: Path) -> None:

@@ -133,7 +133,8 @@ def _triton() -> Finding:
     if version not in VULNERABLE:
         return Finding(check, "ok", version)
     said = f"{version}, as in images of the CPU flavour, has published vulnerabilities"
-    return Finding(check, "warning", said, "docs/security.md says what stands before them")
+    cure = "`make audit` lists them, and docs/security.md says what stands before them"
+    return Finding(check, "warning", said, cure)
 
 
 def _end_with_exception(number: int, frame: object) -> None:

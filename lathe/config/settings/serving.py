@@ -135,10 +135,15 @@ class ProductionSettings(Settings):
     kube context, or `lathe` if that names none."""
     deployment: KubernetesName | None = "lathe-serve"
     """Kubernetes Deployment to roll to a new release; null rolls none."""
-    require: list[Literal["signature", "chain", "gate", "proof"]] = Field(default=[])
+    require: list[Literal["signature", "chain", "gate", "proof", "audit"]] = Field(default=[])
     """What a release must show before it is published, rolled back to, or served. `signature`: its
     files are those that were signed. `chain`: every step since the corpus is attested and signed.
-    `gate`: the gate let its model pass. `proof`: its graph computes what the checkpoint does."""
+    `gate`: the gate let its model pass. `proof`: its graph computes what the checkpoint does.
+    `audit`: the bill of materials of its environment has no known vulnerability, before it is
+    published or rolled back to."""
+    vex: list[str] = Field(default=[])
+    """Files of OpenVEX statements: known vulnerabilities that `audit` excuses, beside those that
+    Lathe excuses itself."""
     keys: list[str] = Field(default=[])
     """Files of the public keys that signatures and attestations are verified with; any of them may
     have signed. On a cluster, leave it empty: steps read the ConfigMap `lathe-verification-keys`.

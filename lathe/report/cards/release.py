@@ -10,11 +10,11 @@ from lathe.report.cards.card import model_card
 from lathe.report.cards.documents import BOM
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.picture import KIND, PICTURE, picture
-from lathe.report.cards.sbom import environment_sbom
+from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
 from lathe.storage import atomic_file, claim_output_file
 from lathe.storage.ownership import FileKind, Source
 
-MODEL_BOM, ENVIRONMENT_SBOM = "bom.cdx.json", "sbom.cdx.json"
+MODEL_BOM = "bom.cdx.json"
 SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
 """In a checkout and in the image `train`; an installed package has none."""
 

@@ -20,6 +20,7 @@ from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_te
 from lathe.storage import sha256
 
 HINT = "give a lock file with hashes, such as images/train/requirements.lock"
+ENVIRONMENT_SBOM = "sbom.cdx.json"
 ROOT = "environment"
 
 _PINNED = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[\w,.-]*\])?===?([^\s;\\]+)(?:\s*;[^\\]*)?\s*\\?")
@@ -82,17 +83,22 @@ def read_lock(path: Path) -> list[Pinned]:
 
 
 def environment_sbom(
-    lock: Path, name: str, image: str | None = None, timestamp: datetime | None = None
+    lock: Path,
+    name: str,
+    image: str | None = None,
+    timestamp: datetime | None = None,
+    base: str | None = None,
 ) -> str:
     """The JSON text of the bill of materials; the same lock file gives the same text.
 
     Args:
         name: of the environment.
         image: reference of the container image by digest, where it is one's.
+        base: reference of the image that it is built on, by tag; a component of its own.
         timestamp: time of the document; None leaves it out.
 
     Raises:
-        UserError: as `read_lock`, or an image without a digest.
+        UserError: as `read_lock`, an image without a digest, or a base without a tag.
     """
     packages = read_lock(lock)
     root = _image(image) if image else Component(name=name, version=lathe.__version__)
@@ -104,6 +110,8 @@ def environment_sbom(
     components = {package.name: package.component for package in packages}
     for component in components.values():
         bom.components.add(component)
+    if base:
+        bom.components.add(_base(base))
     wants: dict[str | None, list[Component]] = {}
     for package in packages:
         # What is not in the file itself is a project or another list: the environment wants it.
@@ -130,6 +138,23 @@ def _image(reference: str) -> Component:
         version=f"sha256:{match['digest']}",
         purl=PackageURL("oci", None, short, f"sha256:{match['digest']}", qualifiers),
         hashes=[sha256_hash(match["digest"])],
+    )
+
+
+def _base(reference: str) -> Component:
+    place, _, tag = reference.rpartition(":")
+    host, _, path = place.partition("/")
+    namespace, _, short = path.rpartition("/")
+    if not short or "/" in tag:
+        what = f"{reference}: not an image by its tag"
+        raise UserError(what, "give HOST/NAME:TAG, such as nvcr.io/nvidia/tritonserver:26.07-py3")
+    purl = PackageURL("docker", namespace or None, short, tag, {"repository_url": host})
+    return Component(
+        name=place,
+        version=tag,
+        type=ComponentType.CONTAINER,
+        purl=purl,
+        bom_ref=purl.to_string(),
     )
 
 

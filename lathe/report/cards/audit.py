@@ -1,0 +1,268 @@
+"""Known vulnerabilities in a bill of materials: advisories in OSV's format against a CycloneDX
+SBOM, less what a VEX statement says is not affected.
+
+`advisories.json` has those of Triton, from NVIDIA's bulletins, and `vex.json` (OpenVEX) what of
+them does not apply to a server that Lathe sets up. Both are dated, and both can be added to.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from packageurl import PackageURL
+from packaging.version import Version
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from rich.table import Table
+
+from lathe.errors import StageError, UserError
+from lathe.inputs import read_text
+from lathe.report.cards.sbom import ENVIRONMENT_SBOM
+
+ADVISORIES, STATEMENTS = (
+    Path(__file__).with_name(name) for name in ("advisories.json", "vex.json")
+)
+
+_NUMBERS = re.compile(r"\d+(\.\d+)*")
+_SEPARATORS = re.compile(r"[-_.]+")
+
+
+class Package(BaseModel):
+    """What an advisory is about; `purl` has no version."""
+
+    ecosystem: str = ""
+    name: str
+    purl: str | None = None
+
+    def covers(self, component: PackageURL) -> bool:
+        """Whether it is the component's package, in whatever version."""
+        if self.purl is None:
+            return (
+                self.ecosystem == "PyPI"
+                and component.type == "pypi"
+                and (_normalized(self.name) == _normalized(component.name))
+            )
+        return _is_of(self.purl, component)
+
+
+class Affected(BaseModel):
+    """Versions of a package: single ones, and ranges of events in their order."""
+
+    package: Package | None = None
+    versions: list[str] = []
+    ranges: list[dict[str, Any]] = []
+
+    def covers(self, component: PackageURL) -> bool:
+        """Whether it is the component's package, and its version is one of these."""
+        if self.package is None or not self.package.covers(component):
+            return False
+        version = component.version or ""
+        ranges = [found for found in self.ranges if found.get("type") != "GIT"]
+        return version in self.versions or any(_in_range(version, found) for found in ranges)
+
+    @property
+    def fixed(self) -> str:
+        """The first versions without it."""
+        events = [event for found in self.ranges for event in found.get("events", [])]
+        return ", ".join(sorted({event["fixed"] for event in events if "fixed" in event}))
+
+
+class Advisory(BaseModel):
+    """A vulnerability in OSV's format, of which only these fields are read."""
+
+    id: str
+    modified: str
+    aliases: list[str] = []
+    summary: str = ""
+    withdrawn: str | None = None
+    affected: list[Affected] = []
+    database_specific: dict[str, Any] = {}
+
+
+class _Named(BaseModel):
+    name: str = ""
+    id: str = Field("", alias="@id")
+
+
+class Statement(BaseModel):
+    """A VEX statement in OpenVEX's format."""
+
+    vulnerability: _Named
+    products: list[_Named] = []
+    status: Literal["not_affected", "affected", "fixed", "under_investigation"]
+    justification: str = ""
+    impact_statement: str = ""
+
+    def excuses(self, advisory: Advisory, component: PackageURL) -> bool:
+        """Whether it says that the component does not have the vulnerability."""
+        return (
+            self.status in ("not_affected", "fixed")
+            and self.vulnerability.name in (advisory.id, *advisory.aliases)
+            and any(_is_of(product.id, component) for product in self.products)
+        )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A vulnerability that a component has, or would have without what the statement says."""
+
+    component: str
+    advisory: Advisory
+    statement: Statement | None
+
+    @property
+    def score(self) -> str:
+        """CVSS's base score, where the advisory's database says it."""
+        return str(self.advisory.database_specific.get("score", "unknown"))
+
+
+def read_advisories(paths: Sequence[Path]) -> list[Advisory]:
+    """Advisories of files: one in OSV's format, a list of them, or `{"vulns": [...]}`."""
+    found = []
+    for path in (ADVISORIES, *paths):
+        values = _read(path)
+        if isinstance(values, dict):
+            values = values.get("vulns", [values])
+        found += _parsed(TypeAdapter(list[Advisory]), values, path)
+    return found
+
+
+def read_statements(paths: Sequence[Path]) -> list[Statement]:
+    """Statements of OpenVEX documents."""
+    found = []
+    for path in (STATEMENTS, *paths):
+        values = _read(path)
+        values = values.get("statements") if isinstance(values, dict) else values
+        found += _parsed(TypeAdapter(list[Statement]), values, path)
+    return found
+
+
+def find_vulnerabilities(
+    sbom: Path, advisories: Iterable[Advisory], statements: Sequence[Statement]
+) -> list[Finding]:
+    """What of the advisories applies to the components of a bill of materials.
+
+    Args:
+        sbom: CycloneDX in JSON, or the folder of a release, which has one.
+
+    Raises:
+        UserError: no bill of materials.
+    """
+    components = list(_components(sbom))
+    return [
+        Finding(
+            component.to_string(),
+            advisory,
+            next((one for one in statements if one.excuses(advisory, component)), None),
+        )
+        for advisory in advisories
+        if advisory.withdrawn is None
+        for component in components
+        if any(affected.covers(component) for affected in advisory.affected)
+    ]
+
+
+def unexcused(findings: Iterable[Finding]) -> list[Finding]:
+    """Those without a statement that excuses them."""
+    return [finding for finding in findings if finding.statement is None]
+
+
+def audit_table(findings: Iterable[Finding]) -> Table:
+    """The findings for a terminal, the gravest first, and then what is excused and why."""
+    table = Table("vulnerability", "score", "component", "fixed in", "what", "state")
+    for one in sorted(findings, key=lambda one: (one.statement is not None, _gravity(one))):
+        state = "affected" if one.statement is None else one.statement.impact_statement
+        fixed = next((found.fixed for found in one.advisory.affected if found.fixed), "unknown")
+        name = one.component.removeprefix("pkg:")
+        table.add_row(one.advisory.id, one.score, name, fixed, one.advisory.summary, state)
+    return table
+
+
+def require_audited(release: Path, vex: Sequence[Path]) -> None:
+    """Check a release for `Production.require: [audit]`.
+
+    Raises:
+        UserError: it has no bill of materials of its environment.
+        StageError: it has a known vulnerability that no statement excuses.
+    """
+    found = unexcused(find_vulnerabilities(release, read_advisories([]), read_statements(vex)))
+    if found:
+        worst = ", ".join(one.advisory.id for one in sorted(found, key=_gravity)[:3])
+        raise StageError(
+            f"refused by Production.require (audit): {release / ENVIRONMENT_SBOM} has "
+            f"{len(found)} known vulnerabilities, {worst} among them: `lathe audit` lists all"
+        )
+
+
+def _gravity(finding: Finding) -> tuple[float, str]:
+    score = finding.advisory.database_specific.get("score", 10.0)
+    return -float(score), finding.advisory.id
+
+
+def _components(sbom: Path) -> Iterator[PackageURL]:
+    path = sbom / ENVIRONMENT_SBOM if sbom.is_dir() else sbom
+    hint = "write one with `lathe sbom`; a release has one if it was published with --model"
+    values = _read(path, hint)
+    if not isinstance(values, dict) or values.get("bomFormat") != "CycloneDX":
+        raise UserError(f"{path}: not a bill of materials in CycloneDX's JSON", hint)
+    for component in values.get("components", []):
+        if purl := component.get("purl"):
+            yield PackageURL.from_string(purl)
+
+
+def _is_of(purl: str, component: PackageURL) -> bool:
+    """Whether a package URL, with or without a version, is the component's."""
+    try:
+        found = PackageURL.from_string(purl)
+    except ValueError:
+        return False
+    return (found.type, found.namespace, found.name) == (
+        component.type,
+        component.namespace,
+        component.name,
+    ) and found.version in (None, component.version)
+
+
+def _in_range(version: str, found: dict[str, Any]) -> bool:
+    """OSV's algorithm: the last event at or before the version says whether it is affected."""
+    own, is_affected = _version(version), False
+    for event in found.get("events", []):
+        if "introduced" in event and own >= _version(event["introduced"]):
+            is_affected = True
+        if "fixed" in event and own >= _version(event["fixed"]):
+            is_affected = False
+        if "last_affected" in event and own > _version(event["last_affected"]):
+            is_affected = False
+    return is_affected
+
+
+def _version(text: str) -> Version:
+    """Its leading numbers where it is no version of Python's: 25.10 of the tag `25.10-py3`."""
+    try:
+        return Version(text)
+    except ValueError:
+        match = _NUMBERS.match(text)
+        return Version(match[0] if match else "0")
+
+
+def _normalized(name: str) -> str:
+    return _SEPARATORS.sub("-", name).lower()
+
+
+def _read(path: Path, hint: str = "give a file in OSV's or OpenVEX's JSON") -> Any:
+    try:
+        return json.loads(read_text(path, hint))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}", hint) from None
+
+
+def _parsed(kind: TypeAdapter[list[Any]], values: Any, path: Path) -> list[Any]:
+    try:
+        return kind.validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        what = f"{path}: {place}: {first['msg']}"
+        raise UserError(what, "give a file in OSV's or OpenVEX's JSON") from None
