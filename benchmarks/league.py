@@ -162,14 +162,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=64, help="of the text")
     parser.add_argument("--passages", type=int, default=500, help="of --cloze")
-    parser.add_argument("--only", nargs="*", default=[], help="modules of benchmarks/peers")
+    parser.add_argument("--only", nargs="*", default=[], help="modules of peers, or titles")
     parser.add_argument("--prepare", action="store_true", help="measure nothing yet")
     settings = parser.parse_args()
     if settings.model and not settings.data:
         parser.error("--model needs --data")
-    entries = [
-        e for e in ENTRIES if e.module in settings.only or not settings.only or e.title == TRUTH
-    ]
+    wanted = {TRUTH, *settings.only}
+    entries = [e for e in ENTRIES if not settings.only or {e.module, e.title} & wanted]
     entries += [trained(path) for path in settings.trained]
     if settings.model:
         text = settings.text or settings.data / "heldout.txt"

@@ -19,13 +19,14 @@ FORMATS: dict[str, dict[str, Any]] = {
     "INT8": {},
     "INT8static": {"activation_quantize_type": "moving_average_abs_max"},
     "INT8dynamic": {"activation_quantize_type": "dynamic"},
-    "INT4": {"weight_bits": 4},
-    "INT4g128": {"weight_bits": 4, "group_size": 128},
+    "INT4": {"weight_bits": 4, "rounding": "gptq"},
+    "INT4g128": {"weight_bits": 4, "group_size": 128, "rounding": "gptq"},
 }
 
 
 class Lathe(Engine):
-    """`INT8` and `INT4` are calibrated and not trained; `saved` is what the checkpoint says."""
+    """`INT8` and `INT4` are what `lathe quantize` makes with `Engine.max_steps=0`, INT4 with GPTQ;
+    `saved` is what the checkpoint says."""
 
     version = f"onnxruntime {onnxruntime.__version__}"
 
@@ -34,9 +35,11 @@ class Lathe(Engine):
         # Neither the server nor a worker that measures needs these.
         import torch
 
-        from lathe.compress.activation import with_int8_formats
+        from lathe.compress.activation import smoothing_factors, with_int8_formats
+        from lathe.compress.gptq import gptq
         from lathe.compress.plan import make_plan
         from lathe.compress.quantize import write_scales
+        from lathe.compress.smoothing import fold
         from lathe.config.settings import ExportSettings, Recipe
         from lathe.export.export import write
         from lathe.model import fake_quant
@@ -49,10 +52,13 @@ class Lathe(Engine):
             settings, config = recipe.Compress.Quantization, checkpoint.model.config
             is_learned = config.architecture.positions == "learned"
             batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)
+            fold(checkpoint.model, smoothing_factors(recipe, checkpoint.model, batches, {}))
             formats = with_int8_formats(recipe, checkpoint.model, batches, {})
             plan = replace(make_plan(config, settings, formats), position_embedding=is_learned)
             fake_quant.insert(checkpoint.model, plan)
             fake_quant.calibrate(checkpoint.model, batches)
+            if settings.rounding == "gptq":
+                gptq(checkpoint.model, batches)
             write_scales(checkpoint.model, plan)
         write(checkpoint, output, ExportSettings())
 
