@@ -222,6 +222,7 @@ lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first
 	  $(call compile,images/train/requirements,$(TRAIN) --group train --index $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda --no-emit-package onnxruntime)
 	$(call compile,images/serve/requirements,--group serve $(NO_TELEMETRY))
+	$(call compile,images/serve/triton,--group serve-triton -c images/serve/requirements.lock $(NO_TELEMETRY),3.12)
 	$(call compile,images/serve/cuda,--group serve-cuda $(NO_TELEMETRY),3.12)
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)

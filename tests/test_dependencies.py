@@ -42,6 +42,7 @@ LOCKS = {
     "images/train/requirements.lock": ("train", True),
     "images/train/cuda.lock": ("train-cuda", True),
     "images/serve/requirements.lock": ("serve", False),
+    "images/serve/triton.lock": ("serve-triton", False),
     "images/serve/cuda.lock": ("serve-cuda", False),
     "images/paddle/requirements.lock": ("paddle", False),
     "images/paddle/cuda.lock": ("paddle-cuda", False),

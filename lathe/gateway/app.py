@@ -21,7 +21,7 @@ from lathe.gateway.keys import ApiKeys
 from lathe.gateway.kserve import KServe
 from lathe.gateway.limits import Door, Limits
 from lathe.gateway.metrics import GatewayMetrics
-from lathe.gateway.models import Model
+from lathe.gateway.models import Model, names_of
 from lathe.gateway.renderer import Renderer
 from lathe.gateway.requests import ChatRequest, CompletionRequest
 from lathe.gateway.slots import Slots
@@ -52,6 +52,7 @@ class Gateway:
         keys: ApiKeys | None = None,
     ) -> None:
         self._models, self._url, self._door = models, url, Door(limits, keys)
+        self._names = names_of(models.values())
         self.metrics, self._suspects = GatewayMetrics(), Suspects()
         self._kserve = KServe(
             http, self._door, self.metrics, self._suspects, lambda *name: self.triton.cancel(*name)
@@ -80,7 +81,7 @@ class Gateway:
         )
         handlers: dict[str, tuple[Any, str]] = {
             "/v1/models": (self._list, "GET"),
-            "/v1/models/{name}": (self._model, "GET"),
+            "/v1/models/{name:path}": (self._model, "GET"),
             "/v1/completions": (completions, "POST"),
             "/v1/chat/completions": (chat, "POST"),
             "/tokenize": (tokenizing, "POST"),
@@ -163,19 +164,20 @@ class Gateway:
         return await detokenize(request, self._renderers[self._named(request.model).name])
 
     def _named(self, name: str) -> Model:
-        if name in self._models:
-            return self._models[name]
-        what = f"the model {name!r} does not exist: there is {', '.join(self._models)}"
+        if name in self._names:
+            return self._names[name]
+        what = f"the model {name!r} does not exist: there is {', '.join(self._names)}"
         raise ApiError(404, what, param="model", code="model_not_found")
 
     async def _list(self, request: Request) -> Response:
         self._door.check(request.scope)
-        models = [model.to_json() for model in self._models.values()]
+        models = [model.to_json(name) for name, model in self._names.items()]
         return JSONResponse({"object": "list", "data": models})
 
     async def _model(self, request: Request) -> Response:
         self._door.check(request.scope)
-        return JSONResponse(self._named(request.path_params["name"]).to_json())
+        name = request.path_params["name"].rstrip("/")
+        return JSONResponse(self._named(name).to_json(name))
 
     async def _health(self, _: Request) -> Response:
         if self.is_draining:

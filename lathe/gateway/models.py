@@ -1,6 +1,7 @@
 """The models of a Triton repository that Lathe has written."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Model:
         folder: its export.
         n_positions: of its context.
         chat_template: that of the checkpoint; empty if it has none.
+        aliases: further names of it.
     """
 
     name: str
@@ -34,15 +36,17 @@ class Model:
     n_positions: int
     max_wait: float | None = None
     chat_template: str = ""
+    aliases: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        """Its entry in the list of models."""
+    def to_json(self, name: str) -> dict[str, object]:
+        """Its entry in the list of models, under one of its names."""
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "lathe",
-            "max_model_len": self.n_positions,  # as in vLLM
+            "root": self.name,
+            "max_model_len": self.n_positions,  # this and `root` as in vLLM
             "has_chat_template": bool(self.chat_template),
         }
 
@@ -64,6 +68,21 @@ def read_models(repository: Path) -> dict[str, Model]:
     return found
 
 
+def names_of(models: Iterable[Model]) -> dict[str, Model]:
+    """The models by each of their names.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    found: dict[str, Model] = {}
+    for model in models:
+        for name in (model.name, *model.aliases):
+            if found.setdefault(name, model) is not model:
+                what = f"Serving.aliases: {name} is a name of {found[name].name} and {model.name}"
+                raise UserError(what, "deploy one of them again, without it")
+    return found
+
+
 def _read(path: Path) -> model_config_pb2.ModelConfig:
     try:
         return text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
@@ -76,6 +95,7 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
     try:
         digest, max_running = (json.loads(settings[key]) for key in ("sha256", "max_running"))
         max_wait = json.loads(settings.get("max_wait_seconds", "null"))
+        aliases = json.loads(settings.get("aliases", "[]"))
     except (KeyError, ValueError):
         raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
     created, folder = int(path.stat().st_mtime), path.parent / "1"
@@ -89,6 +109,7 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
         _setting(folder / "export.json", "n_positions"),
         max_wait,
         template if isinstance(template, str) else "",
+        tuple(aliases),
     )
 
 

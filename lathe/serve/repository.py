@@ -131,6 +131,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         "speculation": serving.speculation,
         "runtime": serving.runtime,
         "max_wait_seconds": serving.max_wait_seconds,
+        "aliases": serving.aliases,
         "threads": serving.threads,
         "generation": {
             "decode_strategy": generation.decode_strategy,

@@ -16,6 +16,7 @@ from lathe.model.checkpoint import Checkpoint
 from lathe.production.agreement import greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
+from tests.support.gateways import opened
 from tests.support.server_metrics import cut_short
 
 HELLO: dict[str, Any] = {"model": "gpt", "prompt": "hello", "temperature": 0}
@@ -282,3 +283,21 @@ def test_the_asynchronous_client_streams(address: str, openai: OpenAI) -> None:
 
     whole = openai.completions.create(model="gpt", prompt=prompts, temperature=0)
     assert asyncio.run(ask_all()) == [choice.text for choice in whole.choices]
+
+
+def test_a_model_answers_to_its_other_names(server: TritonServer) -> None:
+    names = ("gpt", "gpt-4o-mini", "team/chat")
+    with opened(server, aliases=names[1:]) as address:
+        openai = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
+        listed = {model.id: model.model_extra for model in openai.models.list()}
+        assert tuple(listed) == names
+        texts = set()
+        for name in names:
+            extra = listed[name]
+            assert extra is not None and (extra["root"], extra["max_model_len"]) == ("gpt", 1024)
+            assert openai.models.retrieve(name).id == name
+            answer = openai.completions.create(**HELLO | {"model": name}, max_tokens=5)
+            texts.add(answer.choices[0].text)
+        assert len(texts) == 1
+        with pytest.raises(sdk.NotFoundError, match="there is gpt, gpt-4o-mini, team/chat"):
+            openai.completions.create(**HELLO | {"model": "team"})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,3 +103,42 @@ def test_a_step_names_the_image_given_or_pushed_or_built(
     assert images.reference("train") == "registry.example.com/other:1"
     monkeypatch.setenv("LATHE_TRAIN_IMAGE", "")
     assert images.reference("train") == built
+
+
+@pytest.mark.parametrize(
+    ("lock", "has_triton", "expected"),
+    [
+        ("requirements.lock", False, "requirements.lock"),
+        ("requirements.lock", True, "triton.lock"),
+        ("cuda.lock", True, "cuda.lock"),
+    ],
+)
+def test_a_server_on_nvidias_triton_gets_no_other_triton(
+    tmp_path: Path, lock: str, has_triton: bool, expected: str
+) -> None:
+    """The Containerfile's own commands, in a folder that stands for the base image's root."""
+    steps = (ROOT / "images/serve/Containerfile").read_text().replace("\\\n", "")
+    (install,) = re.findall(r"^RUN (lock=.*)$", steps, re.MULTILINE)
+    (link,) = re.findall(r"^RUN (triton=.*)$", steps, re.MULTILINE)
+    triton = tmp_path / "opt/tritonserver/bin/tritonserver"
+    packages = tmp_path / "opt/lathe/lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    wheel = packages / "pytriton/tritonserver"
+    if has_triton:
+        triton.parent.mkdir(parents=True)
+        triton.write_text("NVIDIA's")
+        triton.chmod(0o755)
+    else:
+        for name in ("bin/tritonserver", "backends/python/a", "python_backend_stubs/3.11/b"):
+            (wheel / name).parent.mkdir(parents=True, exist_ok=True)
+            (wheel / name).write_text("the wheel's")
+    (tmp_path / "python3").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "python3").chmod(0o755)
+    for step in (install, link):
+        script = step.replace("${LOCK}", lock).replace("/opt/", f"{tmp_path}/opt/")
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        subprocess.run(["sh", "-ec", script], check=True, env={"PATH": path})
+    assert (tmp_path / "asked").read_text().split()[-1] == f"/build/{expected}"
+    assert triton.read_text() == ("NVIDIA's" if has_triton else "the wheel's")
+    pinned = (ROOT / "images/serve" / expected).read_text()
+    assert ("nvidia-pytriton==" in pinned) is not has_triton

@@ -1,12 +1,15 @@
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
+from pydantic import ValidationError
 from tritonclient.grpc import model_config_pb2
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
+from lathe.gateway.models import names_of, read_models
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 
 
@@ -23,6 +26,17 @@ def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:
     assert [i.name for i in config.input][:2] == ["text_input", "input_ids"]
     assert all(i.optional for i in config.input)  # one of the two is required by the backend
     assert config.parameters["max_tokens"].string_value == "200"
+
+
+def test_the_gateway_knows_a_models_other_names(exported: Path, tmp_path: Path) -> None:
+    serving = ServingSettings(aliases=["gpt-4o-mini", "team/chat"])
+    output = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
+    model = read_models(output)["gpt"]
+    assert names_of([model]) == {"gpt": model, "gpt-4o-mini": model, "team/chat": model}
+    with pytest.raises(UserError, match=r"Serving\.aliases: team/chat is a name of gpt and other"):
+        names_of([model, replace(model, name="other", aliases=("team/chat",))])
+    with pytest.raises(ValidationError):
+        ServingSettings(aliases=["two words"])
 
 
 def test_nothing_is_left_of_a_failure(exported: Path, tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ NEEDED_BY = {
         *("gateway/test_chat.py", "gateway/test_completions.py", "gateway/test_connections.py"),
         *("gateway/test_hostile.py", "gateway/test_isolation.py", "gateway/test_limits.py"),
         *("gateway/test_structured.py", "gateway/test_tokens.py", "gateway/test_tools.py"),
-        *("gateway/test_fuzz.py", "gateway/test_kserve.py", "gateway/test_web.py"),
+        *(
+            "gateway/test_fuzz.py",
+            "gateway/test_kserve.py",
+            "gateway/test_langchain.py",
+            "gateway/test_web.py",
+        ),
         "hostile",
         "manifests/test_serve.py",
         *("components/test_in_a_pod.py", "test_defaults.py"),

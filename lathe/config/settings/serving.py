@@ -71,6 +71,9 @@ class ServingSettings(Settings):
 
     model_name: PlainName = "gpt"
     """Name of the model on the server, and of its releases in the store."""
+    aliases: list[Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]] = Field(default=[])
+    """Further names of the model in OpenAI's interface, such as `gpt-4o-mini` for clients that ask
+    for it."""
     http_port: Port = 8000
     """Port of the HTTP endpoint, KServe's interface and OpenAI's; 0 takes a free one."""
     grpc_port: Port = 8001
