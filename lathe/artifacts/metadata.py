@@ -209,6 +209,7 @@ class ExportMetadata(Metadata):
     vocab_size: Positive
     eos_id: Count
     end_ids: list[Count] = []
+    prefix_tokens: list[Count] = []
     bytes: Positive
     sha256: Sha256
     source: Sha256

@@ -97,6 +97,12 @@ def _require_training(recipe: Recipe) -> None:
             "Compress.Quantization.rounding is gptq: the Paddle engine rounds to nearest only",
             f"-o Compress.Quantization.rounding=nearest, {HINT}",
         )
+    if isinstance(recipe.Compress.Quantization.prefix, int):
+        raise UserError(
+            f"Compress.Quantization.prefix is {recipe.Compress.Quantization.prefix}: the Paddle "
+            "engine supports no prefix",
+            f"-o Compress.Quantization.prefix=none, {HINT}",
+        )
     if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
         raise UserError(
             "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",

@@ -10,12 +10,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from lathe.compress.plan import INT8_FORMATS, make_plan
+from lathe.compress.prefix import massive_tokens, prefixed
 from lathe.compress.sensitivity.choice import choose_formats
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
@@ -23,6 +25,7 @@ from lathe.compress.sensitivity.statistics import weight_of
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.config.settings import QuantizationSettings, Recipe
 from lathe.config.settings.types import Format
+from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
@@ -34,6 +37,11 @@ SHARE = 0.1
 """Largest cost of static scales, as a share of the increase of log perplexity that the gate
 allows: the rest is left to rounding weights, to pruning, and to the gate's own uncertainty."""
 ATTEMPTS = 4  # to meet that limit with some of the scales static
+PREFIX_TOKENS = 512  # on which prefixes are compared
+LONGEST_PREFIX = 3
+CANDIDATES = 4  # for every token of a prefix
+GAIN = 0.9
+"""Largest cost of static scales after one more token of a prefix, as a share of that before."""
 
 Formats = Mapping[str, Format]
 
@@ -64,6 +72,57 @@ def with_int8_formats(
     candidates = trial.candidates()
     chosen = trial.choose(candidates) if len(candidates) > 1 else trial.all_in(candidates[0])
     return {**formats, **chosen}
+
+
+def find_prefix(
+    recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats, end: int
+) -> tuple[int, ...]:
+    """The tokens to put before every text (see `lathe.compress.prefix`) before `smoothing_factors`
+    are found: one after the other, the one that makes static scales cost least. None unless all
+    scales are to be static: a prefix changes the function, by more than dynamic scales lose.
+
+    Args:
+        recipe, model, batches, formats: those of `int8_candidates`.
+        end: the end of a document, which is always tried.
+
+    Raises:
+        UserError: a prefix is asked for, with tensor parallelism.
+    """
+    settings: QuantizationSettings = recipe.Compress.Quantization
+    mp, is_auto = recipe.Distributed.mp_degree, settings.prefix == "auto"
+    if mp > 1 and isinstance(settings.prefix, int):
+        raise UserError(
+            f"Compress.Quantization.prefix is {settings.prefix}: not supported with "
+            f"Distributed.mp_degree {mp}",
+            "set Compress.Quantization.prefix=none, or use sharding",
+        )
+    is_static = settings.activation_quantize_type == "moving_average_abs_max"
+    if settings.prefix == "none" or mp > 1 or not is_static:
+        return ()
+    trial = _Trial(recipe, model, batches, formats)
+    if not trial.names or (is_auto and trial.cost_of_all("static_int8") <= trial.limit):
+        return ()
+    longest = max(part.dataset.max_seq_len for part in (recipe.Data.Train, recipe.Data.Eval))
+    room = model.config.n_positions - longest
+    most = min(LONGEST_PREFIX, room) if isinstance(settings.prefix, str) else settings.prefix
+    massive = (token for token in massive_tokens(model, [trial.sample]) if token != end)
+    candidates = [end, *islice(massive, CANDIDATES - 1)]
+    quick = _Trial(recipe, model, batches, formats, PREFIX_TOKENS)
+    found: tuple[int, ...] = ()
+    every = quick.all_in("static_int8")
+    cost = without = quick.cost(every)
+    while len(found) < most:
+        costs = {}
+        for token in candidates:
+            with prefixed(model, (*found, token)):
+                costs[token] = quick.cost(every)
+        best = min(candidates, key=costs.__getitem__)
+        if is_auto and costs[best] > GAIN * cost:
+            break
+        found, cost = (*found, best), costs[best]
+    words = "prefix of %d tokens %s: INT8 with static scales costs %.2g nats a token, %.2g without"
+    log.info(words, len(found), list(found), cost, without)
+    return found
 
 
 def smoothing_factors(
@@ -99,7 +158,12 @@ class _Trial:
     """
 
     def __init__(
-        self, recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
+        self,
+        recipe: Recipe,
+        model: GPT,
+        batches: Sequence[Tensor],
+        formats: Formats,
+        tokens: int = TOKENS,
     ) -> None:
         self.recipe, self.model, self.formats = recipe, model, formats
         self.settings: QuantizationSettings = recipe.Compress.Quantization
@@ -110,7 +174,7 @@ class _Trial:
         plan = make_plan(model.config, self.settings, formats)
         self.names = [name for name in plan.linears if formats.get(name, usual) in undecided]
         self.limit = SHARE * math.log1p(recipe.Gate.max_perplexity_increase)
-        rows = max(1, TOKENS // batches[0].shape[1])
+        rows = max(1, tokens // batches[0].shape[1])
         self.sample = torch.cat(list(batches))[:rows]
         self._costs: dict[Format, float] = {}
 
@@ -175,7 +239,9 @@ class _Trial:
 
     @cached_property
     def measure(self) -> Measure:
-        return Measure("kl", [self.sample.cpu().numpy()], self.model)
+        """Of what is lost to the model without its prefix."""
+        with prefixed(self.model, ()):
+            return Measure("kl", [self.sample.cpu().numpy()], self.model)
 
     def cost_of_all(self, form: Format) -> float:
         """The cost of having all in one format, which is measured once."""

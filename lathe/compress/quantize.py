@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from lathe.compress.activation import smoothing_factors, with_int8_formats
+from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
 from lathe.compress.enabled import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
@@ -58,16 +58,21 @@ def quantize(
 
     def make(workers: Workers) -> TrainingJob:
         start = load_checkpoint(model)
-        config = start.model.config
-        if config.quantization is not None:
+        if start.model.config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
-        tokens = open_data(data, recipe, config, start.tokenizer)
+        tokens = open_data(data, recipe, start.model.config, start.tokenizer)
         batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
-        named = named_formats(config, settings, sensitivity)
+        named = named_formats(start.model.config, settings, sensitivity)
+        prefix = workers.agree(
+            lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)
+        )
+        start.model.set_prefix(prefix)
         fold(
             start.model,
             workers.agree(lambda: smoothing_factors(recipe, start.model, batches, named)),
         )
+        start.model.set_prefix(prefix)  # smoothing has divided its values
+        config = start.model.config
         formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
         plan = replace(
             make_plan(config, settings, formats),

@@ -69,12 +69,12 @@ def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
 
 
 def _rotary_caches(g: "Graph") -> tuple[str, ...]:
-    """Names of the cosines and sines (n_positions, n_rotated / 2), none without rotary
-    positions."""
+    """Names of the cosines and sines (positions, n_rotated / 2) of the prefix and the longest text,
+    none without rotary positions."""
     config = g.config
     if config.rope is None:
         return ()
-    tokens = range(config.n_positions)
+    tokens = range(config.n_prefix + config.n_positions)
     found = rotation(config.rope, config.head_dim, torch.device("cpu"), tokens, None)
     half = config.rope.n_rotated(config.head_dim) // 2  # the other half is the same
     arrays = (part[:, :half].numpy().astype(g.weights_type) for part in found)

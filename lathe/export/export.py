@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 
@@ -22,7 +23,7 @@ from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
-from lathe.runtime.exported_model import METADATA, MODEL
+from lathe.runtime.exported_model import METADATA, MODEL, PREFIX
 from lathe.storage import atomic_folder, claim_output_folder, require_utf8, sha256
 
 log = logging.getLogger("lathe")
@@ -168,6 +169,8 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
             "quantize the model with Compress.Quantization.quantize_embedding=True",
         )
     graph.save(folder / MODEL)
+    if prefix := checkpoint.model.prefix:
+        np.save(folder / PREFIX, torch.cat([x[part] for part in (0, 1) for x in prefix]).numpy())
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {
@@ -178,6 +181,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
         "n_positions": config.n_positions,
         "vocab_size": config.vocab_size,
         "eos_id": checkpoint.eos_id,
+        **({"prefix_tokens": list(config.prefix_tokens)} if config.prefix_tokens else {}),
         **({"end_ids": list(ends)} if len(ends := checkpoint.end_ids) > 1 else {}),
         "opset": max(x.version for x in graph.model.opset_import if not x.domain),
         "bytes": (folder / MODEL).stat().st_size,

@@ -11,6 +11,7 @@ Inputs
     logits_index           int64 (batch, k), positions within `length` whose logits are wanted
     chunk_length           int64 (), 0 unless the step is mixed
     chunk_total            int32 (), tokens of the chunk's prompt, past and present
+    prefix_length          int64 (), only of a model with a prefix, see below
     past_key_{i}, past_value_{i}        type of the weights (rows, n_kv_head_i, past, head_dim)
     chunk_past_key_{i}, ..._value_{i}   type of the weights (1, n_kv_head_i, past, head_dim)
 Outputs
@@ -21,6 +22,10 @@ Outputs
 In a mixed step, batch is 1 and `input_ids` packs `chunk_length` tokens of one prompt and after them
 one token for each of the rows: everything but attention reads the weights once for all of them
 (Sarathi, Agrawal et al. 2023). Otherwise rows is batch, and the chunk's cache passes through.
+
+A model with a prefix needs its keys and values, which stand beside the graph, at the beginning of
+every past; positions, lengths and totals count them. The input `prefix_length` has no effect: it is
+there so that a caller who does not know the prefix fails.
 
 With I/O binding, past and present may share a buffer: attention then appends in place.
 
@@ -55,6 +60,7 @@ from lathe.export.blocks import RMS_OPSET, activated, attention, norm
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
+from lathe.runtime.exported_model import PREFIX_LENGTH
 
 ACTIVATION_ZERO_POINT = 128
 Weight = NDArray[np.float32] | NDArray[np.float16]
@@ -359,6 +365,8 @@ class Graph:
             _value("chunk_length", int64),
             _value("chunk_total", int32),
         ]
+        if config.n_prefix:
+            inputs.append(_value(PREFIX_LENGTH, int64))
         outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
         for rows, prefix in (("rows", ""), (1, "chunk_")):
             for (i, n_head), part in product(enumerate(config.n_kv_head), PARTS):

@@ -38,10 +38,16 @@ class KVCache:
 
     @classmethod
     def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
-        """An empty cache for `batch` rows of up to `size` tokens, on the model's device."""
+        """A cache for `batch` rows of up to `size` tokens, on the model's device; it holds the
+        model's prefix, which comes on top of them."""
         c, like = model.config, model.embedding.weight
-        shapes = [(batch, g, size, c.head_dim) for g in c.n_kv_head]
-        return cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
+        shapes = [(batch, g, c.n_prefix + size, c.head_dim) for g in c.n_kv_head]
+        cache = cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
+        if c.n_prefix:
+            for layer, keys_values in enumerate(model.prefix):
+                cache.append(layer, *keys_values[:, None])
+            cache.length = c.n_prefix
+        return cache
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens to a layer; returns all of them."""
@@ -57,7 +63,13 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `n_head` heads; `n_head * head_dim` need not be C."""
+    """Causal self-attention over `n_head` heads; `n_head * head_dim` need not be C.
+
+    Attributes:
+        prefix: keys and values (2, G, p, D) of the model's prefix, which every query sees, or None.
+    """
+
+    prefix: Tensor | None
 
     def __init__(self, config: GPTConfig, layer: int, dropout: float) -> None:
         super().__init__()
@@ -68,6 +80,8 @@ class Attention(nn.Module):
         self.norms = [name.rpartition(".")[2] for name in config.architecture.head_norms]
         for name in self.norms:
             setattr(self, name, make_norm(config, config.head_dim))
+        shape = 2, config.n_kv_head[layer], config.n_prefix, config.head_dim
+        self.register_buffer("prefix", torch.zeros(shape) if config.n_prefix else None)
         self.dropout = dropout
         self.recompute_core = False
 
@@ -102,12 +116,15 @@ class Attention(nn.Module):
         """The heads' outputs (B, T, H D), which the second linear reads."""
         q, k, v = self._heads(self.qkv(x))
         if self.rope is not None:
-            start = cache.length if cache else 0
+            start = cache.length if cache else 0 if self.prefix is None else self.prefix.shape[2]
             tokens = range(start, start + q.shape[2])
             by = rotation(self.rope, self.head_dim, q.device, tokens, positions)
             q, k = rotate(q, by), rotate(k, by)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
+        elif self.prefix is not None:
+            first_k, first_v = self.prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
+            k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
         if self.recompute_core and torch.is_grad_enabled():
             y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
         else:
@@ -127,7 +144,10 @@ class Attention(nn.Module):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        causal = mask is None and q.shape[2] > 1
+        new, known = q.shape[2], k.shape[2]
+        if mask is None and 1 < new < known:  # `is_causal` would align the first query and key
+            mask = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
+        causal = mask is None and new > 1
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, enable_gqa=self.per_group > 1
         )

@@ -158,6 +158,9 @@ class HFTensors(Mapping[str, Tensor]):
             if "observer" not in name and not name.startswith("head_input"):
                 for part, stored in enumerate(model.config.architecture.stored_names(name)):
                     self._stored[stored] = name, parameter.detach(), part
+        for name, buffer in model.named_buffers():
+            if name.endswith(".prefix"):
+                self._stored[name] = name, buffer, 0
 
     def __getitem__(self, stored: str) -> Tensor:
         name, tensor, part = self._stored[stored]

@@ -27,6 +27,8 @@ class GPTConfig:
         rope: rotary embedding, where positions are rotary.
         chat_template: Jinja that makes a prompt of messages, as Hugging Face's tokenizers have it.
         end_ids: ids that end a text, beside the tokenizer's end of a document.
+        prefix_tokens: tokens before every text; the checkpoint holds their keys and values.
+            `n_positions`, the tokens of the longest text, does not count them.
         architecture: the description of the model family.
     """
 
@@ -45,6 +47,12 @@ class GPTConfig:
     rope: Rope | None = None
     tie_word_embeddings: bool = True
     end_ids: tuple[int, ...] = ()
+    prefix_tokens: tuple[int, ...] = ()
+
+    @property
+    def n_prefix(self) -> int:
+        """Number of tokens before every text."""
+        return len(self.prefix_tokens)
 
     @property
     def n_layer(self) -> int:
@@ -64,7 +72,9 @@ class GPTConfig:
     @property
     def is_uniform(self) -> bool:
         """Whether HF's class can represent the model: its layers do not differ, its heads are as
-        many as that class allows, and rotary embedding turns all of a head."""
+        many as that class allows, rotary embedding turns all of a head, and it has no prefix."""
+        if self.prefix_tokens:
+            return False
         if self.rope is not None and self.rope.partial_rotary_factor < 1:
             return False
         if len({*zip(self.n_head, self.n_kv_head, self.n_inner, strict=True)}) > 1:
@@ -89,7 +99,7 @@ class GPTConfig:
     @cached_property
     def n_params(self) -> int:
         """Number of parameters, with biases and embeddings; a tied head counts once."""
-        return sum(math.prod(shape) for _, shape in self.tensor_shapes())
+        return sum(math.prod(shape) for _, shape in self.parameter_shapes())
 
     @cached_property
     def n_linear_weights(self) -> int:
@@ -141,9 +151,20 @@ class GPTConfig:
         return [f"{block}.{linear.name}" for block in blocks for linear in family.linears]
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of every tensor of a checkpoint's files: HF's, names without their prefix,
+        and keys and values of `prefix_tokens`."""
+        yield from self.parameter_shapes()
+        if self.prefix_tokens:
+            attention = self.architecture.column("heads").name.rpartition(".")[0]
+            for i, groups in enumerate(self.n_kv_head):
+                name = f"{self.architecture.block(i)}.{attention}.prefix"
+                yield name, (2, groups, self.n_prefix, self.head_dim)
+
+    def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in HF's files, names without the prefix."""
         C, family = self.n_embd, self.architecture
-        for name, rows in zip(family.embeddings, (self.vocab_size, self.n_positions), strict=False):
+        n_rows = self.vocab_size, self.n_prefix + self.n_positions
+        for name, rows in zip(family.embeddings, n_rows, strict=False):
             yield f"{name}.weight", (rows, C)
         if not self.tie_word_embeddings:
             yield f"{HEAD}.weight", (self.vocab_size, C)
@@ -206,6 +227,7 @@ class GPTConfig:
                 "n_inner": list(self.n_inner),
                 "quantization": self.quantization.to_json() if self.quantization else None,
                 "chat_template": self.chat_template,
+                **({"prefix_tokens": list(self.prefix_tokens)} if self.prefix_tokens else {}),
             },
         }
 
@@ -234,6 +256,7 @@ class GPTConfig:
             rope=shape.rope,
             tie_word_embeddings=shape.tie_word_embeddings,
             end_ids=tuple(shape.end_ids),
+            prefix_tokens=tuple(shape.prefix_tokens),
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -248,10 +271,15 @@ class GPTConfig:
 def require_gpt2(
     config: GPTConfig, folder: Path | str, what: str, hint: str = "give a GPT-2 checkpoint"
 ) -> None:
-    """Raise UserError unless a model is a GPT-2, for what supports no other family."""
+    """Raise UserError unless a model is a GPT-2 without a prefix, for what needs that."""
     if config.architecture != GPT2:
         title = config.architecture.title
         raise UserError(f"{folder}: is a {title} model, and {what} supports GPT-2 only", hint)
+    if config.prefix_tokens:
+        raise UserError(
+            f"{folder}: has a prefix of {config.n_prefix} tokens, which {what} does not support",
+            "quantize its parent with Compress.Quantization.prefix=none",
+        )
 
 
 def write_config(folder: Path, config: GPTConfig) -> None:

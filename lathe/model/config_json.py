@@ -45,6 +45,7 @@ class Shape(_Part):
     rope: Rope | None = None
     tie_word_embeddings: bool
     end_ids: list[_Id] = []
+    prefix_tokens: list[_Id] = []
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "Shape":
@@ -56,6 +57,8 @@ class Shape(_Part):
             raise ValueError(
                 f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
             )
+        if (last := max(self.prefix_tokens, default=0)) >= self.vocab_size:
+            raise ValueError(f"prefix_tokens has {last}, beyond vocab_size {self.vocab_size}")
         if self.quantization is not None:
             family = self.architecture
             names = {

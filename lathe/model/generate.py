@@ -138,10 +138,12 @@ class _Rows:
         start = self.cache.length
         slots = torch.arange(start + tokens.shape[1], device=tokens.device)
         queries = slots[start:]
-        visible = slots[None, None, :] >= self.pad[:, None, None]  # no query attends to padding,
+        n_prefix = self.model.config.n_prefix
+        visible = slots[None, None, :] >= n_prefix + self.pad[:, None, None]
+        visible = visible | (slots < n_prefix)  # no query attends to padding,
         visible = visible | (slots[None, None, :] == queries[None, :, None])  # except to itself
         mask = visible & (slots[None, None, :] <= queries[None, :, None])  # (B, T, S)
-        positions = (queries[None] - self.pad[:, None]).clamp(min=0)  # (B, T)
+        positions = (queries[None] - self.pad[:, None]).clamp(min=n_prefix)  # (B, T)
         hidden = self.model.hidden(tokens, positions, mask[:, None], self.cache)
         return self.model.head(hidden[:, -1]).float()
 

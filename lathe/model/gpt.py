@@ -6,6 +6,8 @@ Hugging Face's models; `lathe.model.block` says what differs within a block.
 """
 
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -69,7 +71,7 @@ class GPT(nn.Module):
         family, C = config.architecture, config.n_embd
         setattr(self, family.embeddings[0], Embedding(config.vocab_size, C))
         for name in family.embeddings[1:]:
-            setattr(self, name, Embedding(config.n_positions, C))
+            setattr(self, name, Embedding(config.n_prefix + config.n_positions, C))
         self.drop = nn.Dropout(hidden_dropout)
         blocks = (
             Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)
@@ -101,6 +103,31 @@ class GPT(nn.Module):
         """The norm before the head."""
         return getattr(self, self.config.architecture.final_norm)  # type: ignore[no-any-return]
 
+    @property
+    def prefix(self) -> Sequence[Tensor]:
+        """Keys and values (2, G, p, D) of the prefix in every layer; empty without one."""
+        found = (block.attention.prefix for block in self.blocks if isinstance(block, Block))
+        return [keys_values for keys_values in found if keys_values is not None]
+
+    @torch.no_grad()
+    def set_prefix(self, tokens: Sequence[int]) -> None:
+        """Put `tokens` before every text, in place of the prefix so far: their keys and values, as
+        the model computes them now, become constants, and the longest text is that much shorter.
+        """
+        whole = self.config.n_prefix + self.config.n_positions
+        attentions = [block.attention for block in self.blocks if isinstance(block, Block)]
+        for attention in attentions:
+            attention.prefix = None
+        self.config = replace(self.config, n_positions=whole, prefix_tokens=())
+        if not tokens:
+            return
+        cache = KVCache.allocate(self, 1, len(tokens))
+        self.eval().hidden(torch.tensor([tokens], device=self.embedding.weight.device), cache=cache)
+        for attention, keys, values in zip(attentions, cache.keys, cache.values, strict=True):
+            attention.prefix = torch.cat((keys, values))
+        n_positions = whole - len(tokens)
+        self.config = replace(self.config, n_positions=n_positions, prefix_tokens=tuple(tokens))
+
     def initialize(self, std: float, seed: int, scale_residual: bool = False) -> None:
         """Fill every parameter with its `initial_weight`."""
         for name, parameter in self.named_parameters():
@@ -126,9 +153,9 @@ class GPT(nn.Module):
 
         Args:
             tokens: (B, T) ids.
-            positions: (B, T); by default they continue after the cached tokens.
+            positions: (B, T), those of the prefix included; by default they continue after it, or
+                after the cached tokens.
             mask: (B, 1, T, S) True where a query may attend, S = cached + T; the default is causal.
-                Required when more than one token follows a filled cache.
             cache: filled with the new keys and values.
 
         Returns:
@@ -137,15 +164,19 @@ class GPT(nn.Module):
         Raises:
             ValueError: more than `n_positions` tokens.
         """
-        x = self.embed(tokens, positions, cache.length if cache else 0)
+        x = self.embed(tokens, positions, cache.length if cache else None)
         out: Tensor = self.final_norm(self.transform(x, mask, cache, positions))
         return out
 
-    def embed(self, tokens: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
-        """(B, T) ids -> (B, T, C), the input of the first block; positions count from `start`."""
-        T = tokens.shape[1]
-        if start + T > self.config.n_positions:
-            raise ValueError(f"{start + T} tokens exceed n_positions {self.config.n_positions}")
+    def embed(
+        self, tokens: Tensor, positions: Tensor | None = None, start: int | None = None
+    ) -> Tensor:
+        """(B, T) ids -> (B, T, C), the input of the first block; positions count from `start`, by
+        default the end of the prefix."""
+        T, n_prefix = tokens.shape[1], self.config.n_prefix
+        start = n_prefix if start is None else start
+        if (length := start - n_prefix + T) > self.config.n_positions:
+            raise ValueError(f"{length} tokens exceed n_positions {self.config.n_positions}")
         x = self.embedding(tokens)
         for name in self.config.architecture.embeddings[1:]:
             if positions is None:

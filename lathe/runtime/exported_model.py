@@ -13,15 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.errors import UserError
-from lathe.runtime.kv_cache import KVCache, MixedCaches
+from lathe.runtime.kv_cache import KVCache, MixedCaches, Tokens
 
 MODEL = "model.onnx"
 METADATA = "export.json"
+PREFIX = "prefix.npy"
+PREFIX_LENGTH = "prefix_length"
 NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
 
 
 class ExportedModel(ABC):
     """An exported folder (`model.onnx`, `export.json`) opened for inference on the CPU.
+
+    A model with a prefix computes nothing without it: its keys and values, float constants in
+    `prefix.npy`, are the beginning of every row of every cache.
 
     Args:
         folder: output of the export stage.
@@ -45,6 +50,8 @@ class ExportedModel(ABC):
         self.n_positions: int = self.metadata["n_positions"]
         self.vocab_size: int = self.metadata["vocab_size"]
         self.eos_id: int = self.metadata["eos_id"]
+        self.n_prefix = len(self.metadata.get("prefix_tokens", ()))
+        self.prefix: Tokens | None = _read_prefix(self) if self.n_prefix else None
 
     @property
     def end_ids(self) -> list[int]:
@@ -58,7 +65,10 @@ class ExportedModel(ABC):
         capacity = capacity or self.n_positions
         if not 0 < capacity <= self.n_positions:
             raise ValueError(f"capacity {capacity} is not within 1..{self.n_positions}")
-        return self._make_cache(batch, capacity)
+        cache = self._make_cache(batch, capacity)
+        if self.prefix is not None:
+            cache.put_prefix(self.prefix)
+        return cache
 
     @abstractmethod
     def rows(self, cache: KVCache, first: int, last: int) -> KVCache:
@@ -158,7 +168,7 @@ class ExportedModel(ABC):
 
     @abstractmethod
     def _make_cache(self, batch: int, capacity: int) -> KVCache:
-        """See `start`."""
+        """A cache for the prefix and `capacity` tokens, without the prefix; see `start`."""
 
     @abstractmethod
     def _append(
@@ -249,3 +259,16 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not metadata.keys() >= set(NEEDED):
         raise UserError(f"{path}: not the metadata of an export", "export again")
     return metadata
+
+
+def _read_prefix(model: ExportedModel) -> Tokens:
+    """Keys and values of the prefix, float32 (2 * sum of n_kv_head_i, n_prefix, head_dim)."""
+    path = model.folder / PREFIX
+    try:
+        prefix: Tokens = np.load(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}", "export again") from None
+    wanted = (2 * sum(model.n_kv_head), model.n_prefix, model.head_dim)
+    if prefix.shape != wanted:
+        raise UserError(f"{path}: has shape {prefix.shape}, not {wanted}", "export again")
+    return prefix

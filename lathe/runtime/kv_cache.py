@@ -21,11 +21,14 @@ class KVCache(ABC):
         buffers: keys of every layer, then values; the first axis is the row. Row b holds
             `lengths[b]` tokens, what lies after them is never read.
         lengths: int64 (batch,).
+        n_prefix: tokens of the model's prefix, which every row has before these; neither lengths,
+            capacity nor the methods' positions count them.
     """
 
     buffers: list[NDArray[Any]]
     lengths: NDArray[np.int64]
     capacity: int
+    n_prefix: int = field(default=0, kw_only=True)
 
     def permute(self, rows: Sequence[int], sources: Sequence[int]) -> None:
         """Copy to `rows[i]` the tokens of `sources[i]`, all at once."""
@@ -33,20 +36,27 @@ class KVCache(ABC):
         if not moves:
             return
         to, of = (list(part) for part in zip(*moves, strict=True))
-        longest = int(self.lengths[of].max())
+        longest = self.n_prefix + int(self.lengths[of].max())
         for buffer in self.buffers:
             self._copy(buffer, to, of, longest)
         self.lengths[to] = self.lengths[of]
 
     def read(self, first: int, n: int) -> Tokens:
         """A copy of n tokens of row 0."""
+        first += self.n_prefix
         return np.concatenate([self._get(buffer, first, n) for buffer in self.buffers])
 
     def write(self, first: int, tokens: Tokens) -> None:
         """Put what `read` has returned at position `first` of row 0."""
         ends = np.cumsum([0, *map(self._n_head, self.buffers)])
         for buffer, (begin, end) in zip(self.buffers, pairwise(ends), strict=True):
-            self._set(buffer, first, tokens[begin:end])
+            self._set(buffer, self.n_prefix + first, tokens[begin:end])
+
+    def put_prefix(self, prefix: Tokens) -> None:
+        """Write the `n_prefix` tokens before all others to every row of an empty cache."""
+        self.write(-self.n_prefix, prefix)
+        others = range(1, len(self.lengths))
+        self.permute(others, [0] * len(others))
 
     @abstractmethod
     def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:

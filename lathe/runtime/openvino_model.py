@@ -68,6 +68,8 @@ class OpenVINOModel(ExportedModel):
                 f"{self.folder / MODEL}: OpenVINO cannot load it: {str(error).splitlines()[0]}",
                 "set Serving.runtime=onnxruntime, or export again",
             ) from error
+        if self.prefix is not None and self._is_bfloat16:
+            self.prefix = _as_bfloat16(self.prefix)
         self._bound: list[Any] = []
         self._fed: dict[str, NDArray[Any]] = {}  # the inputs' memory
 
@@ -78,14 +80,20 @@ class OpenVINOModel(ExportedModel):
     def rows(self, cache: KVCache, first: int, last: int) -> PagedCache:
         assert isinstance(cache, PagedCache)
         buffers = [buffer[first:last] for buffer in cache.buffers]
-        lengths = cache.lengths[first:last]
-        return PagedCache(buffers, lengths, cache.capacity, cache.tensors, cache.first_row + first)
+        return PagedCache(
+            buffers,
+            cache.lengths[first:last],
+            cache.capacity,
+            cache.tensors,
+            cache.first_row + first,
+            n_prefix=cache.n_prefix,
+        )
 
     def pair(self, rows: KVCache, prompt: KVCache) -> MixedCaches:
         return MixedCaches(rows, prompt)
 
     def _make_cache(self, batch: int, capacity: int) -> PagedCache:
-        blocks = -(-capacity // PagedCache.BLOCK)
+        blocks = -(-(self.n_prefix + capacity) // PagedCache.BLOCK)
         dtype = np.uint16 if self._is_bfloat16 else np.float32
         tails = [(n_head, PagedCache.BLOCK, self.head_dim) for n_head in self.n_kv_head * 2]
         buffers = [np.zeros((batch, blocks, *tail), dtype) for tail in tails]
@@ -93,7 +101,8 @@ class OpenVINOModel(ExportedModel):
             openvino.Tensor(buffer, openvino.Shape([batch * blocks, *tail]), self._cache_type)
             for buffer, tail in zip(buffers, tails, strict=True)
         ]
-        return PagedCache(buffers, np.zeros(batch, np.int64), capacity, tensors)
+        lengths = np.zeros(batch, np.int64)
+        return PagedCache(buffers, lengths, capacity, tensors, n_prefix=self.n_prefix)
 
     def _append(
         self,
@@ -130,12 +139,15 @@ class OpenVINOModel(ExportedModel):
         batch, length = tokens.shape
         parts = [(row, 0, tokens[row]) for row in range(batch)]
         starts = np.arange(batch)[:, None] * length
-        return self._infer(self._make_cache(batch, length), parts, starts + index)
+        cache = self.start(batch, length)
+        assert isinstance(cache, PagedCache)
+        return self._infer(cache, parts, starts + index)
 
     def _infer(
         self, cache: PagedCache, parts: Sequence[Part], wanted: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Append tokens to rows; returns logits (*wanted.shape, V) at those of all new tokens."""
+        parts = [(row, cache.n_prefix + past, tokens) for row, past, tokens in parts]
         pasts = np.array([past for _, past, _ in parts])
         lengths = np.array([len(tokens) for *_, tokens in parts])
         blocks = [cache.blocks(row, past + len(tokens)) for row, past, tokens in parts]
@@ -174,3 +186,10 @@ class OpenVINOModel(ExportedModel):
             return
         self._fed[name] = value
         self._request.set_tensor(name, openvino.Tensor(value, shared_memory=True))
+
+
+def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of float32 values rounded to bfloat16, half to even."""
+    bits = values.view(np.uint32)
+    rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return rounded

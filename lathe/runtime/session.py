@@ -3,6 +3,7 @@
 Imports only numpy and onnxruntime, which the server's environment has.
 """
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.runtime.exported_model import MODEL, ExportedModel
+from lathe.runtime.exported_model import MODEL, PREFIX_LENGTH, ExportedModel
 from lathe.runtime.kv_cache import ContiguousCache, KVCache, MixedCaches
 from lathe.runtime.open_session import open_session
 
@@ -36,6 +37,7 @@ class OnnxModel(ExportedModel):
         self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
         self.can_mix = "chunk_length" in types
         self._no_prompt = self._buffers(1, 0)
+        self._prefix_length = {PREFIX_LENGTH: np.array(self.n_prefix)} if self.n_prefix else {}
 
     def rows(self, cache: KVCache, first: int, last: int) -> ContiguousCache:
         buffers = [buffer[first:last] for buffer in cache.buffers]
@@ -45,7 +47,8 @@ class OnnxModel(ExportedModel):
         return MixedCaches(rows, prompt, self._binding(rows.buffers, prompt.buffers))
 
     def _make_cache(self, batch: int, capacity: int) -> ContiguousCache:
-        return self._bound(self._buffers(batch, capacity), np.zeros(batch, np.int64), capacity)
+        buffers = self._buffers(batch, self.n_prefix + capacity)
+        return self._bound(buffers, np.zeros(batch, np.int64), capacity)
 
     def _buffers(self, batch: int, capacity: int) -> list[NDArray[Any]]:
         shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_kv_head]
@@ -54,7 +57,8 @@ class OnnxModel(ExportedModel):
     def _bound(
         self, buffers: list[NDArray[Any]], lengths: NDArray[np.int64], capacity: int
     ) -> ContiguousCache:
-        return ContiguousCache(buffers, lengths, capacity, self._binding(buffers))
+        binding = self._binding(buffers)
+        return ContiguousCache(buffers, lengths, capacity, binding, n_prefix=self.n_prefix)
 
     def _binding(
         self, buffers: list[NDArray[Any]], prompt: list[NDArray[Any]] | None = None
@@ -80,6 +84,10 @@ class OnnxModel(ExportedModel):
         index: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         assert isinstance(cache, ContiguousCache)
+        if self._needs_single_rows(tokens):
+            parts = (self.rows(cache, i, i + 1) for i in range(len(tokens)))
+            each = zip(parts, *_single_rows(tokens, lengths, index), strict=True)
+            return np.concatenate([self._append(*row) for row in each])
         feeds = self._inputs(tokens, cache.lengths, cache.lengths + lengths, index)
         return self._run(cache.binding, feeds)
 
@@ -90,15 +98,17 @@ class OnnxModel(ExportedModel):
         chunk: NDArray[np.int64],
         wanted: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        rows, past, length = caches.rows, int(caches.prompt.lengths[0]), len(chunk)
+        pasts, past = (self.n_prefix + x.lengths for x in (caches.rows, caches.prompt))
+        length = len(chunk)
         feeds = {
             "input_ids": np.concatenate([chunk, tokens])[None],
-            "position_ids": np.concatenate([past + np.arange(length), rows.lengths])[None],
-            "seqlens_k": rows.lengths.astype(np.int32),
-            "total_sequence_length": np.array(rows.lengths.max() + 1, np.int32),
+            "position_ids": np.concatenate([past + np.arange(length), pasts])[None],
+            "seqlens_k": pasts.astype(np.int32),
+            "total_sequence_length": np.array(pasts.max() + 1, np.int32),
             "logits_index": wanted[None],
             "chunk_length": np.array(length),
-            "chunk_total": np.array(past + length, np.int32),
+            "chunk_total": np.array(past[0] + length, np.int32),
+            **self._prefix_length,
         }
         logits: NDArray[np.float32] = self._run(caches.binding, feeds)[0]
         return logits
@@ -120,6 +130,7 @@ class OnnxModel(ExportedModel):
     ) -> dict[str, NDArray[Any]]:
         """Graph inputs except the cache; `past` and `totals` (B,): a row's tokens before, after."""
         length = tokens.shape[1]
+        past, totals = self.n_prefix + past, self.n_prefix + totals
         # The graph recognizes prefill by the padded length being equal to the total.
         total = length if not past.any() else int(totals.max())
         feeds = {
@@ -131,11 +142,19 @@ class OnnxModel(ExportedModel):
         }
         if self.can_mix:
             feeds |= {"chunk_length": np.array(0), "chunk_total": np.array(0, np.int32)}
-        return feeds
+        return feeds | self._prefix_length
+
+    def _needs_single_rows(self, tokens: NDArray[np.int64]) -> bool:
+        """Whether rows have to be read one by one: onnxruntime's attention reads several tokens of
+        several rows only if nothing is before them."""
+        return self.n_prefix > 0 and min(tokens.shape) > 1
 
     def _logits(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
     ) -> NDArray[np.float32]:
+        if self._needs_single_rows(tokens):
+            rows = zip(*_single_rows(tokens, lengths, index), strict=True)
+            return np.concatenate([self._logits(*row) for row in rows])
         (logits,) = self.session.run(["logits"], self.feeds(tokens, lengths, index))
         assert isinstance(logits, np.ndarray)
         return logits
@@ -143,12 +162,30 @@ class OnnxModel(ExportedModel):
     def feeds(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
-        """All graph inputs for tokens (B, T) with an empty past and logits at `index`."""
+        """All graph inputs for tokens (B, T) with nothing before them, or with the prefix alone
+        before one row, and logits at `index`."""
         batch = len(tokens)
+        assert not self._needs_single_rows(tokens)
+        past = self._no_prompt
+        if self.n_prefix:
+            past = self.start(batch, 1).buffers
+            past = [buffer[:, :, : self.n_prefix] for buffer in past]
         feeds = self._inputs(tokens, np.zeros(batch, np.int64), lengths, index)
         names = product(("key", "value"), range(len(self.n_kv_head)))
-        for (part, i), no_prompt in zip(names, self._no_prompt, strict=True):
-            feeds[f"past_{part}_{i}"] = np.repeat(no_prompt, batch, axis=0)
+        for (part, i), before, no_prompt in zip(names, past, self._no_prompt, strict=True):
+            feeds[f"past_{part}_{i}"] = before if self.n_prefix else np.repeat(no_prompt, batch, 0)
             if self.can_mix:
                 feeds[f"chunk_past_{part}_{i}"] = no_prompt
         return feeds
+
+
+def _single_rows(
+    tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
+) -> tuple[Iterator[NDArray[np.int64]], ...]:
+    """Tokens without padding, length and index, within the length, of every row."""
+    rows = range(len(tokens))
+    return (
+        (tokens[i : i + 1, : lengths[i]] for i in rows),
+        (lengths[i : i + 1] for i in rows),
+        (np.minimum(index[i : i + 1], lengths[i] - 1) for i in rows),
+    )

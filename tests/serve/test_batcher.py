@@ -79,14 +79,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) 
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path) -> GPT:
-    return load_checkpoint(folder / "checkpoint").model
+def model(generator: TextGenerator) -> GPT:
+    return load_checkpoint(generator.model.folder / "checkpoint").model
 
 
-@pytest.fixture(scope="module", params=[0, 2**13, 2**20], ids="prefix_bytes={}".format)
-def generator(folder: Path, request: pytest.FixtureRequest) -> Iterator[TextGenerator]:
+@pytest.fixture(scope="module")
+def after_prefix(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """The export of a model with a prefix."""
+    folder, model = tmp_path_factory.mktemp("prefix"), make_model(PRUNED)
+    model.set_prefix((7, 130, 21))
+    write_unproven(model, byte_tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("folder", 0), ("folder", 2**13), ("after_prefix", 2**20)],
+    ids="{0[0]}, prefix_bytes={0[1]}".format,
+)
+def generator(request: pytest.FixtureRequest) -> Iterator[TextGenerator]:
     """Without a prefix cache, with one of some blocks, and with one for everything."""
-    prefixes = request.param
+    name, prefixes = request.param
+    folder: Path = request.getfixturevalue(name)
     generator = TextGenerator(
         folder, 12, threads=1, max_running=5, max_queue=200, prefix_bytes=prefixes
     )
@@ -110,9 +124,7 @@ def ids_of(generator: TextGenerator, prompt: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def by_torch(generator: TextGenerator, folder: Path) -> Callable[..., list[list[int]]]:
-    model = load_checkpoint(folder / "checkpoint").model
-
+def by_torch(generator: TextGenerator, model: GPT) -> Callable[..., list[list[int]]]:
     def tokens(prompt: str, **settings: object) -> list[list[int]]:
         wanted = GenerationSettings(**settings)  # type: ignore[arg-type]
         return generate(model, [ids_of(generator, prompt)], wanted, generator.model.eos_id)

@@ -73,6 +73,23 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
     return model
 
 
+@torch.no_grad()
+def plant_at_start(model: GPT, scale: float) -> GPT:
+    """`plant` for the token at position 0, whatever it is, of a model with learned positions.
+
+    Positions mean nothing else, and attention little, so that one more token at the beginning
+    leaves the function nearly as it was.
+    """
+    plant(model, (), scale)
+    family = model.config.architecture
+    positions: Any = model.get_submodule(family.embeddings[1])
+    positions.weight.zero_()
+    positions.weight[0, 0] = FLAG
+    for i in range(model.config.n_layer):
+        model.get_parameter(f"{family.block(i)}.{family.row('heads').name}.weight").mul_(0.01)
+    return model
+
+
 def massive_reader(model: GPT) -> str:
     """The linear of layer 1 that reads the planted activations."""
     family = model.config.architecture

@@ -106,6 +106,12 @@ class QuantizationSettings(Settings):
     """Whether to move ranges of activations into weights (SmoothQuant) where that makes a linear's
     error smaller. It is done where weights have scales for groups of inputs, or static scales of
     activations would cost more than `auto` allows; torch engine."""
+    prefix: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=8)] = "auto"
+    """Number of tokens whose keys and values, float constants, come before every text
+    (PrefixQuant), so that the text's own first token has no massive activations; the longest text
+    is that much shorter. Only for `activation_quantize_type: moving_average_abs_max`, where `auto`
+    takes up to three: none if static scales cost little, else as long as each makes that cost a
+    tenth smaller. `none` takes none. Torch engine, without tensor parallelism."""
     activation_preprocess_type: Literal["PACT"] | None = None
     """PACT clips activations at a bound that is learned; null does not clip."""
     moving_rate: Probability = 0.9
@@ -155,6 +161,16 @@ class QuantizationSettings(Settings):
             raise ValueError(
                 "activation_preprocess_type PACT clips activations at one bound, but weight_bits 4 "
                 "gives every token's groups scales of their own: leave it empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_prefix_serves_static_scales(self) -> "QuantizationSettings":
+        is_static = self.activation_quantize_type == "moving_average_abs_max"
+        if isinstance(self.prefix, int) and (not is_static or self.weight_bits == 4):
+            raise ValueError(
+                f"prefix {self.prefix} is for static scales alone: set activation_quantize_type to "
+                "moving_average_abs_max and weight_bits to 8, or prefix to none"
             )
         return self
 

@@ -1,0 +1,62 @@
+"""Find a prefix: a few tokens before every text, whose keys and values are float constants.
+
+Massive activations (see `lathe.compress.activation`) are bound to where a text begins, whatever
+token is there, and to a few tokens that mean little: attention needs a place to go where there is
+nothing to read. Where such tokens stand before the text already, those of the text have no massive
+activations, and static scales round them well.
+
+The prefix itself changes the function a little, so that it pays for models whose scales have to be
+static, and for no others.
+
+Source: Chen et al. 2024, "PrefixQuant: Static Quantization Beats Dynamic through Prefixed Outliers
+in LLMs" (arXiv:2410.05265), without its training.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lathe.model.gpt import GPT
+
+MASSIVE = 100.0
+"""Largest input of a linear, in those of the median token, from which a token is massive."""
+
+
+@torch.no_grad()
+def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
+    """Tokens that have massive activations in a float model, the most frequent first.
+
+    Args:
+        batches: tokens (B, T) each.
+    """
+    found: Counter[int] = Counter()
+    for tokens in batches:
+        is_massive = torch.zeros_like(tokens, dtype=torch.bool)
+
+        def observe(_module: object, inputs: tuple[Tensor, ...], seen: Tensor = is_massive) -> None:
+            peaks = inputs[0].abs().amax(-1)  # (B, T)
+            seen |= peaks > MASSIVE * peaks.median()
+
+        linears = (model.get_submodule(name) for name in model.config.linear_names())
+        hooks = [linear.register_forward_pre_hook(observe) for linear in linears]
+        try:
+            model.eval().hidden(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.update(tokens[is_massive].tolist())
+    return [token for token, _ in found.most_common()]
+
+
+@contextmanager
+def prefixed(model: GPT, tokens: Sequence[int]) -> Iterator[None]:
+    """`set_prefix` for the duration of a `with` block; afterwards the model is as before."""
+    before = model.config.prefix_tokens
+    model.set_prefix(tokens)
+    try:
+        yield
+    finally:
+        model.set_prefix(before)
