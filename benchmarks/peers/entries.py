@@ -66,6 +66,7 @@ ENTRIES = [
     Entry(TRUTH, "transformers", "float32", 32),
     Entry("OpenVINO W8A8", "openvino", "W8A8", 8, OPENVINO),
     Entry("OpenVINO GenAI INT8", "openvino_genai", "INT8", 8, OPENVINO),
+    Entry("OpenVINO GenAI INT8, float32", "openvino_genai", "INT8f32", 8, OPENVINO),
     Entry("OpenVINO GenAI INT4", "openvino_genai", "INT4", 4, OPENVINO),
     Entry("OpenVINO GenAI INT4, groups of 128", "openvino_genai", "INT4g128", 4, OPENVINO),
     Entry("llama.cpp Q8_0", "llama_cpp", "Q8_0", 8, LLAMA_CPP),

@@ -16,6 +16,7 @@ from peers.weights import Weights
 
 MODES = {
     "INT8": {"mode": "int8_sym"},
+    "INT8f32": {"mode": "int8_sym"},
     **{
         name: {"mode": "int4_sym", "group_size": size, "ratio": 1.0, "all_layers": True}
         for name, size in (("INT4", 64), ("INT4g128", 128))
@@ -23,7 +24,7 @@ MODES = {
 }
 # Of activations; the fastest for each. INT4 weights with larger groups than their own take twice
 # as long to read a prompt.
-GROUPS = {"INT8": 256, "INT4": 64, "INT4g128": 128}
+GROUPS = {"INT8": 256, "INT8f32": 64, "INT4": 64, "INT4g128": 128}
 OPTIONS = "options.json"
 
 
@@ -51,8 +52,10 @@ class OpenVINOGenAI(Engine):
         config = json.loads((model / "config.json").read_text())
         del config["lathe"]
         (output / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
-        groups = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUPS[weights]}
-        (output / OPTIONS).write_text(json.dumps(groups))
+        settings: dict[str, Any] = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUPS[weights]}
+        if weights.endswith("f32"):  # else bfloat16, which ruins a pretrained model
+            settings["INFERENCE_PRECISION_HINT"] = "f32"
+        (output / OPTIONS).write_text(json.dumps(settings))
 
     def __init__(self, folder: Path, threads: int) -> None:
         scheduler = genai.SchedulerConfig()
