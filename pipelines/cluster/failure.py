@@ -21,6 +21,8 @@ def explain_failure(
     for step in (step for step in steps if step.state == "FAILED"):
         if pods and step.pod:
             message, tail = pods.error(step)
+            if step.why and not tail:  # its pod ended before it could say anything
+                message = f"{step.name}: {step.why}"
             if tail:
                 yield f"last lines of {step.name}:"
                 yield from (f"    {line}" for line in tail)
