@@ -5,12 +5,15 @@ r"""What the gateway costs: 16 streams over its two interfaces, and over Triton'
 
 One server, GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80
 new ones, sampled. They take turns; the ratios are what counts. The clients of HTTP are urllib3 and
-json, so that neither side pays for a heavy client.
+json, so that neither side pays for a heavy client. Beside throughput it prints the processor time
+of the gateway and of Triton with its backends, which other work on the machine changes little.
 """
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +29,7 @@ from lathe.serve.client import Client
 from lathe.serve.load import Summary
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, start
-from lathe.serve.state import HOST
+from lathe.serve.state import HOST, ServerState
 
 COLUMNS = (("first_token", "p50"), ("between_tokens", "p50"), ("between_tokens", "p99"))
 
@@ -117,12 +120,44 @@ def main() -> None:
                 "KServe": GenerateClient(state.http),
             }
             found: dict[str, list[Summary]] = {way: [] for way in ways}
+            spent: dict[str, list[np.ndarray]] = {way: [] for way in ways}
             for turn in range(arguments.rounds + 1):
                 for way in ways if turn % 2 else reversed(ways):
+                    before = processor_seconds(state)
                     summary = load(ways[way], STREAMS, arguments.requests)
                     if turn:  # the first one touches the memory of keys and values
                         found[way].append(summary)
+                        spent[way].append(processor_seconds(state) - before)
     report(found, arguments)
+    for way in ("OpenAI", "KServe"):
+        shares = sorted(gateway / triton for gateway, triton in spent[way])
+        print(
+            f"{way}: the gateway's processor time is {np.median(shares):.1%} of Triton's "
+            f"(rounds: {shares[0]:.1%} to {shares[-1]:.1%})"
+        )
+    for way, other in (("OpenAI", "gRPC"), ("KServe", "Triton")):
+        pairs = zip(spent[way], spent[other], strict=True)
+        ratios = sorted(ours.sum() / theirs.sum() for ours, theirs in pairs)
+        print(
+            f"{way}: all of the server's processor time is {np.median(ratios):.1%} of {other}'s "
+            f"(rounds: {ratios[0]:.1%} to {ratios[-1]:.1%})"
+        )
+
+
+def processor_seconds(state: ServerState) -> np.ndarray:
+    """Of the gateway, and of Triton with its backends, since they were started."""
+    ticks = np.zeros(2)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            command = (folder / "cmdline").read_text(encoding="utf-8", errors="replace")
+            fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            if "lathe.serve.guard" in command:
+                continue
+            if f"--port={state.gateway_port}\0" in command:
+                ticks[0] += int(fields[11]) + int(fields[12])
+            elif state.shared_memory in command:
+                ticks[1] += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def report(found: dict[str, list[Summary]], arguments: argparse.Namespace) -> None:
