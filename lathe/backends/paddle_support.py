@@ -92,7 +92,7 @@ def _require_training(recipe: Recipe) -> None:
             "Compress.Quantization asks for 4 bits: PaddleSlim quantizes to 8 bits only",
             f"-o Compress.Quantization.weight_bits=8 and no formats int4, {HINT}",
         )
-    if recipe.Compress.Quantization.rounding != "nearest":
+    if recipe.Compress.Quantization.rounding == "gptq":
         raise UserError(
             "Compress.Quantization.rounding is gptq: the Paddle engine rounds to nearest only",
             f"-o Compress.Quantization.rounding=nearest, {HINT}",

@@ -82,7 +82,7 @@ def quantize(
         trainable = with_dropout(start.model, recipe.Model)
         fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
         fake_quant.calibrate(trainable, batches)
-        if settings.rounding == "gptq":
+        if settings.uses_gptq(recipe.Engine.max_steps):
             gptq(trainable, batches)
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(

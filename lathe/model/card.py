@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from lathe.artifacts.origin import Corpus, Origin
-from lathe.config.settings import CardSettings, ServingSettings
+from lathe.config.settings import CardSettings, QuantizationSettings, ServingSettings
 from lathe.config.text import write
 from lathe.model.config import GPTConfig
 from lathe.model.formats import formats_of
@@ -115,8 +115,10 @@ def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
             f"and {shown_counts(config.n_inner)} FFN channels."
         )
     if config.quantization is not None:
-        rounding = compress.get("Quantization", {}).get("rounding", "nearest")
-        how = "with GPTQ" if rounding == "gptq" else "to nearest"
+        earlier = {"rounding": "nearest"}  # the default of checkpoints that do not say
+        found = QuantizationSettings.model_validate(earlier | compress.get("Quantization", {}))
+        steps = recipe.get("Engine", {}).get("max_steps")
+        how = "with GPTQ" if found.uses_gptq(steps) else "to nearest"
         yield (
             f"Quantized: {len(config.quantization.linears)} of "
             f"{len(config.linear_names()) + 1} linears, first rounded {how}."

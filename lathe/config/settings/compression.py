@@ -122,10 +122,10 @@ class QuantizationSettings(Settings):
     group_size: Literal[32, 64, 128] = 64
     """Inputs that share a scale in an INT4 weight, and in dynamic INT8; smaller groups are more
     precise and larger in the file."""
-    rounding: Literal["nearest", "gptq"] = "nearest"
+    rounding: Literal["auto", "nearest", "gptq"] = "auto"
     """How the integers of a weight are first chosen: each nearest to its value, or with GPTQ, one
-    column after the other so that later ones make up for the errors of earlier ones. GPTQ pays with
-    4 bits where nobody can train (`Engine.max_steps=0`)."""
+    column after the other so that later ones make up for the errors of earlier ones. `auto` takes
+    GPTQ for weights of 4 bits that are not trained (`Engine.max_steps=0`), where it pays."""
     activation_bits: Literal[8] = 8
     """Bits of a quantized activation; it states a fact, there are no others."""
     freeze_embedding: bool = False
@@ -173,6 +173,11 @@ class QuantizationSettings(Settings):
                 "moving_average_abs_max and weight_bits to 8, or prefix to none"
             )
         return self
+
+    def uses_gptq(self, max_steps: int | None) -> bool:
+        """Whether weights are rounded with GPTQ, if they are then trained for so many steps."""
+        is_auto = self.rounding == "auto" and self.has_int4 and max_steps == 0
+        return is_auto or self.rounding == "gptq"
 
     @property
     def named(self) -> set[Format]:
