@@ -27,6 +27,7 @@ from lathe.serve.server import TritonServer, start
 from tests.gateway.test_hostile import chunks
 from tests.support.connection import connected, read_all
 from tests.support.gateways import opened
+from tests.support.network_namespace import neighbour
 from tests.support.processes import processes
 
 SCORED: dict[str, list[int]] = {"tokens": [1, 2, 3], "index": [0, 1], "targets": [2, 3]}
@@ -332,6 +333,14 @@ def test_only_loopback_reaches_the_server(started: TritonServer) -> None:
     for _, port in places:
         with socket.socket() as connection, pytest.raises(ConnectionRefusedError):
             connection.connect((own, port))
+
+
+def test_a_port_scan_from_another_network_namespace_finds_nothing(started: TritonServer) -> None:
+    state = started.state
+    ports = {state.http_port, state.gateway_port, state.triton_port, state.grpc_port}
+    with neighbour() as outside, socket.create_server(("", 0)) as everywhere:
+        known = everywhere.getsockname()[1]
+        assert outside.open_ports({*ports, state.metrics_port, known}) == {known}
 
 
 def test_grpc_needs_a_key_for_all_but_inference(started: TritonServer) -> None:
