@@ -189,7 +189,7 @@ def test_an_eviction_for_what_a_pod_uses_costs_a_restart(in_pod: FakeKubernetes)
 def test_the_pause_before_a_restart_doubles(in_pod: FakeKubernetes) -> None:
     def preempted(pod: Pod) -> None:
         pod.start()
-        pod.end(75) if pod.attempt < 4 else succeed(pod)
+        pod.end(75) if pod.attempt < 3 else succeed(pod)
 
     play(in_pod, preempted)
     pauses: list[float] = []
@@ -199,7 +199,7 @@ def test_the_pause_before_a_restart_doubles(in_pod: FakeKubernetes) -> None:
             trainjob.time, "sleep", lambda s: (pauses.append(s) if s < 1 else None, asleep(s))[1]
         )
         launch(restarts=0)
-    assert [s for s in pauses if s in (0.1, 0.2, 0.4)] == [0.1, 0.2, 0.4]
+    assert [s for s in pauses if s in (0.1, 0.2, 0.4)] == [0.1, 0.2]
 
 
 def test_unschedulable_until_it_is_enough(in_pod: FakeKubernetes) -> None:

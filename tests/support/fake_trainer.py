@@ -248,7 +248,8 @@ def processes(pod: Pod) -> None:
 
 
 def _run_process(pod: Pod, home: str) -> None:
-    named = {v["name"]: v["value"] if "value" in v else _value(pod, v) for v in _env(pod)}
+    given = {v["name"]: v["value"] if "value" in v else _value(pod, v) for v in _env(pod)}
+    named = {name: value for name, value in given.items() if value is not None}
     inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     inherited |= {"KUBECONFIG": str(pod.server.kubeconfig(Path(home)))}  # for its account's token
     program, *arguments = [*pod.container["command"], *pod.container.get("args", [])]
@@ -287,15 +288,19 @@ def _env(pod: Pod) -> list[Object]:
     return list(pod.container["env"])
 
 
-def _value(pod: Pod, variable: Object) -> str:
-    """Of a Secret, a ConfigMap, or the pod itself; a label that it lacks is empty."""
+def _value(pod: Pod, variable: Object) -> str | None:
+    """Of a Secret, a ConfigMap, or the pod itself; a label that it lacks is empty, and an optional
+    key that there is not is None."""
     ((kind, reference),) = variable["valueFrom"].items()
     if kind == "fieldRef":
         metadata = {"name": pod.name, "uid": pod.uid, "namespace": "lathe"}
-        return metadata.get(reference["fieldPath"].removeprefix("metadata."), "")
+        return str(metadata.get(reference["fieldPath"].removeprefix("metadata."), ""))
     is_secret = kind == "secretKeyRef"
     resource = "secrets" if is_secret else "configmaps"
-    text = pod.server.get(resource, reference["name"])["data"][reference["key"]]
+    data = pod.server.get(resource, reference["name"])["data"]
+    if reference.get("optional") and reference["key"] not in data:
+        return None
+    text = data[reference["key"]]
     return base64.b64decode(text).decode() if is_secret else str(text)
 
 
