@@ -38,11 +38,12 @@ def test_every_group_says_whose_it_is() -> None:
 
 
 def test_a_key_that_no_code_reads_says_so() -> None:
-    files = (ROOT / "lathe").rglob("*.py")
+    files = list((ROOT / "lathe").rglob("*.py"))
     code = "".join(f.read_text() for f in files if f.parent.name != "settings")
+    own = "".join(f.read_text() for f in files if f.parent.name == "settings")
     for setting in SETTINGS:
         name = setting.key.rpartition(".")[2]
-        is_read = re.search(rf"""[."']{name}\b""", code)
+        is_read = re.search(rf"""[."']{name}\b""", code) or f"self.{name} *" in own
         assert is_read or "changes nothing" in setting.description, setting.key
 
 

@@ -271,34 +271,44 @@ function percent(logprob) {
 
 const panes = [new Pane(), new Pane()];
 $("panes").append(...panes.map((pane) => pane.element));
-let models = [], running = null;
+let models = [], running = null, attempts = 0;
 
-async function load() {
-  models = [];
+async function list() {
+  const found = [];
   const endpoints = await (await ask("endpoints")).json();
   for (const [endpoint, url] of endpoints.entries()) {
-    const list = await (await ask(`${endpoint}/models`)).json();
-    for (const { id, has_chat_template } of list.data) {
+    const { data } = await (await ask(`${endpoint}/models`)).json();
+    for (const { id, has_chat_template } of data) {
       const label = endpoints.length > 1 ? `${id} on ${url}` : id;
-      models.push({ endpoint, id, label, has_chat_template });
+      found.push({ endpoint, id, label, has_chat_template });
     }
   }
+  return found;
+}
+
+function offer(found) {
+  models = found;
   if (!asked.has("mode") && models[0]?.has_chat_template) setMode("chat");
   panes[0].offer(models, 0, false);
   panes[1].offer(models, models.length > 1 ? 2 : 0, true);
   panes[1].element.hidden = models.length < 2;
 }
 
+/** Whether there are models to ask. A new key and a submitted form may both ask for them at once:
+ * only the last one counts, whichever answer comes first. */
 async function ready() {
+  const own = ++attempts;
   say($("notice"), "");
+  if (models.length) return true;
   try {
-    if (!models.length) await load();
+    const found = await list();
+    if (own === attempts) offer(found);
   } catch (error) {
-    models = [];
+    if (own !== attempts) return false;
     say($("notice"), error.message);
     if (!$("key-row").hidden) key.focus();
   }
-  return models.length > 0;
+  return own === attempts && models.length > 0;
 }
 
 function request() {

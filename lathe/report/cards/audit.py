@@ -204,6 +204,8 @@ def _gravity(finding: Finding) -> tuple[float, str]:
 def _components(sbom: Path) -> Iterator[PackageURL]:
     path = sbom / ENVIRONMENT_SBOM if sbom.is_dir() else sbom
     hint = "write one with `lathe sbom`; a release has one if it was published with --model"
+    if not path.exists():
+        raise UserError(f"{path}: no such file", hint)
     values = _read(path, hint)
     if not isinstance(values, dict) or values.get("bomFormat") != "CycloneDX":
         raise UserError(f"{path}: not a bill of materials in CycloneDX's JSON", hint)
