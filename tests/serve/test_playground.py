@@ -256,6 +256,7 @@ def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Pag
             messages = asked.value.post_data_json["messages"]
             assert [message["role"] for message in messages] == roles
             assert messages[-1]["content"] == "Well?" and left.wait(10)
+            page.keyboard.press("Escape")  # for the second one too, which the server waits for
 
 
 def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> None:
