@@ -23,7 +23,6 @@ IDENTITY, ROLE, STS = "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN", "AWS_ENDPOI
 PROFILE, FILE = "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"
 CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 NO_METADATA = "AWS_EC2_METADATA_DISABLED"
-METADATA = "http://169.254.169.254"
 METADATA_SECONDS = 1.0
 TEMPORARY = (IDENTITY, ROLE, STS, *CONTAINER)
 
@@ -38,31 +37,39 @@ def provider(is_amazon: bool) -> Provider | None:
     Raises:
         UserError: one key without the other, or a profile that does not exist.
     """
-    if folder := os.environ.get(SECRET_DIR):
-        return MountedSecret(Path(folder))
-    if any(os.environ.get(name) for name in KEYS):
+    source = _source()
+    if source == SECRET_DIR:
+        return MountedSecret(Path(os.environ[SECRET_DIR]))
+    if source in KEYS:
         return _of_environment()
-    if os.environ.get(IDENTITY):
-        return _temporary(IDENTITY, tuple(os.environ.get(name) for name in TEMPORARY))
-    if _has_profile():
+    if source == PROFILE:
         return AWSConfigProvider()
-    for name in CONTAINER:
-        if os.environ.get(name):
-            return _temporary(name, tuple(os.environ.get(name) for name in TEMPORARY))
+    if source:
+        return _temporary(source, tuple(os.environ.get(name) for name in TEMPORARY))
     return _of_instance() if is_amazon and _may_ask_instance() else None
 
 
 def explain_credentials() -> str:
     """What to check when a store refuses the keys."""
-    if folder := os.environ.get(SECRET_DIR):
-        keys = f"the files accesskey and secretkey in {folder} ({SECRET_DIR})"
-    elif os.environ.get(IDENTITY) and not any(os.environ.get(name) for name in KEYS):
+    source = _source()
+    if source == SECRET_DIR:
+        keys = f"the files accesskey and secretkey in {os.environ[SECRET_DIR]} ({SECRET_DIR})"
+    elif source == IDENTITY:
         keys = f"{ROLE} and the service account whose token {IDENTITY} names"
-    elif _has_profile() and not any(os.environ.get(name) for name in KEYS):
+    elif source == PROFILE:
         keys = f"the profile {_profile()} in {_file()}"
     else:
         keys = " and ".join(KEYS)
     return f"check {keys}, and the policies of the keys and of the bucket"
+
+
+def _source() -> str:
+    """The variable that says where the keys come from, AWS_PROFILE for the default profile too;
+    empty where none does. The file of profiles is read only if it is the one that counts."""
+    found = next((name for name in (SECRET_DIR, *KEYS, IDENTITY) if os.environ.get(name)), "")
+    if found:
+        return found
+    return PROFILE if _has_profile() else next(filter(os.environ.get, CONTAINER), "")
 
 
 class MountedSecret(Provider):
@@ -117,8 +124,9 @@ def _of_environment() -> Provider:
 @cache
 def _temporary(variable: str, environment: tuple[str | None, ...]) -> Provider:
     """One provider for all requests with that environment: it keeps its keys until they expire."""
-    sts = os.environ.get(STS) if variable == IDENTITY else None
-    inner = IamAwsProvider(custom_endpoint=sts or None, http_client=pool(2))
+    sts = os.environ.get(STS) or None if variable == IDENTITY else None
+    address = (sts or "https://sts.amazonaws.com") if variable == IDENTITY else ""
+    inner = IamAwsProvider(custom_endpoint=sts, http_client=pool(2, address=address))
     return Temporary(variable, inner)
 
 

@@ -124,6 +124,18 @@ def test_a_profile(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         read_text(file)
 
 
+def test_keys_of_the_environment_do_not_ask_for_a_profile(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to explain a refusal either: a profile may be one that only AWS's SDKs can use."""
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
+    monkeypatch.setenv("AWS_PROFILE", "of-single-sign-on")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(UserError, match="access refused") as raised:
+        read_text(f"{s3}/a.txt")
+    assert "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in raised.value.hint
+
+
 def test_one_key_without_the_other(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY is not set"):
