@@ -171,7 +171,9 @@ class Follower:
         return {reasons.node_of(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
 
     def _forget_pods(self) -> None:
-        """Forget pods that a queue evicted to reclaim quota: new ones will follow."""
+        """Forget pods that a queue evicted to reclaim quota, and how long others were waited for:
+        new ones will follow."""
+        self._waits.clear()
         if self._pods:
             self._finish_logs()
             self._pods, self._logs, self._since = {}, {}, None
