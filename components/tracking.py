@@ -14,6 +14,7 @@ from typing import Any
 from kfp import dsl
 
 from lathe.config.settings import Recipe
+from lathe.config.settings.base import flat
 from lathe.errors import StageError, UserError
 from lathe.storage import fetch, is_remote
 from lathe.tracking.runs import URI, Task, TrackedStep, open_step
@@ -120,12 +121,4 @@ def below_root(parts: Sequence[str]) -> Sequence[str]:
 
 def _changed(settings: Recipe) -> dict[str, object]:
     """The settings that are not the defaults, by `Group.key`."""
-
-    def flat(values: Mapping[str, Any], above: str) -> Iterator[tuple[str, object]]:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{above}{key}.")
-            else:
-                yield f"{above}{key}", value
-
-    return dict(flat(settings.model_dump(mode="json", exclude_defaults=True), ""))
+    return flat(settings.model_dump(mode="json", exclude_defaults=True))

@@ -19,8 +19,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "INT8": {},
     "INT8static": {"activation_quantize_type": "moving_average_abs_max"},
     "INT8dynamic": {"activation_quantize_type": "dynamic"},
-    "INT4": {"weight_bits": 4, "rounding": "gptq"},
-    "INT4g128": {"weight_bits": 4, "group_size": 128, "rounding": "gptq"},
+    "INT4": {"weight_bits": 4},
+    "INT4g128": {"weight_bits": 4, "group_size": 128},
 }
 
 
@@ -57,7 +57,7 @@ class Lathe(Engine):
             plan = replace(make_plan(config, settings, formats), position_embedding=is_learned)
             fake_quant.insert(checkpoint.model, plan)
             fake_quant.calibrate(checkpoint.model, batches)
-            if settings.rounding == "gptq":
+            if settings.uses_gptq(max_steps=0):
                 gptq(checkpoint.model, batches)
             write_scales(checkpoint.model, plan)
         write(checkpoint, output, ExportSettings())

@@ -11,6 +11,7 @@ from typing import Any
 
 from lathe.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe.config.settings import Recipe
+from lathe.config.settings.base import flat
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.folder import MARKER, read_marker
@@ -113,7 +114,7 @@ def claim(output: Path, identity: Identity) -> None:
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The settings that differ, as `Engine.max_steps=150, now 60`; the first few of many."""
-    old, new = _flat(before), _flat(after)
+    old, new = flat(before), flat(after)
     found = [
         f"{key}={old[key]}, now {new[key]}"
         for key in sorted(old.keys() & new.keys())
@@ -121,16 +122,6 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
     rest = len(found) - SHOWN_DIFFERENCES
     return found if rest <= 0 else [*found[:SHOWN_DIFFERENCES], f"and {rest} more"]
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What all groups of settings have in common."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -48,3 +49,14 @@ class Settings(BaseModel):
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             raise ValueError("a text with a NUL or half a surrogate pair")
         return value
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The settings of nested groups by their whole keys, `Group.key`."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{above}{key}.")
+        else:
+            found[f"{above}{key}"] = value
+    return found

@@ -5,7 +5,6 @@ SBOM, less what a VEX statement says is not affected.
 them does not apply to a server that Lathe sets up. Both are dated, and both can be added to.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packageurl import PackageURL
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from rich.table import Table
 
 from lathe.errors import StageError, UserError
-from lathe.inputs import read_text
+from lathe.inputs import first_mistake, parse_json, read_text
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM
 
 ADVISORIES, STATEMENTS = (
@@ -26,7 +26,7 @@ ADVISORIES, STATEMENTS = (
 )
 
 _NUMBERS = re.compile(r"\d+(\.\d+)*")
-_SEPARATORS = re.compile(r"[-_.]+")
+HINT = "give a file in OSV's or OpenVEX's JSON"
 
 
 class Package(BaseModel):
@@ -42,7 +42,7 @@ class Package(BaseModel):
             return (
                 self.ecosystem == "PyPI"
                 and component.type == "pypi"
-                and (_normalized(self.name) == _normalized(component.name))
+                and canonicalize_name(self.name) == canonicalize_name(component.name)
             )
         return _is_of(self.purl, component)
 
@@ -249,22 +249,12 @@ def _version(text: str) -> Version:
         return Version(match[0] if match else "0")
 
 
-def _normalized(name: str) -> str:
-    return _SEPARATORS.sub("-", name).lower()
-
-
-def _read(path: Path, hint: str = "give a file in OSV's or OpenVEX's JSON") -> Any:
-    try:
-        return json.loads(read_text(path, hint))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}", hint) from None
+def _read(path: Path, hint: str = HINT) -> Any:
+    return parse_json(read_text(path, hint), str(path), hint)
 
 
 def _parsed(kind: TypeAdapter[list[Any]], values: Any, path: Path) -> list[Any]:
     try:
         return kind.validate_python(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        what = f"{path}: {place}: {first['msg']}"
-        raise UserError(what, "give a file in OSV's or OpenVEX's JSON") from None
+        raise UserError(f"{path}: {first_mistake(error)}", HINT) from None
