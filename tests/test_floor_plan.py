@@ -36,7 +36,7 @@ LIBRARIES = {
     "kfp": set[str](),
     "kubernetes": {"launch.cluster"},
     "kubeflow_trainer_api": {"launch.cluster"},
-    "gguf": {"model"},
+    "gguf": {"model", "export"},
     "onnxruntime": {"runtime", "export", "paddle"},
     "onnx": {"export", "paddle", "runtime", "production.certify"},
     "openvino": {"runtime"},

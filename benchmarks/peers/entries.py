@@ -44,9 +44,10 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Name of its folders."""
+        """Name of the folder with the converted model, which all of Lathe's runtimes share."""
         own = f"-{checkpoint_digest(self.checkpoint)[:12]}" if self.checkpoint else ""
-        return f"{self.module}-{self.weights}{own}"
+        module = "lathe" if self.module.startswith("lathe") else self.module
+        return f"{module}-{self.weights}{own}"
 
 
 REFERENCE = "Lathe INT8"

@@ -65,7 +65,7 @@ class Worker:
         self, entry: Entry, environments: Path, folder: Path, vocabulary: int, threads: int = 1
     ) -> None:
         task = ["serve", entry.module, str(folder.resolve()), str(vocabulary), str(threads)]
-        self.log = folder.with_name(f"{folder.name}.served.log")
+        self.log = folder.with_name(f"{entry.module}-{entry.weights}.served.log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [python_of(entry, environments), "-m", "peers.worker", *task],

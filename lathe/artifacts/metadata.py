@@ -198,8 +198,19 @@ class Proof(BaseModel):
     mean_limit: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
+class FormatFiles(BaseModel):
+    """The files of a further format of an export."""
+
+    files: Files
+    bytes: Count
+
+
 class ExportMetadata(Metadata):
-    """`export.json`; earlier versions wrote no `files`."""
+    """`export.json`; earlier versions wrote no `files`.
+
+    Attributes:
+        formats: those beside the graph, by their names in `Export.formats`.
+    """
 
     flavour: Literal["fp32", "fp16", "int8", "int4"]
     n_head: Annotated[list[Positive], Field(min_length=1)]
@@ -214,6 +225,7 @@ class ExportMetadata(Metadata):
     sha256: Sha256
     source: Sha256
     proof: Proof | None = None
+    formats: dict[str, FormatFiles] = {}
     files: Files | None = None
 
     @model_validator(mode="after")

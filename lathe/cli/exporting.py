@@ -16,6 +16,7 @@ from lathe.cli.options import (
     Overrides,
     RecipeName,
     beside,
+    input_argument,
     load,
 )
 from lathe.console import show
@@ -28,18 +29,58 @@ def export(
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny",
     override: Overrides = None,
+    format: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Further format to write beside the graph, gguf or compressed-tensors; may be "
+            "repeated. Default: the recipe's Export.formats.",
+        ),
+    ] = None,
     output: OutputBeside = None,
 ) -> None:
     """Write a static ONNX graph with KV cache, and prove that it is the checkpoint.
 
     Writes MODEL-onnx unless --output says otherwise. A quantized checkpoint gives an INT8 graph.
     """
-    settings = load(recipe, override)
+    named = [f"Export.formats=[{', '.join(format)}]"] if format else []
+    settings = load(recipe, [*(override or []), *named])
     from lathe import backends
 
     output = output or beside(model, "onnx")
     result = backends.of(settings).export(settings, model, data, output)
     show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)
+
+
+@app.command(epilog="Example: lathe prove run/int8-onnx run/int8 --engine llama.cpp")
+def prove(
+    exported: Annotated[Path, input_argument("Folder of lathe export.")] = RUN / "int8-onnx",
+    model: Model = RUN / "int8",
+    engine: Annotated[
+        str, typer.Option(help="onnxruntime, openvino, llama.cpp or transformers.")
+    ] = "onnxruntime",
+    data: Data = RUN / "data",
+    recipe: RecipeName = "tiny",
+    override: Overrides = None,
+) -> None:
+    """Prove that another engine computes an export as its checkpoint does.
+
+    llama.cpp reads the gguf format, transformers compressed-tensors. The engine's package has to be
+    installed.
+    """
+    settings = load(recipe, override)
+    from lathe.export.prove import prove_in_engine
+
+    found = prove_in_engine(settings, exported, model, data, engine)
+    fidelity = found.fidelity
+    show(
+        engine=found.engine,
+        prompts=found.prompts,
+        kl_from_float=f"{fidelity.kl:.2g}",
+        kl_of_torch=f"{fidelity.torch_kl:.2g}",
+        argmax_agreement=f"{fidelity.argmax_agreement:.1%}",
+        greedy_agreement=f"{fidelity.greedy_agreement:.1%}",
+    )
 
 
 @app.command("import", epilog="Example: lathe import SmolLM2-135M-Instruct.Q8_0.gguf")

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, from the file's metadata.
+"""The tokenizer of a GGUF file: from the file's metadata, and back.
 
 A GGUF file holds tokens, their kinds, and merges (byte-level BPE, `gpt2`) or scores
 (SentencePiece's BPE, `llama`), but no rules: how a text is split before merging is a name,
@@ -6,6 +6,8 @@ A GGUF file holds tokens, their kinds, and merges (byte-level BPE, `gpt2`) or sc
 Lathe has; another one is refused, because a wrong split gives wrong ids without a sign of it.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -26,8 +28,9 @@ from lathe.errors import UserError
 
 HINT = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
 PREFIX = "tokenizer.ggml."
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
-"""Kinds of tokens: special ones, others that are never divided, and fillers such as `[PAD7]`."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of tokens. Control tokens are special, user-defined ones are never divided, and unused ones
+are fillers such as `[PAD7]`."""
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -214,3 +217,93 @@ def _add_tokens(tokenizer: Tokenizer, found: _Vocabulary) -> None:
             if found.token_type[i] == kind or (is_special and i == unknown)
         ]
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(tokens)
+
+
+SAMPLE = (
+    " It's  they'LL\t don't\r\n\r\n  x \n",
+    "1 22 333 4444 1,000,000.5e-7 x2y \u0663\u0664 \u00bd",
+    "na\u00efve cafe\u0301 \u6f22\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u200b\u00a0",
+    "\U0001f917\U0001f469\u200d\U0001f467 !!?!...///\\\\ #@ camelCaseABCdef HTTPServer",
+)
+"""Texts that every way of splitting cuts differently."""
+
+
+def metadata_of(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
+    """The metadata of a GGUF file with this tokenizer, from which `tokenizer_of` makes one that
+    gives a sample of texts the same ids.
+
+    Args:
+        size: of the vocabulary, which is filled up with tokens that no text has.
+        source: name of the model, for errors.
+
+    Raises:
+        UserError: a kind of tokenizer or of splitting that llama.cpp has no name for.
+    """
+    state = json.loads(tokenizer.to_str())
+    kind = state["model"].get("type")
+    merges = [x.split(" ") if isinstance(x, str) else x for x in state["model"].get("merges", [])]
+    if kind == "BPE":
+        found = _entries(tokenizer, size, state["model"].get("unk_token"))
+        found |= _beginning(tokenizer)
+        if state["model"].get("byte_fallback"):
+            found |= _scores(found["tokens"], merges)
+            found |= {"model": "llama", "add_space_prefix": "Prepend" in str(state["normalizer"])}
+            tries: list[dict[str, Any]] = [found]
+        else:
+            found |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
+            tries = [{**found, "pre": pre} for pre in _distinct_splits()]
+        for values in tries:
+            metadata = {f"{PREFIX}{key}": value for key, value in values.items()}
+            if _agree(tokenizer, tokenizer_of(metadata, source)):
+                return metadata
+    raise UserError(
+        f"{source}: its tokenizer splits texts in a way that llama.cpp has no name for",
+        "take gguf out of Export.formats",
+    )
+
+
+def _distinct_splits() -> list[str]:
+    """The first name of every way of splitting; `smollm` is GPT-2's with single digits."""
+    patterns = {(split, name == "smollm"): name for name, split in reversed(SPLITS.items())}
+    return sorted(patterns.values(), key=list(SPLITS).index)
+
+
+def _agree(one: Tokenizer, other: Tokenizer) -> bool:
+    return all(one.encode(text).ids == other.encode(text).ids for text in SAMPLE)
+
+
+def _entries(tokenizer: Tokenizer, size: int, unknown: str | None) -> dict[str, Any]:
+    """Tokens and their types, and the id of the token for unknown characters, if any."""
+    added = tokenizer.get_added_tokens_decoder()
+    tokens, types = [], []
+    for i in range(size):
+        token = tokenizer.id_to_token(i)
+        if token is None:
+            token, type_ = f"[PAD{i}]", UNUSED
+        elif token == unknown:
+            type_ = UNKNOWN
+        elif i in added:
+            type_ = CONTROL if added[i].special else USER_DEFINED
+        else:
+            type_ = BYTE if unknown and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
+        tokens.append(token)
+        types.append(type_)
+    found: dict[str, Any] = {"tokens": tokens, "token_type": types}
+    if unknown is not None:
+        found["unknown_token_id"] = tokenizer.token_to_id(unknown)
+    return found
+
+
+def _beginning(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The token that comes before every text, if any."""
+    ids = tokenizer.encode("").ids
+    return {"add_bos_token": True, "bos_token_id": ids[0]} if ids else {"add_bos_token": False}
+
+
+def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Scores of tokens: the rank of the first merge that makes one, negative; the inverse of
+    `_merges_of`."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), rank)
+    return {"scores": [-float(ranks.get(token, 0)) for token in tokens]}

@@ -16,6 +16,7 @@ from lathe.artifacts.metadata import ExportMetadata
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
 from lathe.errors import UserError
+from lathe.export.formats import require_formats, write_formats
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import prove
@@ -90,6 +91,7 @@ def export(
     settings = recipe.Export
     config = checkpoint.model.config
     require_exportable(model, config, settings)
+    require_formats(settings, config, model)
     new_tokens = min(settings.new_tokens, config.n_positions // 2)
     prompts = held_out_prompts(
         checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
@@ -99,6 +101,8 @@ def export(
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
         metadata["samples"] = [prompt[:SAMPLE_TOKENS] for prompt in prompts[:SAMPLES]]
+        if formats := write_formats(checkpoint, work, settings):
+            metadata["formats"] = formats
         if also is not None:
             metadata |= also(work)
         _write_metadata(work, metadata)

@@ -7,18 +7,27 @@ than fake quantization does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.model.gpt import GPT
-from lathe.runtime.session import OnnxModel
 
 KL_SHARE = 1.5
 """Largest KL divergence of the graph from the float model, in that of torch's fake quantization:
 two that round the same values, with different sums, measure 0.9 to 1.1."""
 KL_NOISE = 1e-6  # nats a token: what float32 logits can differ by in any order of summation
+
+
+class Logits(Protocol):
+    """What computes an exported model."""
+
+    def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Logits (1, T, V) of tokens (1, T)."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +69,17 @@ class Fidelity:
 def compare_with_float(
     model: GPT,
     plain: GPT,
-    onnx_model: OnnxModel,
+    engine: Logits,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
 ) -> Fidelity:
-    """Measure a graph's fidelity.
+    """Measure the fidelity of an exported model in an engine.
 
     Args:
         model: fake-quantized, or `plain` where nothing is.
         plain: the float model with the same weights.
-        texts: the graph's greedy continuations of `prompts`.
+        engine: what computes the exported model.
+        texts: its greedy continuations of `prompts`.
     """
     n = sum(map(len, prompts))
     kl, torch_kl, same, flips, chosen = 0.0, 0.0, 0, list[Flip](), 0
@@ -78,7 +88,7 @@ def compare_with_float(
         expected = plain(whole)[0]
         tokens = whole[:, : len(prompt)]
         reference = expected[: len(prompt)]
-        found = torch.from_numpy(onnx_model.logits(tokens.numpy()))[0]
+        found = torch.from_numpy(engine.logits(tokens.numpy()))[0]
         kl += _divergence(reference, found)
         torch_kl += _divergence(reference, model(tokens)[0])
         same += int((found.argmax(-1) == reference.argmax(-1)).sum())
@@ -90,6 +100,15 @@ def compare_with_float(
             a, b = int(own[step]), text[step]
             flips.append(Flip(i, step, a, b, float(steps[step, a] - steps[step, b])))
     return Fidelity(kl / n, torch_kl / n, same / n, chosen / sum(map(len, texts)), flips)
+
+
+def without_quantization(model: GPT) -> GPT:
+    """The float model that shares the weights of `model`."""
+    with torch.device("meta"):
+        plain = GPT(model.config.with_quantization(None))
+    weights = {name: t for name, t in model.state_dict().items() if name in plain.state_dict()}
+    plain.load_state_dict(weights, assign=True)
+    return plain.eval()
 
 
 def _divergence(reference: Tensor, found: Tensor) -> float:

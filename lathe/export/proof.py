@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lathe.config.settings import GenerationSettings
 from lathe.errors import StageError
-from lathe.export.fidelity import Fidelity, compare_with_float
+from lathe.export.fidelity import Fidelity, compare_with_float, without_quantization
 from lathe.export.grouped import GROUPED
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
@@ -204,7 +204,7 @@ def _compare_logits(
 ) -> _Logits:
     largest, error, change, variance, n, same = 0.0, 0.0, 0.0, 0.0, 0, 0
     is_int8 = _rounds_inputs(model)
-    changed_model = _without_quantization(model) if is_int8 else model
+    changed_model = without_quantization(model) if is_int8 else model
     for i, prompt in enumerate(prompts):
         tokens = torch.tensor([list(prompt)])
         logits = model(tokens)  # (1, T, V)
@@ -255,7 +255,7 @@ def _require_fidelity(
     texts: Sequence[Sequence[int]],
 ) -> Fidelity:
     """Figures against the float model, of which the KL divergence is within its limit."""
-    plain = model if model.config.quantization is None else _without_quantization(model)
+    plain = model if model.config.quantization is None else without_quantization(model)
     found = compare_with_float(model, plain, onnx_model, prompts, texts)
     if onnx_model.dtype == np.float32 and not found.kl <= found.kl_limit:
         raise ProofError(
@@ -269,15 +269,6 @@ def _rounds_inputs(model: GPT) -> bool:
     """Whether a linear has a quantized input; int8 weights alone leave the arithmetic in float."""
     plan = model.config.quantization
     return plan is not None and bool(plan.integer_linears)
-
-
-def _without_quantization(model: GPT) -> GPT:
-    """The float model that shares the weights of `model`."""
-    with torch.device("meta"):
-        plain = GPT(model.config.with_quantization(None))
-    weights = {name: t for name, t in model.state_dict().items() if name in plain.state_dict()}
-    plain.load_state_dict(weights, assign=True)
-    return plain.eval()
 
 
 @contextmanager

@@ -171,6 +171,10 @@ class HFTensors(Mapping[str, Tensor]):
             tensor = parts[part] if is_apart else torch.cat(parts)
         return tensor.T if family.is_conv1d(name) else tensor
 
+    def parameter_of(self, stored: str) -> str:
+        """The model's name of the parameter that a tensor is, or is a part of."""
+        return self._stored[stored][0]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 

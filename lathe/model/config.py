@@ -205,6 +205,7 @@ class GPTConfig:
     def to_json(self) -> dict[str, Any]:
         """HF's keys, and a group `lathe` for what these keys cannot express."""
         family, is_uniform = self.architecture, self.is_uniform
+        is_hf = is_uniform and self.quantization is None
         states_heads = is_uniform and family.has_head_dim
         sizes = {
             **{name: getattr(self, name) for name in family.keys.values() if name},
@@ -214,8 +215,9 @@ class GPTConfig:
         }
         stated = {k: sizes[n] if n else family.arithmetic[k][0] for k, n in family.keys.items()}
         return {
-            "model_type": family.model_type if is_uniform else family.own_type,
-            "architectures": [family.class_name if is_uniform else family.own_class],
+            # transformers would compute a quantized model in float, without a word.
+            "model_type": family.model_type if is_hf else family.own_type,
+            "architectures": [family.class_name if is_hf else family.own_class],
             **stated,
             **{key: key in self.biases for key in family.biases},
             **(rope_json(self.rope, self.end_ids) if self.rope else {}),

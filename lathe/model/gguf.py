@@ -31,7 +31,7 @@ from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_of
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.errors import UserError, explain_os_error
-from lathe.model.architecture import ARCHITECTURES, LLAMA, Architecture
+from lathe.model.architecture import ARCHITECTURES, LLAMA, MISTRAL, Architecture
 from lathe.model.chat_template import define_tokens
 from lathe.model.config import GPTConfig
 from lathe.model.folder import non_finite, require_fit, write_folder
@@ -253,7 +253,7 @@ def _weights(
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Name without prefix, and array as Hugging Face's files have it, of every tensor."""
     family = config.architecture
-    names = _names(config)
+    names = names_in_gguf(config)
     _require_tensors(tensors, names, config, source)
     shapes = dict(config.tensor_shapes())
     for theirs, name in names.items():
@@ -266,10 +266,11 @@ def _weights(
         yield name, array
 
 
-def _names(config: GPTConfig) -> dict[str, str]:
+def names_in_gguf(config: GPTConfig) -> dict[str, str]:
     """llama.cpp's name of every tensor -> its name without the prefix in Hugging Face's files."""
     family = config.architecture
-    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == family.model_type)
+    model_type = (LLAMA if family is MISTRAL else family).model_type
+    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == model_type)
     table = get_tensor_name_map(arch, config.n_layer)
     found = {}
     for name, _ in config.tensor_shapes():
@@ -315,5 +316,10 @@ def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:
 def _halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
     """Rows of heads (H * D, ...) from llama.cpp's order, a feature and its partner in turns, to
     Hugging Face's, where the partners are in the other half."""
-    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    return np.ascontiguousarray(rows[np.argsort(interleaved_rows(len(rows), head_dim))])
+
+
+def interleaved_rows(n: int, head_dim: int) -> NDArray[np.int64]:
+    """Index of Hugging Face's rows for each of llama.cpp's n rows of heads."""
+    halves = np.arange(n).reshape(-1, 2, head_dim // 2)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(n)

@@ -54,6 +54,9 @@ class ExportSettings(Settings):
     """Version of ONNX's operator set."""
     dtype: Literal["float32", "float16"] = "float32"
     """Data type of the graph's float weights; an INT8 checkpoint needs float32."""
+    formats: list[Literal["gguf", "compressed-tensors"]] = Field(default=[])
+    """Further formats to write beside the ONNX graph: `gguf` for llama.cpp, Ollama and LM Studio,
+    `compressed-tensors` for vLLM, SGLang and transformers."""
     prompts: Positive = 64
     """Held-out prompts that the graph and the checkpoint are compared on."""
     new_tokens: Positive = 24

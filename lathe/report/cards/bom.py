@@ -50,22 +50,17 @@ def model_bom(evidence: Evidence, timestamp: datetime | None = None) -> str:
 
 
 def _model(evidence: Evidence, card: CardSettings) -> Component:
+    digests = dict(evidence.files)
+    if evidence.exported is not None and not evidence.is_export_alone:
+        digests |= {"model.onnx": evidence.exported.sha256}
+        for form in evidence.exported.formats.values():
+            digests |= {name: entry.sha256 for name, entry in form.files.items()}
     files = [
         Component(
             name=name, type=ComponentType.FILE, bom_ref=f"file:{name}", hashes=[sha256_hash(digest)]
         )
-        for name, digest in evidence.files.items()
+        for name, digest in digests.items()
     ]
-    if evidence.exported is not None and not evidence.is_export_alone:
-        graph, name = evidence.exported.sha256, "model.onnx"
-        files.append(
-            Component(
-                name=name,
-                type=ComponentType.FILE,
-                bom_ref=f"file:{name}",
-                hashes=[sha256_hash(graph)],
-            )
-        )
     return Component(
         name=evidence.name,
         version=evidence.digest[:12],

@@ -1,0 +1,96 @@
+"""Formats that a checkpoint can leave in beside the ONNX graph, for engines other than Lathe's
+server. Each is a module of this package:
+
+- `require(config, folder)` refuses what the format or its engines cannot hold,
+- `write(checkpoint, folder, dtype)` writes its files and returns their names,
+- `read(folder)` reads weights back by another package than the one that wrote them, for the check
+  of every file that is written.
+
+A further format is a module, a line in `FORMATS`, its name in `Export.formats`, and a row of
+`tests/export/test_formats.py`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lathe.config.settings import ExportSettings
+from lathe.errors import StageError
+from lathe.export.formats import compressed_tensors, gguf
+from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.model.checkpoint import Checkpoint
+from lathe.model.config import GPTConfig
+from lathe.progress import track
+from lathe.storage import sha256
+
+PRECISION, SMALLEST = 2.0**-10, 2.0**-24
+"""Largest relative and absolute error of a value that is read back, since scales and floats may be
+float16. A scale below 6e-5 is less precise there; a value is at most 128 scales."""
+
+
+class Format(Protocol):
+    """A module of this package."""
+
+    def require(self, config: GPTConfig, folder: Path) -> None:
+        """Raise UserError for a model that the format or its engines do not have."""
+
+    def write(self, checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
+        """Write into a folder; returns the names of the files."""
+
+    def read(self, folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of what `write` has written, as it is in `stored_matrices`, in
+        float32."""
+
+
+FORMATS: dict[str, Format] = {"gguf": gguf, "compressed-tensors": compressed_tensors}
+
+
+def require_formats(settings: ExportSettings, config: GPTConfig, folder: Path) -> None:
+    """Raise UserError for a format of `Export.formats` that the model does not fit."""
+    for name in settings.formats:
+        FORMATS[name].require(config, folder)
+
+
+def write_formats(
+    checkpoint: Checkpoint, folder: Path, settings: ExportSettings
+) -> dict[str, dict[str, Any]]:
+    """Write the formats of `Export.formats` into an export folder, and read each back.
+
+    Returns:
+        By format, the bytes and the SHA-256 of its files.
+
+    Raises:
+        UserError: a model or tokenizer that a format does not have.
+        StageError: what was written is not what the checkpoint computes with.
+    """
+    is_quantized = checkpoint.model.config.quantization is not None
+    dtype = "float16" if is_quantized else settings.dtype
+    found: dict[str, dict[str, Any]] = {}
+    for name in settings.formats:
+        files = FORMATS[name].write(checkpoint, folder, dtype)
+        _require_values(checkpoint, folder, name)
+        entries = {
+            f: {"bytes": (folder / f).stat().st_size, "sha256": sha256(folder / f)} for f in files
+        }
+        found[name] = {"files": entries, "bytes": sum(x["bytes"] for x in entries.values())}
+    return found
+
+
+def _require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
+    """Compare every value that a format holds with the fake-quantized model's."""
+    config = checkpoint.model.config
+    written = dict(FORMATS[name].read(folder, config))
+    expected = list(stored_matrices(checkpoint.model))
+    for tensor, value in track(expected, f"check {name}", len(expected)):
+        wanted = value.values * value.spread_scales(1) if isinstance(value, Integers) else value
+        got = written.pop(tensor, torch.empty(0))
+        is_equal = got.shape == wanted.shape and bool(
+            ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST).all()
+        )
+        if not is_equal:
+            raise StageError(f"{folder}: {tensor} is not in {name} what it is in the checkpoint")
+    if written:
+        raise StageError(f"{folder}: {name} has {min(written)}, which the checkpoint does not have")

@@ -1,0 +1,223 @@
+"""compressed-tensors: a Hugging Face folder that vLLM, SGLang and transformers read.
+
+Weights keep their integers. Static INT8 activations keep their scale (W8A8). Those that Lathe
+rounds in groups while the model runs stay in float here (W8A16, W4A16), which the format's engines
+compute, and which is nearer to the float model. The token embedding, and the head, are float16 with
+the values of their integers, since engines do not look up rows of integers.
+
+Source of the layout: the package `compressed-tensors`, `compressors/pack_quantized` and
+`quantization/quant_config.py`.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lathe.data.tokenizer import save_tokenizer
+from lathe.errors import UserError
+from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import Checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.quantization import LinearFormat
+
+FOLDER = "compressed-tensors"
+WORD = 32
+"""Bits of an integer that weights are packed into."""
+STRATEGIES = {"abs_max": "tensor", "channel_wise_abs_max": "channel", "group_wise": "group"}
+
+
+def require(config: GPTConfig, folder: Path) -> None:
+    """Raise UserError for a model that transformers and vLLM cannot compute."""
+    hint = "take compressed-tensors out of Export.formats"
+    family = config.architecture
+    if config.prefix_tokens:
+        raise UserError(
+            f"{folder}: has a prefix of {config.n_prefix} tokens, which transformers does not "
+            "compute",
+            "quantize its parent with Compress.Quantization.prefix=none",
+        )
+    if not config.is_uniform:
+        raise UserError(
+            f"{folder}: its layers differ in width, which transformers does not compute",
+            f"prune with Compress.Prune.scope=uniform, or {hint}",
+        )
+    if family.transposed:
+        raise UserError(
+            f"{folder}: is a {family.title} model, whose Conv1D layers compressed-tensors cannot "
+            "quantize",
+            hint,
+        )
+    plan = config.quantization
+    for layer, linear in ((i, x) for i in range(config.n_layer) for x in family.linears):
+        form = plan.linears.get(f"{family.block(layer)}.{linear.name}") if plan else None
+        inputs, _ = config.linear_shape(linear, layer)
+        if form is not None and form.weight.group_size and inputs % form.weight.group_size:
+            raise UserError(
+                f"{folder}: the {inputs} inputs of {family.block(layer)}.{linear.name} are not a "
+                f"multiple of the group size {form.weight.group_size}",
+                f"quantize with another Compress.Quantization.group_size, or {hint}",
+            )
+
+
+def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
+    """Write the folder `compressed-tensors`; returns the names of its files.
+
+    Args:
+        dtype: float32 or float16, of what is not quantized.
+
+    Raises:
+        UserError: transformers has no such model.
+    """
+    config = checkpoint.model.config
+    require(config, checkpoint.folder)
+    place = folder / FOLDER
+    place.mkdir()
+    family, kind = config.architecture, getattr(torch, dtype)
+    tables = {f"{name}.weight" for name in config.tables}
+    tensors: dict[str, Tensor] = {}
+    targets: dict[LinearFormat, list[str]] = {}
+    ignored = [HEAD]
+    for name, found in stored_matrices(checkpoint.model):
+        stored = family.stored_name(name)
+        if isinstance(found, Integers) and name not in tables:
+            path = stored.removesuffix(".weight")
+            tensors |= {f"{path}.{key}": x for key, x in _tensors(found).items()}
+            scheme = _without_scale(found.form)
+            targets.setdefault(scheme, []).append(path)
+        else:
+            values = found.values * found.spread_scales(1) if isinstance(found, Integers) else found
+            tensors[stored] = values.to(kind).contiguous()
+            if name not in tables and values.dim() > 1:
+                ignored.append(stored.removesuffix(".weight"))
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    described = config.with_quantization(None).to_json()
+    del described["lathe"]
+    described["dtype"] = dtype
+    if targets:
+        described["quantization_config"] = _quantization_config(targets, ignored)
+    _write_json(place / "config.json", described)
+    _write_tokenizer(checkpoint, place)
+    return sorted(f"{FOLDER}/{file.name}" for file in place.iterdir())
+
+
+def _without_scale(form: LinearFormat) -> LinearFormat:
+    """What the linears of a scheme have in common."""
+    return LinearFormat(form.weight, form.activation)
+
+
+def _tensors(matrix: Integers) -> dict[str, Tensor]:
+    """The tensors of one linear, by the last part of their names."""
+    scales = matrix.scales
+    if matrix.form.weight.quantize_type == "abs_max":
+        scales = scales[:1, 0]
+    if matrix.form.activation == "int8":
+        scale = torch.tensor([matrix.form.activation_scale])
+        return {"weight": matrix.values, "weight_scale": scales, "input_scale": scale}
+    return {
+        "weight_packed": packed(matrix.values, matrix.bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(matrix.values.shape),
+    }
+
+
+def packed(values: Tensor, bits: int) -> Tensor:
+    """Integers (O, I) of 4 or 8 bits, 32 / bits of them in an int32, the first one lowest."""
+    per_word = WORD // bits
+    unsigned = values.long() + 2 ** (bits - 1)
+    apart = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word))
+    words = apart.view(len(values), -1, per_word) << torch.arange(0, WORD, bits)
+    joined: Tensor = words.sum(-1).to(torch.int32)
+    return joined
+
+
+def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the folder in float32."""
+    tensors = load_file(folder / FOLDER / "model.safetensors")
+    prefix = config.architecture.prefix
+    for name, found in tensors.items():
+        path, _, kind = name.rpartition(".")
+        own = path.removeprefix(prefix)
+        if kind == "weight_packed":
+            _, columns = tensors[f"{path}.weight_shape"].tolist()
+            values = unpacked(found, WORD * found.shape[1] // columns)[:, :columns]
+        elif kind == "weight" and f"{path}.weight_scale" in tensors:
+            values = found
+        elif kind in ("weight", "bias"):
+            yield f"{own}.{kind}", found.float()
+            continue
+        else:
+            continue
+        stored = tensors[f"{path}.weight_scale"]
+        scales = stored.reshape(-1, stored.shape[-1])
+        per_scale = values.shape[1] // scales.shape[1]
+        yield f"{own}.weight", values * scales.repeat_interleave(per_scale, 1)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The inverse of `packed`, (O, words * 32 / bits)."""
+    apart = words[..., None].long() >> torch.arange(0, WORD, bits)
+    values: Tensor = (apart & (2**bits - 1)).flatten(1) - 2 ** (bits - 1)
+    return values
+
+
+def _quantization_config(
+    targets: dict[LinearFormat, list[str]], ignored: list[str]
+) -> dict[str, Any]:
+    """The key of `config.json` that says how linears are quantized."""
+    groups = {}
+    for i, (form, paths) in enumerate(targets.items()):
+        weight = form.weight
+        groups[f"group_{i}"] = {
+            "targets": ["Linear"] if len(targets) == 1 else paths,
+            "format": "int-quantized" if form.activation == "int8" else "pack-quantized",
+            "weights": _arguments(
+                weight.bits,
+                STRATEGIES[weight.quantize_type],
+                **({"group_size": weight.group_size} if weight.group_size else {}),
+            ),
+            "input_activations": _arguments(8, "tensor") if form.activation == "int8" else None,
+        }
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ignored,
+    }
+
+
+def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+        **more,
+    }
+
+
+def _write_tokenizer(checkpoint: Checkpoint, place: Path) -> None:
+    """The tokenizer, its end of a text and its chat template, by the names of Hugging Face."""
+    save_tokenizer(checkpoint.tokenizer, place / "tokenizer.json")
+    config = checkpoint.model.config
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": checkpoint.tokenizer.id_to_token(checkpoint.end_ids[-1]),
+        "model_max_length": config.n_positions,
+    }
+    if config.chat_template:
+        settings["chat_template"] = config.chat_template
+    _write_json(place / "tokenizer_config.json", settings)
+    _write_json(place / "generation_config.json", {"eos_token_id": list(checkpoint.end_ids)})
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

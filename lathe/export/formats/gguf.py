@@ -1,0 +1,227 @@
+"""GGUF, which llama.cpp, Ollama and LM Studio read.
+
+A quantized linear keeps its integers: 4 bits become Q4_0 and 8 bits Q8_0, whose blocks of 32 inputs
+have a scale in float16. Lathe's groups of 64 and 128, and scales of whole rows, are repeated. What
+the format has no place for is the scale of static activations: llama.cpp gives every block of 32
+inputs a scale of its own when it runs. A layer whose inputs are not a multiple of 32 is stored in
+float16, with the values of its integers.
+
+Models whose layers differ in width are of llama.cpp's architecture `deci`, which is Llama with the
+numbers of heads and channels of every layer.
+
+Source of the blocks' layout: `ggml/src/ggml-common.h` of llama.cpp.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import (
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    dequantize,
+)
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lathe.data.gguf_tokenizer import metadata_of
+from lathe.errors import UserError
+from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.model.architecture import LLAMA, MISTRAL
+from lathe.model.checkpoint import Checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gguf import END_KEYS, ROPE_FACTORS, interleaved_rows, names_in_gguf
+from lathe.model.rotary import frequencies
+
+log = logging.getLogger("lathe")
+
+FILE = "model.gguf"
+BLOCK = 32
+"""Inputs that share a scale in Q4_0 and Q8_0."""
+PER_LAYER = "deci"
+"""llama.cpp's name of Llama with widths that differ from layer to layer."""
+
+
+def require(config: GPTConfig, folder: Path) -> None:
+    """Raise UserError for a model that llama.cpp cannot compute."""
+    if config.prefix_tokens:
+        raise UserError(
+            f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF has no place for",
+            "quantize its parent with Compress.Quantization.prefix=none",
+        )
+    family = config.architecture
+    if not config.is_uniform and family not in (LLAMA, MISTRAL):
+        raise UserError(
+            f"{folder}: is a pruned {family.title} model, and llama.cpp has pruned widths for "
+            f"{LLAMA.title} and {MISTRAL.title} only",
+            "take gguf out of Export.formats",
+        )
+    if config.rope is not None and config.rope.partial_rotary_factor < 1:
+        raise UserError(
+            f"{folder}: partial_rotary_factor is {config.rope.partial_rotary_factor:g}, which "
+            "llama.cpp does not compute in this family",
+            "take gguf out of Export.formats",
+        )
+
+
+def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
+    """Write `model.gguf`; returns the names of the files.
+
+    Args:
+        dtype: float32 or float16, of what is not quantized; vectors are always float32.
+
+    Raises:
+        UserError: llama.cpp has no such model or tokenizer.
+    """
+    model = checkpoint.model
+    config, source = model.config, str(checkpoint.folder)
+    require(config, checkpoint.folder)
+    writer = GGUFWriter(folder / FILE, _architecture(config))
+    _add_sizes(writer, config)
+    for key, value in metadata_of(checkpoint.tokenizer, config.vocab_size, source).items():
+        _add(writer, key, value)
+    for key, token in zip(END_KEYS, config.end_ids or (checkpoint.eos_id,), strict=False):
+        writer.add_uint32(f"tokenizer.ggml.{key}", token)
+    if config.chat_template:
+        writer.add_chat_template(config.chat_template)
+    plan = config.quantization
+    types = {
+        None: LlamaFileType.ALL_F32,
+        8: LlamaFileType.MOSTLY_Q8_0,
+        4: LlamaFileType.MOSTLY_Q4_0,
+    }
+    writer.add_file_type(types[plan.weight_bits if plan else None])
+    writer.add_quantization_version(2)
+    wide = []
+    for name, kind, data in _tensors(checkpoint, dtype):
+        if kind is None:
+            wide.append(name)
+            kind = GGMLQuantizationType.F16
+        writer.add_tensor(name, data, raw_dtype=kind)
+    if wide:
+        words = "%d matrices, such as %s, are float16 in %s: their inputs are not a multiple of %d"
+        log.warning(words, len(wide), wide[0], FILE, BLOCK)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return [FILE]
+
+
+def _architecture(config: GPTConfig) -> str:
+    if not config.is_uniform:
+        return PER_LAYER
+    # Mistral is Llama with other defaults.
+    return (LLAMA if config.architecture is MISTRAL else config.architecture).model_type
+
+
+def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_vocab_size(config.vocab_size)
+    is_uniform = config.is_uniform
+    for add, sizes in (
+        (writer.add_feed_forward_length, config.n_inner),
+        (writer.add_head_count, config.n_head),
+        *([(writer.add_head_count_kv, config.n_kv_head)] if config.rope else []),
+    ):
+        add(sizes[0] if is_uniform else list(sizes))
+    if config.rope is None:
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    scaling = config.rope.scaling
+    if scaling is not None and scaling.rope_type == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+    elif scaling is not None:
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add a key with the type that llama.cpp expects of it."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _tensors(
+    checkpoint: Checkpoint, dtype: str
+) -> Iterator[tuple[str, GGMLQuantizationType | None, NDArray[Any]]]:
+    """Name, type and data of every tensor; the type is None where blocks do not fit."""
+    config = checkpoint.model.config
+    names = {own: theirs for theirs, own in names_in_gguf(config).items()}
+    is_interleaved = config.architecture in (LLAMA, MISTRAL)
+    for name, tensor in stored_matrices(checkpoint.model):
+        found = tensor
+        if is_interleaved and (".q_proj." in name or ".k_proj." in name):
+            order = torch.from_numpy(interleaved_rows(_rows(tensor), config.head_dim))
+            found = tensor.rows(order) if isinstance(tensor, Integers) else tensor[order]
+        yield names[name], *_encoded(found, dtype)
+    rope = config.rope
+    if rope is not None and rope.scaling is not None and rope.scaling.rope_type == "llama3":
+        ropes = replace(rope, scaling=None), rope
+        plain, scaled = (frequencies(x, config.head_dim) for x in ropes)
+        yield ROPE_FACTORS, GGMLQuantizationType.F32, (plain / scaled).float().numpy()
+
+
+def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of `model.gguf`, put back into float32 by the package `gguf`."""
+    names = names_in_gguf(config)
+    is_interleaved = config.architecture in (LLAMA, MISTRAL)
+    for tensor in GGUFReader(folder / FILE).tensors:
+        if tensor.name == ROPE_FACTORS:
+            continue
+        name = names[tensor.name]
+        found = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+        if is_interleaved and (".q_proj." in name or ".k_proj." in name):
+            found = found[np.argsort(interleaved_rows(len(found), config.head_dim))]
+        yield name, found
+
+
+def _rows(tensor: Tensor | Integers) -> int:
+    return len(tensor.values if isinstance(tensor, Integers) else tensor)
+
+
+def _encoded(
+    tensor: Tensor | Integers, dtype: str
+) -> tuple[GGMLQuantizationType | None, NDArray[Any]]:
+    if isinstance(tensor, Integers):
+        if tensor.values.shape[1] % BLOCK:
+            scales = tensor.spread_scales(1)
+            return None, (tensor.values * scales).half().numpy()
+        kind = GGMLQuantizationType.Q4_0 if tensor.bits == 4 else GGMLQuantizationType.Q8_0
+        return kind, blocks(tensor)
+    if tensor.dim() > 1 and dtype == "float16":
+        return GGMLQuantizationType.F16, tensor.half().numpy()
+    return GGMLQuantizationType.F32, tensor.float().numpy()
+
+
+def blocks(matrix: Integers) -> NDArray[np.uint8]:
+    """Q4_0 or Q8_0 blocks (O, bytes): a scale in float16, then 16 bytes, of which each has integer
+    j in its low and j + 16 in its high half, or 32 integers."""
+    rows = len(matrix.values)
+    scales = matrix.spread_scales(BLOCK).half().numpy()[..., None].view(np.uint8)
+    values = matrix.values.reshape(rows, -1, BLOCK)
+    if matrix.bits == 4:
+        low, high = (values + 8).to(torch.uint8).view(rows, -1, 2, BLOCK // 2).unbind(2)
+        values = low | (high << 4)
+    made = np.concatenate([scales, values.numpy().view(np.uint8)], axis=-1)
+    return np.ascontiguousarray(made.reshape(rows, -1))

@@ -1,0 +1,86 @@
+"""The integers and scales of a fake-quantized model, as file formats store them.
+
+Shapes: O outputs of a linear, I its inputs, G groups of a row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import HFTensors
+from lathe.model.fake_quant import weight_scale
+from lathe.model.gpt import GPT
+from lathe.model.groups import weight_groups
+from lathe.model.quantization import LinearFormat
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A quantized matrix.
+
+    Attributes:
+        form: the format of its linear.
+        values: int8 (O, I).
+        scales: float32 (O, G); a group is `form.weight.group_size` inputs, the last one may be
+            shorter, and the whole row where scales are not in groups.
+    """
+
+    form: LinearFormat
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def bits(self) -> int:
+        """Bits of an integer."""
+        return self.form.weight.bits
+
+    def rows(self, order: Tensor) -> "Integers":
+        """The rows `order`, in that order."""
+        return replace(self, values=self.values[order], scales=self.scales[order])
+
+    def spread_scales(self, size: int) -> Tensor:
+        """Scales (O, I / size) of groups of `size` inputs, which divides a group's size and I."""
+        count = self.values.shape[1] // size
+        per_group = (self.form.weight.group_size or self.values.shape[1]) // size
+        return self.scales.repeat_interleave(per_group, 1)[:, :count]
+
+
+@torch.no_grad()
+def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | Integers]]:
+    """Yield every tensor by its name in Hugging Face's files, without the prefix, and in their
+    layout, but linears are (out, in) in every family; integers where the plan quantizes."""
+    config = model.config
+    family, plan = config.architecture, config.quantization
+    linears = plan.linears if plan else {}
+    tables = {f"{name}.weight" for name in config.tables}
+    stored = HFTensors(model)
+    for name, tensor in stored.items():
+        whole = stored.parameter_of(name)
+        form = linears.get(HEAD if name in tables else whole.removesuffix(".weight"))
+        matrix = tensor.T if family.is_conv1d(name) else tensor
+        if form is None or not name.endswith(".weight"):
+            yield name, matrix.contiguous()
+            continue
+        scale = None
+        if form.weight.quantize_type == "abs_max":  # one scale for all that is fused
+            scale = weight_scale(model.get_parameter(whole), form.weight)
+        yield name, quantized(matrix, form, scale)
+
+
+def quantized(weight: Tensor, form: LinearFormat, scale: Tensor | None = None) -> Integers:
+    """Round a weight (O, I) as training and the ONNX graph do.
+
+    Args:
+        scale: of the whole weight, where it is not this weight's own.
+    """
+    if size := form.weight.group_size:
+        groups, scales = weight_groups(weight, size, form.weight.bits)
+        values = groups.flatten(1)[:, : weight.shape[1]]
+        return Integers(form, values.to(torch.int8), scales.squeeze(-1))
+    found = weight_scale(weight, form.weight) if scale is None else scale
+    levels = form.weight.levels
+    values = torch.round(weight / found).clamp_(-levels, levels)
+    return Integers(form, values.to(torch.int8), found.expand(len(weight), 1).contiguous())
