@@ -142,10 +142,10 @@ def test_scores_are_those_of_a_transcription(
 
     model = load_checkpoint(checkpoint).model
     names = model.config.linear_names()
-    ranges = dict.fromkeys(names, 0.0)
+    peaks: dict[str, list[float]] = {name: [] for name in names}
 
     def observe(name: str, linear: nn.Linear, x: Tensor) -> Tensor:
-        ranges[name] = max(ranges[name], float(x.abs().max()))
+        peaks[name].append(float(x.abs().max()))
         return F.linear(x, int8_weight(linear), linear.bias)
 
     tokens, n = validation(recipe, small_data), recipe.Global.micro_batch_size
@@ -155,6 +155,7 @@ def test_scores_are_those_of_a_transcription(
         with replaced(model, names, observe):
             for batch in map(torch.from_numpy, calibration_batches(recipe, data)):
                 model(batch)
+        ranges = {name: np.mean(found) for name, found in peaks.items()}
         before = model(tokens[:, :-1])
         for name in names:
             with replaced(model, [name], lambda n, m, x: int8(m, x, ranges[n] / 127)):
@@ -220,7 +221,7 @@ def test_analysis_finds_the_linear_that_was_spoiled(
     # The range of c_proj's input was observed behind the spoiled c_fc, so it costs about as much.
     assert {x.name for x in result.linears[:2]} == {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}
     assert "h.1.mlp.c_fc" in result.skip
-    assert result.linears[1].score > 2 * result.linears[2].score
+    assert result.linears[1].score > 1.5 * result.linears[2].score
     assert len(result.linears) == 9
     assert [x.score for x in result.linears] == sorted(x.score for x in result.linears)[::-1]
     (outlier,) = (x for x in result.linears if x.name == "h.1.mlp.c_fc")
