@@ -31,9 +31,10 @@ from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_of
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.errors import UserError, explain_os_error
-from lathe.model.architecture import ARCHITECTURES, LLAMA, MISTRAL, Architecture
+from lathe.model.architecture import Architecture
 from lathe.model.chat_template import define_tokens
 from lathe.model.config import GPTConfig
+from lathe.model.families import ARCHITECTURES, LLAMA, MISTRAL
 from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
 from lathe.provenance.step import attested
