@@ -3,9 +3,10 @@ are rounded.
 
 A channel of the input that is larger than the others decides their scale. Dividing it by a factor,
 and multiplying its column of the weight by the same factor, leaves the function as it was; the
-division is folded into whatever makes the channel: the norm before queries, keys, values and the
-FFN's first matrix, where there is one, the rows of the values before the attention's output, and those of a gated FFN's
-second factor. GELU stands between GPT-2's two FFN matrices, so that nothing can be folded there.
+division is folded into whatever makes the channel: the norm, where there is one, before queries,
+keys, values and the FFN's first matrix, the rows of the values before the attention's output, and
+those of a gated FFN's second factor. GELU stands between GPT-2's two FFN matrices, so that nothing
+can be folded there.
 
 Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, where factors come from the
 largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation

@@ -138,8 +138,9 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
 
 def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
-    others' outputs zeroed, unless queries and keys of all heads are normalized together. Dropout and recompute carry over, and what is not cut, such as the
-    embeddings, is shared with `model`.
+    others' outputs zeroed, unless the family normalizes the queries and keys of all heads together.
+    Dropout and recompute carry over, and what is not cut, such as the embeddings, is shared with
+    `model`.
 
     Raises:
         ValueError: `model` is fake-quantized: prune first, then quantize.

@@ -124,8 +124,8 @@ def _activation(g: "Graph", x: str) -> str:
 
 
 def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
-    """Queries, keys and values (B, T, (H + 2 G) D), the queries and keys normed, of every head or of
-    all heads together."""
+    """Queries, keys and values (B, T, (H + 2 G) D), the queries and keys normed, of every head or
+    of all heads together."""
     config = g.config
     widths, D = config.widths_of(layer), config.head_dim
     sizes = np.array([widths["heads"], widths["kv_heads"], widths["kv_heads"]])

@@ -245,9 +245,9 @@ class Half(NamedTuple):
 
 
 class Block(nn.Module):
-    """A Transformer block: attention and an FFN, each a residual branch with norms before it, behind
-    it, or both. The FFN reads what attention has added to, or, if `is_parallel`, the same as
-    attention."""
+    """A Transformer block: attention and an FFN, each a residual branch with norms before it,
+    behind it, or both. The FFN reads what attention has added to, or, if `is_parallel`, the same
+    as attention."""
 
     def __init__(
         self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float

@@ -184,7 +184,8 @@ def attention_kinds(
         if found and (not isinstance(found, list) or len(found) != n_layer):
             raise UserError(f"{source}: {key} is not a list of {n_layer} layers", HINT)
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
-    window = checked(window, _Size | None, f"{source}: sliding_window", HINT)
+    if window is not None:
+        window = checked(window, _Size, f"{source}: sliding_window", HINT)
     listed = types if family.local_theta else values.get("layer_types") or []
     if window is None and SLIDING in listed:
         raise UserError(

@@ -96,7 +96,7 @@ class _Translator:
             "Relu": lambda node: ops.relu(*self._given(node)).output(0),
             "Gather": self._gather,
             "Pad": self._pad,
-            "Range": lambda node: np.arange(*(self._array(name) for name in node.input)),
+            "Range": lambda node: np.arange(*(int(self._array(name)) for name in node.input)),
             "Cos": lambda node: np.cos(self._array(node.input[0])),
             "Sin": lambda node: np.sin(self._array(node.input[0])),
             "GatherND": lambda node: ops.gather_nd(*self._given(node), 1).output(0),

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from lathe.config.settings import ExportSettings, Recipe
-from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import ProofError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
@@ -126,8 +125,8 @@ def test_one_attention_and_one_product_for_what_reads_the_same(
     attention = next(node for node in graph.node if node.name == "layers.1.self_attn")
     (branch,) = (a.g for a in attention.attribute if a.name == "else_branch")
     (node,) = (n for n in branch.node if n.op_type == "GroupQueryAttention")
-    found = {a.name: a.i for a in node.attribute}
-    assert found == {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1}
+    found = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert found == {"num_heads": 4, "kv_num_heads": 2, "do_rotary": 1, "scale": 0.25}
 
 
 def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from lathe.model.families.qwen import QWEN2, QWEN3
 from lathe.model.families.smollm3 import SMOLLM3
 from lathe.model.families.starcoder2 import STARCODER2
 
-__all__ = ["ARCHITECTURES", "GPT2", "LLAMA", "QWEN3", "architecture_of"]
+__all__ = ["ARCHITECTURES", "GEMMA3", "GPT2", "LLAMA", "QWEN3", "SMOLLM3", "architecture_of"]
 
 _FAMILIES = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3),
