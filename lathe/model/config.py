@@ -257,6 +257,7 @@ class GPTConfig:
             "n_head": self.n_head[0] if states_heads else self.n_embd // self.head_dim,
             "n_kv_head": self.n_kv_head[0] if is_uniform else None,
             "n_inner": self.n_inner[0] if is_uniform else None,
+            "score_scalar": self.score_scalar or self.head_dim,
         }
         stated = {k: sizes[n] if n else family.arithmetic[k][0] for k, n in family.keys.items()}
         return {

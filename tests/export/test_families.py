@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.export.export import export
@@ -140,3 +140,24 @@ def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: To
     assert exported.chat_template == "{{ messages[0].content }}" and exported.end_ids == (2, 5)
     metadata = json.loads((tmp_path / "onnx" / "export.json").read_text())
     assert {2, 5} <= set(metadata["end_ids"])
+
+
+def test_rotary_tables_are_not_in_the_file(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    """Half a megabyte of weights, and 131,072 positions, whose tables would be 8 MB."""
+    theirs = make("llama", head_dim=16, max_position_embeddings=131_072)
+    source = save(theirs, tmp_path / "hf", byte_tokenizer)
+    result = export(
+        Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "data"), tmp_path / "onnx"
+    )
+    assert result.n_bytes < 700_000
+    opened = OnnxModel(tmp_path / "onnx", threads=1)
+    cache = opened.start(1, 131_072)  # far from the beginning, where angles are large
+    cache.lengths[:] = 130_000
+    found = opened.step(cache, TOKENS.numpy()[:1, :1])
+    past = torch.zeros(1, 2, 130_000, 16)
+    before = DynamicCache()
+    for layer in range(3):
+        before.update(past, past, layer)
+    with torch.inference_mode():
+        expected = theirs(TOKENS[:1, :1], past_key_values=before).logits[0, -1:].numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-5)
