@@ -162,6 +162,10 @@ def _rotary_caches(g: "Graph", rope: Rope, head: PaddedHead) -> tuple[str, str]:
         floats = g.op("Cast", column, to=TensorProto.FLOAT)
         angles = g.op("Mul", floats, g.constant(f"frequencies{own}", padded))
         cosines, sines = (g.op(kind, angles) for kind in ("Cos", "Sin"))
+        if rope.attention_factor != 1:
+            factor = np.array(rope.attention_factor, np.float32)
+            by = g.constant(f"attention_factor{own}", factor)
+            cosines, sines = (g.op("Mul", x, by) for x in (cosines, sines))
         if g.dtype != TensorProto.FLOAT:
             cosines, sines = (g.op("Cast", x, to=g.dtype) for x in (cosines, sines))
         g.rotations[rope] = cosines, sines

@@ -1,9 +1,10 @@
 """Check a `config.json`, Hugging Face's or Lathe's, and read the parts of it that take forms."""
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
@@ -12,14 +13,22 @@ from lathe.errors import UserError
 from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, AttentionKind
 from lathe.model.families import ARCHITECTURES, GPT2, architecture_of
 from lathe.model.quantization import PlanJson
-from lathe.model.rope import Rope, RopeScaling
+from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
+
+log = logging.getLogger("lathe")
 
 MOST_LAYERS = 100_000
 HINT = "give the folder of a checkpoint"
 GENERATION = "generation_config.json"
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", *get_args(RopeType))
+ORIGINAL = "original_max_position_embeddings"
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(gt=0, lt=2**31)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+_WITH_ORIGINAL = ("llama3", "yarn", "longrope", "su")
+"""Types of rotary embedding to which the length of the first training matters."""
 
 
 class _Part(BaseModel):
@@ -119,12 +128,9 @@ def parse(values: dict[str, Any], source: str) -> Shape:
     names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
     found = {n: values[k] for n in names if (k := _key(family, n)) in values}
     rope = _rope(values, family, source) if family.positions == "rotary" else None
-    for key, name in family.keys.items():  # embeddings may have another size than hidden states
-        if name == "n_embd" and values.get(key) not in (None, found.get(name)):
-            wanted = f"{family.key(name)}, {found.get(name)}"
-            raise UserError(
-                f"{source}: {key} is {values[key]}, but Lathe supports {wanted}, only", HINT
-            )
+    _require_one_size(values, family, source)
+    if "n_positions" in found:
+        found["n_positions"] = _longest_text(found["n_positions"], rope, source)
     n_layer = len(own["n_head"]) if isinstance(own.get("n_head"), list) else 0
     whole = {
         "layer_norm_epsilon": family.epsilon,
@@ -138,6 +144,35 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         "architecture": family,
     }
     return checked(whole, Shape, source, HINT)
+
+
+def _require_one_size(values: dict[str, Any], family: Architecture, source: str) -> None:
+    """Raise UserError for embeddings with another size than that of hidden states."""
+    sizes = {key: values.get(key) for key, name in family.keys.items() if name == "n_embd"}
+    hidden = values.get(family.key("n_embd"))
+    for key, size in sizes.items():
+        if size not in (None, hidden):
+            raise UserError(
+                f"{source}: {key} is {size}, but Lathe supports {family.key('n_embd')}, {hidden}, "
+                "only",
+                HINT,
+            )
+
+
+def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
+    """The positions of a model, or as many as LongRoPE has its first factors for."""
+    if rope is None or rope.scaling is None or rope.scaling.rope_type != "longrope":
+        return n_positions
+    original = rope.scaling.original_max_position_embeddings
+    if not isinstance(n_positions, int) or n_positions <= original:
+        return n_positions
+    log.warning(
+        "%s: Lathe computes LongRoPE in texts of up to %s, %d tokens, and not in longer ones",
+        source,
+        ORIGINAL,
+        original,
+    )
+    return original
 
 
 def _key(family: Architecture, name: str) -> str | None:
@@ -237,33 +272,52 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
 class _RopeJson(_Part):
     """HF's `rope_parameters`, or `rope_scaling` with `rope_theta` and so on, of one form."""
 
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_type: Literal["default"] | RopeType = "default"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10_000.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    low_freq_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    high_freq_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
+    low_freq_factor: _Positive = 1.0
+    high_freq_factor: _Positive = 4.0
     original_max_position_embeddings: _Size = 8192
+    attention_factor: _Positive | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: list[_Positive] = []
 
     @model_validator(mode="after")
-    def _high_above_low(self) -> "_RopeJson":
+    def _agrees_with_itself(self) -> "_RopeJson":
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor is not above low_freq_factor")
+        if self.rope_type == "longrope" and not self.short_factor:
+            raise ValueError("longrope without a short_factor")
         return self
 
     def rope(self) -> Rope:
         scaling = None
-        if self.rope_type == "linear":
-            scaling = RopeScaling("linear", self.factor)
-        elif self.rope_type == "llama3":
-            scaling = RopeScaling(
-                "llama3",
-                self.factor,
-                self.low_freq_factor,
-                self.high_freq_factor,
-                self.original_max_position_embeddings,
-            )
+        if self.rope_type != "default":
+            keys = SCALING_KEYS[self.rope_type]
+            found = {key: x for key in keys if (x := getattr(self, key)) is not None}
+            found |= {"short_factor": tuple(self.short_factor)} if self.short_factor else {}
+            if "attention_factor" in keys:
+                found["attention_factor"] = self.attention_factor or self._attention_factor()
+            scaling = RopeScaling(self.rope_type, **found)
         return Rope(self.rope_theta, self.partial_rotary_factor, scaling)
+
+    def _attention_factor(self) -> float:
+        """The one that follows from the factor of frequencies."""
+        if self.rope_type == "longrope":
+            log = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+            return math.sqrt(1 + log)
+
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return mscale(self.mscale) / mscale(self.mscale_all_dim)
+        return mscale(1.0)
 
 
 def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
@@ -283,6 +337,13 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
         own = next((k for k, name in family.rope_keys.items() if name == key), key)
         if values.get(own) is not None:
             found.setdefault(key, values[own])
+    positions = values.get(family.key("n_positions"))
+    if values.get(ORIGINAL) is not None:
+        found[ORIGINAL] = values[ORIGINAL]
+    if positions is not None and found.get("rope_type", found.get("type")) in _WITH_ORIGINAL:
+        found.setdefault(ORIGINAL, positions)
+        if found.get("factor") is None and isinstance(found[ORIGINAL], int):
+            found["factor"] = max(1.0, positions / found[ORIGINAL])
     rope = read_rope(found, source)
     if rope.partial_rotary_factor < 1 and not family.rotates_part and "lathe" not in values:
         raise UserError(
@@ -300,6 +361,7 @@ def read_rope(found: dict[str, Any], source: str) -> Rope:
         UserError: of a type that Lathe does not compute, or a wrong value.
     """
     kind = found.get("rope_type", found.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # the first Phi-3's name
     if kind not in ROPE_TYPES:
         raise UserError(
             f"{source}: rope_type is {kind!r}, but Lathe supports {', '.join(ROPE_TYPES)} only",
@@ -316,17 +378,25 @@ def rope_json(rope: Rope, keys: Mapping[str, str]) -> dict[str, Any]:
         keys: the family's `rope_keys`.
     """
     scaling: dict[str, Any] | None = None
+    beside: dict[str, Any] = {}
     if rope.scaling is not None:
-        scaling = {"rope_type": rope.scaling.rope_type, "factor": rope.scaling.factor}
-        if rope.scaling.rope_type == "llama3":
-            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            scaling |= {name: getattr(rope.scaling, name) for name in names}
+        kind = rope.scaling.rope_type
+        scaling = {"rope_type": kind}
+        scaling |= {name: getattr(rope.scaling, name) for name in SCALING_KEYS[kind]}
+        if kind == "longrope":  # texts that take the long one are longer than Lathe's
+            short = list(rope.scaling.short_factor)
+            scaling |= {"short_factor": short, "long_factor": short}
+            beside = {ORIGINAL: scaling[ORIGINAL]}
     partial = rope.partial_rotary_factor
     found = {"rope_theta": rope.theta}
     if keys or not math.isclose(partial, 1):
         found["partial_rotary_factor"] = partial
     own = {name: key for key, name in keys.items()}
-    return {"rope_scaling": scaling, **{own.get(name, name): x for name, x in found.items()}}
+    return {
+        "rope_scaling": scaling,
+        **beside,
+        **{own.get(name, name): x for name, x in found.items()},
+    }
 
 
 def end_ids(values: dict[str, Any], source: str) -> list[int]:

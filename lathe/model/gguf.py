@@ -211,6 +211,11 @@ def _rope(
         return {"rope_theta": theta, "rope_scaling": scaling}
     if kind == "none":
         return {"rope_theta": theta}
+    if kind != "linear":
+        raise UserError(
+            f"{source}: rope_type is {kind!r}, but Lathe supports linear only in a GGUF file",
+            OTHER,
+        )
     factor = own.get("rope.scaling.factor", 1.0)
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
 

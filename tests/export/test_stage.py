@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import numpy_helper

@@ -260,13 +260,17 @@ REFUSED = {
         "layer_types has 'sliding_attention'",
     ),
     "images": ("llama", {"vision_config": {"depth": 2}}, r"vision_config is \{'depth': 2\}"),
-    "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
-    "dynamic": (
+    "ntk": ("llama", {"rope_scaling": {"type": "ntk", "factor": 4.0}}, "rope_type is 'ntk'"),
+    "longrope": (
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "rope_type is 'dynamic'",
+        {"rope_parameters": {"rope_type": "longrope"}},
+        "longrope without a short_factor",
     ),
-    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "is 'longrope'"),
+    "yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1.0}},
+        "beta_fast",
+    ),
     "ropes of layers": (
         "llama",
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

@@ -89,8 +89,13 @@ def llama3_factors() -> NDArray[np.float32]:
     return np.array([1 / ((1 - x) / factor + x) for x in shares], np.float32)
 
 
+UNWRITTEN = {"window", "yarn", "dynamic", "longrope"}
 WRITTEN = [
-    *(case for case in FAMILIES if case not in ("gpt-neox", "opt") and "window" not in case),
+    *(
+        case
+        for case in FAMILIES
+        if case not in ("gpt-neox", "opt") and not UNWRITTEN & set(case.split())
+    ),
     "gpt2",
 ]
 """What llama.cpp's converter writes: no window but that of Gemma 3, Phi-3 and StarCoder2."""

@@ -25,6 +25,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 24,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -50,6 +56,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
+    "qwen2, yarn": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "rope_parameters": YARN,
+    },
+    "llama, dynamic": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0},
+    },
     "mistral with a window": {
         "model_type": "mistral",
         "num_key_value_heads": 2,
@@ -97,6 +113,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
         "hidden_size": 64,
+        "pad_token_id": None,
+    },
+    "phi4 mini, longrope": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": POSITIONS,
+        "max_position_embeddings": 8 * POSITIONS,
+        "hidden_size": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 9.0],
+        },
         "pad_token_id": None,
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None},
@@ -155,6 +186,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, linear": ("mistral", {"rope_parameters": LINEAR}),
     "qwen2": ("qwen2", {"hidden_size": 64}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen2, yarn": ("qwen2, yarn", {}),
     "qwen2 with a window": ("qwen2 with a window", {}),
     "smollm3": ("smollm3 with a window", {}),
     "gemma3": ("gemma3", {"head_dim": 16}),
