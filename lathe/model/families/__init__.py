@@ -15,7 +15,11 @@ from lathe.model.families.qwen import QWEN2, QWEN3
 from lathe.model.families.smollm3 import SMOLLM3
 from lathe.model.families.starcoder2 import STARCODER2
 
-__all__ = ["ARCHITECTURES", "GEMMA3", "GPT2", "LLAMA", "QWEN3", "SMOLLM3", "architecture_of"]
+__all__ = [
+    *("ARCHITECTURES", "architecture_of"),
+    *("GEMMA3", "GPT2", "GPT_NEOX", "LLAMA", "MISTRAL", "OLMO2", "OPT", "PHI3"),
+    *("QWEN2", "QWEN3", "SMOLLM3", "STARCODER2"),
+]
 
 _FAMILIES = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3),
