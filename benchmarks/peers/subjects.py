@@ -13,9 +13,9 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.lambada import read_cloze
-from lathe.model.architecture import architecture_of
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.families import architecture_of
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.train.shape import model_config

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from lathe.model.architecture import Architecture, Linear, architecture_of
+from lathe.model.architecture import Architecture, Linear
+from lathe.model.families import architecture_of
 
 Array = NDArray[np.float32]
 

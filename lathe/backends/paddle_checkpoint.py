@@ -21,8 +21,8 @@ from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.errors import UserError
-from lathe.model.architecture import GPT2
 from lathe.model.config import GPTConfig, read_config, require_gpt2
+from lathe.model.families import GPT2
 from lathe.model.folder import (
     WEIGHTS,
     checkpoint_digest,

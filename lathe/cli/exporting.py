@@ -92,8 +92,9 @@ def import_file(
 ) -> None:
     """Make a checkpoint folder of a GGUF file: weights, tokenizer and chat template.
 
-    Llama (Mistral too), Qwen2, Qwen3 and GPT-2 models, in F32, F16, BF16 or quantized. Weights
-    become float32; what quantization has rounded away does not come back.
+    Llama (Mistral too), Qwen2, Qwen3, Gemma 3, SmolLM3, Phi-3, OLMo 2, StarCoder2 and GPT-2 models,
+    in F32, F16, BF16 or quantized. Weights become float32; what quantization has rounded away does
+    not come back.
     """
     settings = load(recipe, override)
     from lathe.model.gguf import import_gguf

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lathe.model.block import Block
+from lathe.model.block import Block, Half
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, weight_scale
 from lathe.model.gpt import GPT
 from lathe.model.groups import integer_range, split, weight_scales
@@ -41,12 +41,16 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
-        for norm, part in block.halves:
-            first, second = (getattr(part, name) for name in part.names)
-            _round_linear(first, (norm(x) for x in hidden))
-            inner = [part.inner(norm(x)) for x in hidden]
-            _round_linear(second, inner)
-            hidden = [x + second(y) for x, y in zip(hidden, inner, strict=True)]
+        hidden = block.by_halves(hidden, _round_half)
+
+
+def _round_half(half: Half, hidden: Sequence[Tensor]) -> list[Tensor]:
+    """Round both linears of a half; returns the second one's outputs."""
+    first, second = (getattr(half.part, name) for name in half.part.names)
+    _round_linear(first, (half.norm(x) for x in hidden))
+    inner = [half.part.inner(half.norm(x)) for x in hidden]
+    _round_linear(second, inner)
+    return [second(y) for y in inner]
 
 
 def _round_linear(linear: nn.Module, inputs: Iterable[Tensor]) -> None:

@@ -3,9 +3,10 @@ are rounded.
 
 A channel of the input that is larger than the others decides their scale. Dividing it by a factor,
 and multiplying its column of the weight by the same factor, leaves the function as it was; the
-division is folded into whatever makes the channel: the norm before queries, keys, values and the
-FFN's first matrix, the rows of the values before the attention's output, and those of a gated FFN's
-second factor. GELU stands between GPT-2's two FFN matrices, so that nothing can be folded there.
+division is folded into whatever makes the channel: the norm, where there is one, before queries,
+keys, values and the FFN's first matrix, the rows of the values before the attention's output, and
+those of a gated FFN's second factor. GELU stands between GPT-2's two FFN matrices, so that nothing
+can be folded there.
 
 Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, where factors come from the
 largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lathe.model.block import MLP, Attention, Block
+from lathe.model.block import Attention, Block, Half
 from lathe.model.fake_quant import fake_quantize_weight, observer_of
 from lathe.model.gpt import GPT
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
@@ -49,7 +50,8 @@ class Place:
     Attributes:
         shared, size: factors (groups, 1, size) are spread over the inputs, which are (groups,
             shared, size): the query heads of a group read the same values.
-        parameters, rows: what makes the inputs, and the rows that are divided.
+        parameters, rows: what makes the inputs, and the rows that are divided,
+        offset: after this has been added to them.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Place:
     size: int
     parameters: tuple[nn.Parameter, ...]
     rows: Tensor
+    offset: float = 0.0
 
     def largest(self, values: Tensor) -> Tensor:
         """(..., I) -> the largest magnitude for every factor."""
@@ -78,15 +81,20 @@ class Place:
         self.linear.weight.mul_(self.spread(factors))
         for parameter in self.parameters:
             by = factors.flatten().view(-1, *[1] * (parameter.dim() - 1))
-            parameter[self.rows] /= by
+            parameter[self.rows] = (parameter[self.rows] + self.offset) / by - self.offset
 
 
-def _place(path: str, norm: nn.Module, part: Attention | MLP, second: bool) -> Place | None:
+Places = tuple[Place | None, Place | None]
+
+
+def _place(path: str, half: Half, second: bool) -> Place | None:
+    part = half.part
     name = f"{path}.{part.names[second]}"
     linear: nn.Linear = getattr(part, part.names[second])
     size = linear.in_features
     if not second:
-        return Place(name, linear, 1, size, tuple(norm.parameters()), torch.arange(size))
+        makers, offset = tuple(half.norm.parameters()), getattr(half.norm, "offset", 0.0)
+        return Place(name, linear, 1, size, makers, torch.arange(size), offset) if makers else None
     column: nn.Linear = getattr(part, part.names[0])
     rows = torch.arange(column.out_features)
     makers = tuple(column.parameters())
@@ -112,18 +120,24 @@ def find_factors(
     found: dict[str, Tensor] = {}
     hidden = [model.embed(tokens) for tokens in batches]
     for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
-        for (norm, part), half in zip(block.halves, _halves(path, block), strict=True):
-            normed = [norm(x) for x in hidden]
-            inner = [part.inner(x) for x in normed]
-            for place, inputs in zip(half, (normed, inner), strict=True):
+        places = iter(_halves(path, block))
+
+        def run(
+            half: Half, read: Sequence[Tensor], places: Iterator[Places] = places
+        ) -> list[Tensor]:
+            normed = [half.norm(x) for x in read]
+            inner = [half.part.inner(x) for x in normed]
+            for place, inputs in zip(next(places), (normed, inner), strict=True):
                 if place is None or place.name not in formats:
                     continue
                 rows = torch.cat([x.flatten(0, 1) for x in inputs])
                 best = _best_factors(place, rows, formats[place.name])
                 if best is not None:
                     found[place.name] = best
-            second: nn.Linear = getattr(part, part.names[1])
-            hidden = [x + second(y) for x, y in zip(hidden, inner, strict=True)]
+            second: nn.Linear = getattr(half.part, half.part.names[1])
+            return [second(y) for y in inner]
+
+        hidden = block.by_halves(hidden, run)
     return found
 
 
@@ -143,12 +157,11 @@ def _blocks(model: GPT) -> Iterator[tuple[str, Block]]:
         yield model.config.architecture.block(i), block
 
 
-def _halves(path: str, block: Block) -> list[tuple[Place | None, Place | None]]:
+def _halves(path: str, block: Block) -> list[Places]:
     """The places before the first and the second linear of each half."""
-    names = block.names[1], block.names[3]
     return [
-        (_place(f"{path}.{name}", norm, part, False), _place(f"{path}.{name}", norm, part, True))
-        for name, (norm, part) in zip(names, block.halves, strict=True)
+        (_place(f"{path}.{name}", half, False), _place(f"{path}.{name}", half, True))
+        for name, half in zip(block.names, block.halves, strict=True)
     ]
 
 

@@ -125,6 +125,7 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
         n_head=tuple(old.n_head[i] for i in layers),
         kv_heads=tuple(old.kv_heads[i] for i in layers) if old.kv_heads else (),
         n_inner=tuple(old.n_inner[i] for i in layers),
+        attention=tuple(old.attention[i] for i in layers) if old.attention else (),
     )
     family = config.architecture
     blocks = f"{family.blocks}."
@@ -137,8 +138,9 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
 
 def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
-    others' outputs zeroed. Dropout and recompute carry over, and what is not cut, such as the
-    embeddings, is shared with `model`.
+    others' outputs zeroed, unless the family normalizes the queries and keys of all heads together.
+    Dropout and recompute carry over, and what is not cut, such as the embeddings, is shared with
+    `model`.
 
     Raises:
         ValueError: `model` is fake-quantized: prune first, then quantize.
@@ -170,6 +172,11 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
             keep = _keep_outputs if linear.style == "column" else _keep_inputs
             path = f"{config.architecture.block(i)}.{linear.name}"
             keep(state, path, indexes[linear.units, linear.style])
+        if config.architecture.norms_whole:
+            spans = indexes["heads", "row"], _spans(layer.heads, old.head_dim)
+            for norm, index in zip(config.architecture.head_norms, spans, strict=True):
+                name = f"{config.architecture.block(i)}.{norm}.weight"
+                state[name] = state[name][index]
     return _like(model, config, state)
 
 

@@ -36,11 +36,15 @@ class Heads:
 
     Attributes:
         n_head, n_kv_head: query heads, and key-value heads that they share.
+        scale: what attention scores are multiplied by.
+        window: number of tokens that a query sees, or None.
         rotary: names of the cosines and sines of rotary positions, or none.
     """
 
     n_head: int
     n_kv_head: int
+    scale: float
+    window: int | None = None
     rotary: tuple[str, ...] = ()
 
 
@@ -107,6 +111,8 @@ class _Branch:
             domain=MICROSOFT,
             num_heads=self.heads.n_head,
             kv_num_heads=self.heads.n_kv_head,
+            scale=self.heads.scale,
+            **({"local_window_size": self.heads.window} if self.heads.window else {}),
             **({"do_rotary": 1} if self.heads.rotary else {}),
         )
 

@@ -1,41 +1,109 @@
 """The nodes of a block that differ from family to family: norms, attention, activations."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+from onnx import TensorProto
 
 from lathe.export.attention import Heads, attention_node
-from lathe.model.rotary import rotation
+from lathe.model.config import GPTConfig
+from lathe.model.rope import Rope
+from lathe.model.rotary import frequencies
 
 if TYPE_CHECKING:
     from lathe.export.graph import Graph
 
 RMS_OPSET = 23
 """The first with RMSNormalization."""
+HEAD_MULTIPLE = 8
+"""Of the sizes of heads that onnxruntime's GroupQueryAttention supports,"""
+ROTARY_MULTIPLE = 16
+"""and where it rotates queries and keys, also of the rotated part."""
 
 
-def norm(g: "Graph", name: str, x: str) -> str:
-    """The norm `name` of the last axis of x."""
-    weight = g.weight(f"{name}.weight")
-    if g.config.architecture.norm == "rms_norm":
-        return g.op("RMSNormalization", x, weight, name=name, axis=-1, epsilon=g.epsilon)
-    bias = g.weight(f"{name}.bias")
-    return g.op("LayerNormalization", x, weight, bias, name=name, axis=-1, epsilon=g.epsilon)
+@dataclass(frozen=True)
+class PaddedHead:
+    """A head as attention in the graph has it: features and zeros.
+
+    Attributes:
+        size: with the zeros.
+        features: of each of its places, the index of the model's feature, -1 for a zero.
+        n_rotated: places that are rotated, the first ones, of which the second half is rotated with
+            the first one.
+    """
+
+    size: int
+    features: tuple[int, ...]
+    n_rotated: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no zeros in it."""
+        return -1 not in self.features
+
+
+def padded_head(config: GPTConfig) -> PaddedHead:
+    """The least head that onnxruntime's attention supports and that has room for the model's: sizes
+    are multiples of 8, and those of rotary embeddings, and of their rotated parts, of 16."""
+    D, n = config.head_dim, config.rope.n_rotated(config.head_dim) if config.rope else 0
+    half, zeros = n // 2, (-1,) * (-n % ROTARY_MULTIPLE // 2)
+    features = (*range(half), *zeros, *range(half, n), *zeros, *range(n, D))
+    multiple = ROTARY_MULTIPLE if config.rope else HEAD_MULTIPLE
+    features += (-1,) * (-len(features) % multiple)
+    return PaddedHead(len(features), features, n + 2 * len(zeros))
+
+
+def norm(g: "Graph", module: str, name: str, x: str) -> str:
+    """The norm `name` of a module, a path or nothing, of the last axis of x; x without a name."""
+    if not name:
+        return x
+    family, path = g.config.architecture, f"{module}.{name}".lstrip(".")
+    weight = g.weight(f"{path}.weight")
+    if family.norm_offset:
+        whole = g.weights[weight] + g.weights_type.type(family.norm_offset)
+        weight = g.constant(f"{path}.whole", whole)
+    if family.norm == "rms_norm":
+        return g.op("RMSNormalization", x, weight, name=path, axis=-1, epsilon=g.epsilon)
+    bias = g.weight(f"{path}.bias")
+    return g.op("LayerNormalization", x, weight, bias, name=path, axis=-1, epsilon=g.epsilon)
 
 
 def attention(g: "Graph", layer: int, x: str) -> str:
     """Causal self-attention of x (B, T, C) over the cache, before the linear that reads it."""
-    config, family = g.config, g.config.architecture
+    config, family, kind = g.config, g.config.architecture, g.config.kinds[layer]
     name = f"{family.block(layer)}.{family.column('heads').name}"
     qkv = g.linear(name, x)
     if family.head_norms:
         qkv = _with_normed_heads(g, layer, qkv)
+    head = padded_head(config)
+    if not head.is_plain:
+        qkv = _rearranged(g, qkv, config.head_dim, head.features)
     output = name.rpartition(".")[0]
-    heads = Heads(config.n_head[layer], config.n_kv_head[layer], _rotary_caches(g))
+    rotary = _rotary_caches(g, kind.rope, head) if kind.rope else ()
+    n_head, n_kv_head = config.n_head[layer], config.n_kv_head[layer]
+    heads = Heads(n_head, n_kv_head, config.score_scale, kind.window, rotary)
     g.nodes.append(attention_node(layer, qkv, heads, output, g.dtype))
-    g.declare(output, "batch", "length", config.widths_of(layer)["heads"])
-    return output
+    g.declare(output, "batch", "length", n_head * head.size)
+    if head.is_plain:
+        return output
+    places = tuple(head.features.index(feature) for feature in range(config.head_dim))
+    return _rearranged(g, output, head.size, places)
+
+
+def _rearranged(g: "Graph", x: str, size: int, places: tuple[int, ...]) -> str:
+    """Heads (B, T, n * size), each with what is at `places` in it, and a zero for -1."""
+    shapes = {"old": np.array([0, 0, -1, size]), "new": np.array([0, 0, -1])}
+    heads = g.op("Reshape", x, g.constant(f"heads_of_{size}", shapes["old"]))
+    if -1 in places:  # the last feature of a head that has one more is 0
+        one_more = g.constant("one_feature", np.array([0, 0, 0, 0, 0, 0, 0, 1]))
+        heads = g.op("Pad", heads, one_more)
+    index = g.constant(f"places_in_{size}", np.array(places) % (size + (-1 in places)))
+    return g.op(
+        "Reshape",
+        g.op("Gather", heads, index, axis=3),
+        g.constant("heads_together", shapes["new"]),
+    )
 
 
 def activated(g: "Graph", rows: str) -> str:
@@ -47,36 +115,58 @@ def activated(g: "Graph", rows: str) -> str:
 
 
 def _activation(g: "Graph", x: str) -> str:
-    if g.config.architecture.activation == "silu":
+    kind = g.config.architecture.activation
+    if kind == "silu":
         return g.op("Mul", x, g.op("Sigmoid", x))
-    return g.op("Gelu", x, approximate="tanh")
+    if kind == "relu":
+        return g.op("Relu", x)
+    return g.op("Gelu", x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
-    """Queries, keys and values (B, T, (H + 2 G) D), the queries and keys of every head normed."""
+    """Queries, keys and values (B, T, (H + 2 G) D), the queries and keys normed, of every head or
+    of all heads together."""
     config = g.config
     widths, D = config.widths_of(layer), config.head_dim
     sizes = np.array([widths["heads"], widths["kv_heads"], widths["kv_heads"]])
     split = g.constant(f"qkv_sizes_{'_'.join(map(str, sizes))}", sizes)
     parts = g.ops("Split", 3, qkv, split, axis=-1)
     apart = g.constant("heads_apart", np.array([0, 0, -1, D]))
+    block = config.architecture.block(layer)
     for k, name in enumerate(config.architecture.head_norms):
-        heads = g.op("Reshape", parts[k], apart)
-        normed = norm(g, f"{config.architecture.block(layer)}.{name}", heads)
+        if config.architecture.norms_whole:
+            parts[k] = norm(g, block, name, parts[k])
+            continue
+        normed = norm(g, block, name, g.op("Reshape", parts[k], apart))
         together = g.constant(f"together_{sizes[k]}", np.array([0, 0, sizes[k]]))
         parts[k] = g.op("Reshape", normed, together)
     return g.op("Concat", *parts, axis=-1)
 
 
-def _rotary_caches(g: "Graph") -> tuple[str, ...]:
-    """Names of the cosines and sines (positions, n_rotated / 2) of the prefix and the longest text,
-    none without rotary positions."""
-    config = g.config
-    if config.rope is None:
-        return ()
-    tokens = range(config.n_prefix + config.n_positions)
-    found = rotation(config.rope, config.head_dim, torch.device("cpu"), tokens, None)
-    half = config.rope.n_rotated(config.head_dim) // 2  # the other half is the same
-    arrays = (part[:, :half].numpy().astype(g.weights_type) for part in found)
-    names = ("cosines", "sines")
-    return tuple(g.constant(name, array) for name, array in zip(names, arrays, strict=True))
+def _rotary_caches(g: "Graph", rope: Rope, head: PaddedHead) -> tuple[str, str]:
+    """Names of the cosines and sines (positions, head.n_rotated / 2) of the prefix and the longest
+    text. The graph computes them from the frequencies, which onnxruntime does once, when it loads
+    it: a table of many positions would be larger than many a model."""
+    if rope not in g.rotations:
+        own = f"_{len(g.rotations)}" if g.rotations else ""
+        found = frequencies(rope, g.config.head_dim)
+        padded = np.zeros(head.n_rotated // 2, np.float32)
+        padded[: len(found)] = found.numpy()  # a zero is not turned
+        ends = zip(
+            ("zero", "n_positions", "one"),
+            (0, g.config.n_prefix + g.config.n_positions, 1),
+            strict=True,
+        )
+        tokens = g.op("Range", *(g.constant(name, np.array(end)) for name, end in ends))
+        column = g.op("Unsqueeze", tokens, g.constant("last_axis", np.array([-1], np.int64)))
+        floats = g.op("Cast", column, to=TensorProto.FLOAT)
+        angles = g.op("Mul", floats, g.constant(f"frequencies{own}", padded))
+        cosines, sines = (g.op(kind, angles) for kind in ("Cos", "Sin"))
+        if rope.attention_factor != 1:
+            factor = np.array(rope.attention_factor, np.float32)
+            by = g.constant(f"attention_factor{own}", factor)
+            cosines, sines = (g.op("Mul", x, by) for x in (cosines, sines))
+        if g.dtype != TensorProto.FLOAT:
+            cosines, sines = (g.op("Cast", x, to=g.dtype) for x in (cosines, sines))
+        g.rotations[rope] = cosines, sines
+    return g.rotations[rope]

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
+import torch.nn.functional as F
 
 from lathe.artifacts.kinds import EXPORT, read_metadata
 from lathe.artifacts.metadata import ExportMetadata
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
 from lathe.errors import UserError
+from lathe.export.blocks import padded_head
 from lathe.export.formats import require_formats, write_formats
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import held_out_prompts
@@ -31,8 +33,6 @@ log = logging.getLogger("lathe")
 
 FLAVOURS = {"float32": "fp32", "float16": "fp16"}
 PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
-HEAD_SIZE_MULTIPLE = 8  # required by onnxruntime's GroupQueryAttention
-ROTARY_MULTIPLE = 16  # also of the rotated part of a head, where positions are rotary
 # Prompts of the proof that `export.json` keeps, to check another runtime by where it serves.
 SAMPLES, SAMPLE_TOKENS = 4, 64
 
@@ -81,7 +81,7 @@ def export(
             graph; what it returns is added to `export.json`.
 
     Raises:
-        UserError: no checkpoint, too little held-out text, an unsupported head size, an INT8
+        UserError: no checkpoint, too little held-out text, an INT8
             checkpoint in float16, a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
@@ -136,19 +136,7 @@ def export(
 
 
 def require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
-    """Raise UserError for a head size or a type that the graph does not support."""
-    if config.rope is not None and config.rope.n_rotated(config.head_dim) % ROTARY_MULTIPLE:
-        raise UserError(
-            f"{model}: {config.rope.n_rotated(config.head_dim)} rotated features of a head are not "
-            f"a multiple of {ROTARY_MULTIPLE}",
-            "choose another head size or partial_rotary_factor",
-        )
-    multiple = HEAD_SIZE_MULTIPLE if config.rope is None else ROTARY_MULTIPLE
-    if config.head_dim % multiple:
-        raise UserError(
-            f"{model}: head size {config.head_dim} is not a multiple of {multiple}",
-            "choose num_attention_heads so that hidden_size / num_attention_heads is one",
-        )
+    """Raise UserError for a type that the graph does not support."""
     if config.quantization and settings.dtype == "float16":
         raise UserError(
             f"{model}: is a quantized checkpoint, but Export.dtype is float16",
@@ -173,15 +161,18 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
             "quantize the model with Compress.Quantization.quantize_embedding=True",
         )
     graph.save(folder / MODEL)
+    head = padded_head(config)
     if prefix := checkpoint.model.prefix:
-        np.save(folder / PREFIX, torch.cat([x[part] for part in (0, 1) for x in prefix]).numpy())
+        found = torch.cat([x[part] for part in (0, 1) for x in prefix])  # (heads, tokens, D)
+        places = torch.tensor(head.features) % (config.head_dim + 1)
+        np.save(folder / PREFIX, F.pad(found, (0, 1))[..., places].numpy())
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {
         "flavour": flavour(config, settings),
         "n_head": list(config.n_head),
         **({"n_kv_head": list(config.kv_heads)} if config.kv_heads else {}),
-        "head_dim": config.head_dim,
+        "head_dim": head.size,
         "n_positions": config.n_positions,
         "vocab_size": config.vocab_size,
         "eos_id": checkpoint.eos_id,

@@ -27,6 +27,9 @@ A model with a prefix needs its keys and values, which stand beside the graph, a
 every past; positions, lengths and totals count them. The input `prefix_length` has no effect: it is
 there so that a caller who does not know the prefix fails.
 
+A head whose size onnxruntime's attention does not support is filled up with zeros in the caches
+(`lathe.export.blocks.padded_head`), and head_dim above is the size with them.
+
 With I/O binding, past and present may share a buffer: attention then appends in place.
 
 Integer linears are `MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))`, which onnxruntime
@@ -56,10 +59,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from lathe.export import grouped
 from lathe.export.attention import MICROSOFT, PARTS, mixed_inputs
-from lathe.export.blocks import RMS_OPSET, activated, attention, norm
+from lathe.export.blocks import RMS_OPSET, activated, attention, norm, padded_head
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
+from lathe.model.rope import Rope
 from lathe.runtime.exported_model import PREFIX_LENGTH
 
 ACTIVATION_ZERO_POINT = 128
@@ -94,20 +98,27 @@ def build(
         opset = max(opset, RMS_OPSET)
     g = Graph(weights, quantization, config)
     x = g.embedding("input_ids")
+    if config.embedding_scale != 1:
+        scale = np.array(config.embedding_scale, g.weights_type)
+        x = g.op("Mul", x, g.constant("embedding_scale", scale))
     if family.positions == "learned":
         x = g.op("Add", x, g.positions("position_ids"))
-    first, second = family.block_norms
+    first, second = family.block_norms or ("", "")
+    behind_first, behind_second = family.output_norms or ("", "")
     for i in range(config.n_layer):
         layer = family.block(i)
-        attended = attention(g, i, norm(g, f"{layer}.{first}", x))
+        attended = attention(g, i, norm(g, layer, first, x))
         if i == config.n_layer - 1:
             # After the last attention, no other positions are needed.
             x, attended = g.wanted(x), g.wanted(attended)
-        x = g.op("Add", x, g.linear(f"{layer}.{family.row('heads').name}", attended))
+        out = g.linear(f"{layer}.{family.row('heads').name}", attended)
+        between = g.op("Add", x, norm(g, layer, behind_first, out))
         column, row = config.linears_of("channels")
-        inner = g.linear(f"{layer}.{column.name}", norm(g, f"{layer}.{second}", x))
-        x = g.op("Add", x, g.linear(f"{layer}.{row.name}", activated(g, inner)))
-    g.head(norm(g, family.final_norm, x))
+        read = x if family.is_parallel else between
+        inner = g.linear(f"{layer}.{column.name}", norm(g, layer, second, read))
+        out = g.linear(f"{layer}.{row.name}", activated(g, inner))
+        x = g.op("Add", between, norm(g, layer, behind_second, out))
+    g.head(norm(g, "", family.final_norm, x))
     g.model = g.without_weights(config, opset)
     return g
 
@@ -155,6 +166,7 @@ class Graph:
         self.made: dict[str, NDArray[Any]] = {}  # constants and quantized weights
         self.kept: set[str] = set()  # names of float weights
         self.declared: list[onnx.ValueInfoProto] = []  # results of operators unknown to the checker
+        self.rotations: dict[Rope, tuple[str, str]] = {}  # names of cosines and sines
 
     def op(self, op_type: str, *inputs: str, name: str = "", **attributes: Any) -> str:
         """Add a node; returns the name of its output."""
@@ -201,6 +213,8 @@ class Graph:
     def positions(self, ids: str) -> str:
         """Learned position embeddings (B, T, C) of positions (B, T)."""
         table = self.config.architecture.embeddings[1]
+        if offset := self.config.architecture.position_offset:
+            ids = self.op("Add", ids, self.constant("position_offset", np.array(offset)))
         if self.plan and self.plan.position_embedding:
             return self._int8_rows(f"{table}.weight", ids, INT8)
         return self.op("Gather", self.weight(f"{table}.weight"), ids)
@@ -369,9 +383,10 @@ class Graph:
             inputs.append(_value(PREFIX_LENGTH, int64))
         outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
         for rows, prefix in (("rows", ""), (1, "chunk_")):
+            size = padded_head(config).size
             for (i, n_head), part in product(enumerate(config.n_kv_head), PARTS):
-                past = (rows, n_head, f"{prefix}past", config.head_dim)
-                present = (rows, n_head, f"{prefix}total", config.head_dim)
+                past = (rows, n_head, f"{prefix}past", size)
+                present = (rows, n_head, f"{prefix}total", size)
                 inputs.append(_value(f"{prefix}past_{part}_{i}", self.dtype, *past))
                 outputs.append(_value(f"{prefix}present_{part}_{i}", self.dtype, *present))
         graph = helper.make_graph(

@@ -52,8 +52,12 @@ def linear_errors(
     rounded, graph = plan.activation_scales, onnx.load(path)
     places = {name: _input_and_output(graph, name, name in rounded) for name in plan.linears}
     family = model.config.architecture
-    first_norm = f"{family.block(0)}.{family.block_norms[0]}"
-    embedded = next(node.input[0] for node in graph.graph.node if node.name == first_norm)
+    if family.block_norms:
+        first_norm = f"{family.block(0)}.{family.block_norms[0]}"
+        embedded = next(node.input[0] for node in graph.graph.node if node.name == first_norm)
+    else:
+        first_linear = f"{family.block(0)}.{family.column('heads').name}"
+        embedded, _ = _input_and_output(graph, first_linear, first_linear in rounded)
     watched = sorted({embedded, *(x for pair in places.values() for x in pair)} - {"logits"})
     graph.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched

@@ -1,22 +1,42 @@
-"""The architecture of a model family: names, shapes and roles of its modules, for the packages
-that handle modules without computing them, and the words of its `config.json`.
+"""The description of a model family: names, shapes and roles of its modules, for the packages
+that handle modules without computing them, and the words of its `config.json`. The families are in
+`lathe.model.families`, one file each.
 
-A block consists of residual branches. Each has a norm, a linear that computes units (attention
-heads or FFN channels) from the hidden state, and a linear that reads the units and adds to the
-hidden state. Pruning removes units, and tensor parallelism divides them.
+A block consists of residual branches. Each has a norm before it, or behind it, or both, a linear
+that computes units (attention heads or FFN channels) from the hidden state, and a linear that reads
+the units and adds to the hidden state. Pruning removes units, and tensor parallelism divides them.
 
 Query heads may share keys and values: the heads of a layer are divided into groups of equal size,
 each with one key-value head. Where every head has its own, a group is one head.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lathe.model.rope import Rope
+
 Units = Literal["heads", "channels"]
 Parts = Literal["heads", "kv_heads", "channels"]
+Layers = Callable[[Mapping[str, Any], int], Sequence[Any]]
+"""Derives a value for each layer from a `config.json` and the number of layers."""
 HEAD = "lm_head"
 """The output layer; its weight is the token embedding where the two are tied."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Hugging Face's `layer_types`: attention to all tokens before, or to the last ones alone."""
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What the attention of a layer sees.
+
+    Attributes:
+        rope: rotary embedding of queries and keys, or None.
+        window: number of tokens that a query sees, itself included; None: all before it.
+    """
+
+    rope: Rope | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,9 @@ class Linear:
             key-value heads, or channels. A model holds their rows group by group, and channel by
             channel, so that a slice of rows is a slice of units.
         files: module paths of those matrices in Hugging Face's files, where each is a tensor of
-            its own; empty where the files have one tensor, with one matrix after the other.
+            its own, or the path of the one tensor where it is not `name`; empty where the files
+            have one tensor called `name`. One tensor has one matrix after the other,
+        is_grouped: or has the rows group by group, as the model does.
     """
 
     name: str
@@ -42,6 +64,7 @@ class Linear:
     skip_name: str
     parts: tuple[Parts, ...] = ()
     files: tuple[str, ...] = ()
+    is_grouped: bool = False
 
     def shape(self, hidden: int, widths: Mapping[Parts, int]) -> tuple[int, int]:
         """(in, out) of the weight for units that are `widths` wide in total."""
@@ -73,16 +96,34 @@ class Architecture:
         defaults: key in `config.json` -> what transformers takes where the key is absent, if Lathe
             would take something else.
         norm: LayerNorm with a bias, or RMSNorm without one; `epsilon` is its default.
+        norm_offset: what a norm adds to its weight.
         activation: of the FFN; gated where its column linear has two parts.
-        prefix: prefix of the tensor names in Hugging Face's files; the head has none.
+        prefix: prefix of the tensor names in Hugging Face's files; the head has none,
+        head_file: and this name.
         not_weights: suffixes of tensor names in those files that are buffers.
         transposed: whether those files store the weights of block linears as (in, out).
         blocks: path of the list of blocks.
         linears: the linears of a block, in the order of computation.
-        block_norms: the norm before attention, and the one before the FFN.
-        head_norms: norms of each query head and of each key head before rotary embedding.
+        block_norms: the norm before attention, and the one before the FFN; empty without them.
+        output_norms: the norm behind attention, and the one behind the FFN, before they are added
+            to the hidden state; empty without them.
+        is_parallel: whether attention and FFN read the same hidden state, rather than the FFN what
+            attention has added to.
+        head_norms: norms of queries and of keys before rotary embedding,
+        norms_whole: which normalize all heads together, rather than each head.
         final_norm: the norm before the head.
-        embeddings: the token embedding and, if positions are learned, the position embedding.
+        embeddings: the token embedding and, if positions are learned, the position embedding,
+        position_offset: whose first rows, so many, belong to no position.
+        scales_embedding: whether embeddings are multiplied by the root of their size.
+        layer_types: kind of attention of each layer, `FULL` or `SLIDING`, where `config.json` does
+            not list it in `layer_types`; None: all are full.
+        lists_layer_types: whether Hugging Face's configuration has the list.
+        is_rotated: whether each layer rotates queries and keys; None: all do, if positions are
+            rotary.
+        rope_keys: key in `config.json` -> name in `rope_parameters`, where it is another.
+        local_theta: key in `config.json` of the rotary base of sliding layers, if it is another
+            than that of the others.
+        rotates_part: whether Hugging Face's class may rotate a part of a head.
         ties: whether head and token embedding are one matrix where `config.json` does not say.
         always_biased: linears that have a bias in every model of the family.
         biases: key in `config.json` -> linears that have one where it is true.
@@ -98,17 +139,30 @@ class Architecture:
     arithmetic: Mapping[str, tuple[Any, ...]] = field(hash=False)
     norm: Literal["layer_norm", "rms_norm"]
     epsilon: float
-    activation: Literal["gelu_tanh", "silu"]
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"]
     prefix: str
     not_weights: tuple[str, ...]
     transposed: bool
     blocks: str
     linears: tuple[Linear, ...]
-    block_norms: tuple[str, str]
+    block_norms: tuple[str, ...]
     final_norm: str
     embeddings: tuple[str, ...]
     ties: bool
     head_norms: tuple[str, ...] = ()
+    norms_whole: bool = False
+    output_norms: tuple[str, ...] = ()
+    is_parallel: bool = False
+    norm_offset: float = 0.0
+    head_file: str = HEAD
+    position_offset: int = 0
+    scales_embedding: bool = False
+    layer_types: Layers | None = None
+    lists_layer_types: bool = True
+    is_rotated: Layers | None = None
+    rope_keys: Mapping[str, str] = field(default_factory=dict, hash=False)
+    local_theta: str = ""
+    rotates_part: bool = False
     always_biased: tuple[str, ...] = ()
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -159,7 +213,7 @@ class Architecture:
     def is_norm(self, name: str) -> bool:
         """Whether a parameter is a norm's."""
         module = name.rpartition(".")[0]
-        norms = (*self.block_norms, *self.head_norms, self.final_norm)
+        norms = (*self.block_norms, *self.output_norms, *self.head_norms, self.final_norm)
         return f".{module}".endswith(tuple(f".{norm}" for norm in norms))
 
     def is_fused(self, name: str) -> bool:
@@ -183,182 +237,10 @@ class Architecture:
 
     def stored_name(self, name: str) -> str:
         """Whole name of a tensor in Hugging Face's files."""
-        return name if name.startswith(f"{HEAD}.") else self.prefix + name
+        module, _, kind = name.rpartition(".")
+        return f"{self.head_file}.{kind}" if module == HEAD else self.prefix + name
 
-
-GPT2 = Architecture(
-    model_type="gpt2",
-    class_name="GPT2LMHeadModel",
-    own_type="lathe-gpt",
-    own_class="LatheGPT",
-    title="GPT-2",
-    keys={
-        "vocab_size": "vocab_size",
-        "n_positions": "n_positions",
-        "n_ctx": "n_positions",
-        "n_embd": "n_embd",
-        "n_layer": "n_layer",
-        "n_head": "n_head",
-        "n_inner": "n_inner",
-        "activation_function": "",
-        "layer_norm_epsilon": "layer_norm_epsilon",
-    },
-    arithmetic={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "tie_word_embeddings": (True,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    norm="layer_norm",
-    epsilon=1e-5,
-    activation="gelu_tanh",
-    prefix="transformer.",
-    not_weights=(".attn.bias", ".attn.masked_bias"),
-    transposed=True,
-    blocks="h",
-    linears=(
-        Linear("attn.c_attn", "heads", "column", "qkv", parts=("heads", "kv_heads", "kv_heads")),
-        Linear("attn.c_proj", "heads", "row", "out"),
-        Linear("mlp.c_fc", "channels", "column", "linear1", parts=("channels",)),
-        Linear("mlp.c_proj", "channels", "row", "linear2"),
-    ),
-    block_norms=("ln_1", "ln_2"),
-    final_norm="ln_f",
-    embeddings=("wte", "wpe"),
-    ties=True,
-    always_biased=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
-    fleetx_names={
-        "wte": "embeddings.word_embeddings",
-        "wpe": "embeddings.position_embeddings",
-        "ln_f": "decoder.norm",
-        "ln_1": "norm1",
-        "ln_2": "norm2",
-        "attn.c_attn": "self_attn.qkv_proj",
-        "attn.c_proj": "self_attn.out_proj",
-        "mlp.c_fc": "linear1",
-        "mlp.c_proj": "linear2",
-    },
-)
-
-_ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
-_MLP = ("mlp.gate_up_proj", "mlp.down_proj")
-
-
-def _like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> Architecture:
-    """A family that differs from Llama in `changes`; its `arithmetic` is added, and stated."""
-    stated: dict[str, tuple[Any, ...]] = changes.pop("arithmetic", {})
-    values: dict[str, Any] = {
-        "keys": {
-            "vocab_size": "vocab_size",
-            "max_position_embeddings": "n_positions",
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "num_key_value_heads": "n_kv_head",
-            "head_dim": "head_dim",
-            "intermediate_size": "n_inner",
-            "hidden_act": "",
-            "rms_norm_eps": "layer_norm_epsilon",
-            **dict.fromkeys(stated, ""),
-        },
-        "norm": "rms_norm",
-        "epsilon": 1e-6,
-        "activation": "silu",
-        "prefix": "model.",
-        "not_weights": (".rotary_emb.inv_freq",),
-        "transposed": False,
-        "blocks": "layers",
-        "linears": (
-            Linear(
-                _ATTENTION[0],
-                "heads",
-                "column",
-                "qkv",
-                ("heads", "kv_heads", "kv_heads"),
-                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            ),
-            Linear(_ATTENTION[1], "heads", "row", "out"),
-            Linear(
-                _MLP[0],
-                "channels",
-                "column",
-                "linear1",
-                ("channels", "channels"),
-                ("mlp.gate_proj", "mlp.up_proj"),
-            ),
-            Linear(_MLP[1], "channels", "row", "linear2"),
-        ),
-        "block_norms": ("input_layernorm", "post_attention_layernorm"),
-        "final_norm": "norm",
-        "embeddings": ("embed_tokens",),
-        "ties": False,
-    }
-    arithmetic: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", "swish"),
-        "pretraining_tp": (1, None),
-        **dict.fromkeys(
-            (
-                *("quantization_config", "num_experts", "num_local_experts", "vision_config"),
-                *("audio_config", "text_config", "attn_logit_softcapping"),
-                *("final_logit_softcapping", "logits_scaling", "embedding_multiplier"),
-            ),
-            (None,),
-        ),
-    }
-    return Architecture(
-        model_type=model_type,
-        class_name=f"{class_stem}ForCausalLM",
-        own_type=f"lathe-{model_type}",
-        own_class=f"Lathe{class_stem}",
-        title=title,
-        arithmetic=arithmetic | stated,
-        **(values | changes),
-    )
-
-
-_WHOLE_CONTEXT = {"use_sliding_window": (False, None)}
-_QWEN_DEFAULTS = {"intermediate_size": 22_016, "num_key_value_heads": 32}
-LLAMA = _like_llama(
-    "llama",
-    "Llama",
-    "Llama",
-    biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
-    defaults={"intermediate_size": 11_008},
-)
-MISTRAL = _like_llama(
-    "mistral",
-    "Mistral",
-    "Mistral",
-    arithmetic={"sliding_window": (None,)},
-    defaults={
-        "intermediate_size": 14_336,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-)
-QWEN2 = _like_llama(
-    "qwen2",
-    "Qwen2",
-    "Qwen2",
-    always_biased=_ATTENTION[:1],
-    arithmetic=_WHOLE_CONTEXT,
-    defaults=_QWEN_DEFAULTS,
-)
-QWEN3 = _like_llama(
-    "qwen3",
-    "Qwen3",
-    "Qwen3",
-    biases={"attention_bias": _ATTENTION},
-    head_norms=("self_attn.q_norm", "self_attn.k_norm"),
-    arithmetic=_WHOLE_CONTEXT,
-    defaults=_QWEN_DEFAULTS | {"head_dim": 128},
-)
-ARCHITECTURES = {x.model_type: x for x in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
-"""Every family by its `model_type`, which is also its name in a recipe."""
-
-
-def architecture_of(model_type: Any) -> Architecture | None:
-    """The family with this `model_type`, Hugging Face's or Lathe's; None if there is none."""
-    found: Iterable[Architecture] = ARCHITECTURES.values()
-    return next((x for x in found if model_type in (x.model_type, x.own_type)), None)
+    def name_of(self, stored: str) -> str:
+        """The inverse of `stored_name`; the prefix may be absent."""
+        module, _, kind = stored.rpartition(".")
+        return f"{HEAD}.{kind}" if module == self.head_file else stored.removeprefix(self.prefix)

@@ -1,4 +1,4 @@
-"""The blocks of a model, whose parts are as its architecture says.
+"""The blocks of a model, whose parts and places of norms are as its architecture says.
 
 Shapes: B batch, T tokens, C hidden size, H query heads of this layer, G key-value heads, each with
 n = H / G query heads, D head size, F FFN width, V vocabulary. Module names and arithmetic are those
@@ -13,7 +13,7 @@ Those of a gated FFN's first matrix are ordered by channels, each one's gate fir
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `n_head` heads; `n_head * head_dim` need not be C.
+    """Causal self-attention over `n_head` heads, to all tokens or to those of a window;
+    `n_head * head_dim` need not be C.
 
     Attributes:
         prefix: keys and values (2, G, p, D) of the model's prefix, which every query sees, or None.
@@ -75,11 +76,13 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.n_head, self.head_dim = layer, config.n_head[layer], config.head_dim
         self.per_group = self.n_head // config.n_kv_head[layer]
-        self.rope = config.rope
+        self.rope, self.window = config.kinds[layer].rope, config.kinds[layer].window
+        self.scale = config.score_scale
         self.names = [_add_linear(self, config, layer, x) for x in config.linears_of("heads")]
         self.norms = [name.rpartition(".")[2] for name in config.architecture.head_norms]
-        for name in self.norms:
-            setattr(self, name, make_norm(config, config.head_dim))
+        self.norms_whole = config.architecture.norms_whole
+        for name, size in zip(self.norms, config.head_norm_sizes(layer), strict=False):
+            setattr(self, name, make_norm(config, size))
         shape = 2, config.n_kv_head[layer], config.n_prefix, config.head_dim
         self.register_buffer("prefix", torch.zeros(shape) if config.n_prefix else None)
         self.dropout = dropout
@@ -138,18 +141,37 @@ class Attention(nn.Module):
         groups = rows.view(*rows.shape[:2], -1, n + 2, self.head_dim)  # (B, T, G, n + 2, D)
         qkv = torch.split(groups, [n, 1, 1], 3)
         if self.norms:
-            q_norm, k_norm = (getattr(self, name) for name in self.norms)
-            qkv = q_norm(qkv[0]), k_norm(qkv[1]), qkv[2]
+            normed = zip(self.norms, qkv[:2], strict=True)
+            qkv = *(self._normed(name, part) for name, part in normed), qkv[2]
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in qkv)
+
+    def _normed(self, name: str, heads: Tensor) -> Tensor:
+        """Queries or keys (B, T, G, n, D), each head normed, or all of a token together."""
+        norm = getattr(self, name)
+        out: Tensor = norm(heads.flatten(2)).view_as(heads) if self.norms_whole else norm(heads)
+        return out
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         new, known = q.shape[2], k.shape[2]
-        if mask is None and 1 < new < known:  # `is_causal` would align the first query and key
+        is_local = self.window is not None and known > self.window
+        # `is_causal` would align the first query and key.
+        if mask is None and new > 1 and (is_local or new < known):
             mask = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
-        causal = mask is None and new > 1
+        if is_local:
+            assert self.window is not None
+            near = torch.ones(new, known, dtype=torch.bool, device=q.device)
+            near = near.triu(known - new - self.window + 1)
+            mask = near if mask is None else mask & near
         return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=causal, enable_gqa=self.per_group > 1
+            q,
+            k,
+            v,
+            mask,
+            dropout,
+            is_causal=mask is None and new > 1,
+            scale=self.scale,
+            enable_gqa=self.per_group > 1,
         )
 
 
@@ -177,20 +199,33 @@ class MLP(nn.Module):
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
     "silu": F.silu,
 }
 
 
-NORMS: dict[str, Callable[[int, float], nn.Module]] = {
-    "layer_norm": nn.LayerNorm,
-    "rms_norm": nn.RMSNorm,
-}
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight is stored without an offset that is added to it."""
+
+    def __init__(self, size: int, epsilon: float, offset: float) -> None:
+        super().__init__(size, epsilon)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., n) -> (..., n)."""
+        return F.rms_norm(x, self.normalized_shape, self.offset + self.weight, self.eps)
 
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
     """A norm of the family's kind."""
-    return NORMS[config.architecture.norm](size, config.layer_norm_epsilon)
+    family, epsilon = config.architecture, config.layer_norm_epsilon
+    if family.norm == "layer_norm":
+        return nn.LayerNorm(size, epsilon)
+    if family.norm_offset:
+        return OffsetRMSNorm(size, epsilon, family.norm_offset)
+    return nn.RMSNorm(size, epsilon)
 
 
 def _add_linear(module: nn.Module, config: GPTConfig, layer: int, linear: Linear) -> str:
@@ -201,33 +236,72 @@ def _add_linear(module: nn.Module, config: GPTConfig, layer: int, linear: Linear
     return name
 
 
+class Half(NamedTuple):
+    """A residual branch of a block: it adds `output_norm(part(norm(x)))` to the hidden state."""
+
+    norm: nn.Module
+    part: Attention | MLP
+    output_norm: nn.Module
+
+
 class Block(nn.Module):
-    """A pre-norm Transformer block."""
+    """A Transformer block: attention and an FFN, each a residual branch with norms before it,
+    behind it, or both. The FFN reads what attention has added to, or, if `is_parallel`, the same
+    as attention."""
 
     def __init__(
         self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
     ) -> None:
         super().__init__()
-        norms, linears = config.architecture.block_norms, config.architecture.linears
-        attn, mlp = (x.name.partition(".")[0] for x in linears if x.style == "column")
-        self.names = norms[0], attn, norms[1], mlp
-        setattr(self, norms[0], make_norm(config, config.n_embd))
-        setattr(self, attn, Attention(config, layer, attention_dropout))
-        setattr(self, norms[1], make_norm(config, config.n_embd))
-        setattr(self, mlp, MLP(config, layer))
+        family = config.architecture
+        attn, mlp = (x.name.partition(".")[0] for x in family.linears if x.style == "column")
+        self.names, self.is_parallel = (attn, mlp), family.is_parallel
+        self.norms = family.block_norms or ("", "")
+        self.output_norms = family.output_norms or ("", "")
+        parts = (Attention(config, layer, attention_dropout), MLP(config, layer))
+        for norm, name, part in zip(self.norms, self.names, parts, strict=True):
+            if norm:
+                setattr(self, norm, make_norm(config, config.n_embd))
+            setattr(self, name, part)
+        for norm in family.output_norms:
+            setattr(self, norm, make_norm(config, config.n_embd))
         self.drop = nn.Dropout(hidden_dropout)
         self.recompute_attn = False
 
     @property
     def attention(self) -> Attention:
         """Its self-attention."""
-        return getattr(self, self.names[1])  # type: ignore[no-any-return]
+        return getattr(self, self.names[0])  # type: ignore[no-any-return]
+
+    def by_halves(
+        self, hidden: Sequence[Tensor], run: Callable[[Half, Sequence[Tensor]], Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """The hidden states (B, T, C) of several batches after the block, one half after the other.
+
+        Args:
+            run: computes what a half's second linear gives from the hidden states that its norm
+                reads, for every batch.
+        """
+        after, read = list(hidden), hidden
+        for half in self.halves:
+            outputs = run(half, read)
+            after = [x + half.output_norm(y) for x, y in zip(after, outputs, strict=True)]
+            read = read if self.is_parallel else after
+        return after
 
     @property
-    def halves(self) -> Sequence[tuple[nn.Module, "Attention | MLP"]]:
-        """The two parts that add to the residual stream, each with the norm before it."""
-        norm, attention, mlp_norm, mlp = (getattr(self, name) for name in self.names)
-        return (norm, attention), (mlp_norm, mlp)
+    def halves(self) -> tuple[Half, Half]:
+        """The two parts that add to the residual stream."""
+        first, second = (
+            Half(self._norm(norm), getattr(self, part), self._norm(output_norm))
+            for norm, part, output_norm in zip(
+                self.norms, self.names, self.output_norms, strict=True
+            )
+        )
+        return first, second
+
+    def _norm(self, name: str) -> nn.Module:
+        return getattr(self, name) if name else _NO_NORM
 
     def forward(
         self,
@@ -241,13 +315,18 @@ class Block(nn.Module):
             attended = checkpoint(self._attend, x, mask, cache, positions, use_reentrant=False)
         else:
             attended = self._attend(x, mask, cache, positions)
-        x = x + self.drop(attended)
-        _, _, norm, mlp = (getattr(self, name) for name in self.names)
-        out: Tensor = x + self.drop(mlp(norm(x)))
+        norm, mlp, output_norm = self.halves[1]
+        between = x + self.drop(attended)
+        found = output_norm(mlp(norm(x if self.is_parallel else between)))
+        out: Tensor = between + self.drop(found)
         return out
 
     def _attend(
         self, x: Tensor, mask: Tensor | None, cache: KVCache | None, positions: Tensor | None
     ) -> Tensor:
-        norm, attention, _, _ = (getattr(self, name) for name in self.names)
-        return attention(norm(x), mask, cache, positions)  # type: ignore[no-any-return]
+        norm, attention, output_norm = self.halves[0]
+        out: Tensor = output_norm(attention(norm(x), mask, cache, positions))
+        return out
+
+
+_NO_NORM = nn.Identity()

@@ -126,10 +126,16 @@ def _assembled(name: str, found: dict[str, Tensor], config: GPTConfig, path: Pat
         if not all(extreme.isfinite() for extreme in part.aminmax()):
             raise non_finite(path, stored)
         parts.append(part.T if family.is_conv1d(name) else part)
-    if fused := fused_rows(config, name):
+    if fused := _fused_apart(config, name):
         groups, sizes = fused
         parts = [join(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
     return parts[0].contiguous()
+
+
+def _fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
+    """`fused_rows` of a parameter whose rows the files order otherwise than the model."""
+    linear = config.architecture.linear_of(name)
+    return None if linear is None or linear.is_grouped else fused_rows(config, name)
 
 
 def fused_rows(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
@@ -165,7 +171,7 @@ class HFTensors(Mapping[str, Tensor]):
     def __getitem__(self, stored: str) -> Tensor:
         name, tensor, part = self._stored[stored]
         family = self._config.architecture
-        if fused := fused_rows(self._config, name):
+        if fused := _fused_apart(self._config, name):
             parts = split(tensor, *fused)
             is_apart = len(family.stored_names(name)) > 1
             tensor = parts[part] if is_apart else torch.cat(parts)

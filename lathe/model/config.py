@@ -10,9 +10,19 @@ from typing import Any
 
 from lathe.artifacts.kinds import read_json
 from lathe.errors import UserError
-from lathe.model.architecture import GPT2, HEAD, Architecture, Linear, Parts, Units
+from lathe.model.architecture import (
+    FULL,
+    HEAD,
+    SLIDING,
+    Architecture,
+    AttentionKind,
+    Linear,
+    Parts,
+    Units,
+)
 from lathe.model.chat_template import read_chat_template
 from lathe.model.config_json import parse, read_end_ids, rope_json
+from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
 
@@ -24,7 +34,10 @@ class GPTConfig:
     Attributes:
         kv_heads: key-value heads of each layer; empty where every head has its own.
         biases: keys of `config.json` that are true and give linears a bias.
-        rope: rotary embedding, where positions are rotary.
+        rope: rotary embedding, where positions are rotary; of layers without a window, where the
+            two kinds of layers have different ones.
+        attention: kind of attention of each layer; empty where all see everything and have `rope`.
+        score_scalar: attention scores are divided by its root; None: the size of a head.
         chat_template: Jinja that makes a prompt of messages, as Hugging Face's tokenizers have it.
         end_ids: ids that end a text, beside the tokenizer's end of a document.
         prefix_tokens: tokens before every text; the checkpoint holds their keys and values.
@@ -48,6 +61,8 @@ class GPTConfig:
     tie_word_embeddings: bool = True
     end_ids: tuple[int, ...] = ()
     prefix_tokens: tuple[int, ...] = ()
+    attention: tuple[AttentionKind, ...] = ()
+    score_scalar: int | None = None
 
     @property
     def n_prefix(self) -> int:
@@ -65,6 +80,21 @@ class GPTConfig:
         return self.kv_heads or self.n_head
 
     @cached_property
+    def kinds(self) -> tuple[AttentionKind, ...]:
+        """Kind of attention of each layer."""
+        return self.attention or (AttentionKind(self.rope),) * self.n_layer
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return float((self.score_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What token embeddings are multiplied by."""
+        return math.sqrt(self.n_embd) if self.architecture.scales_embedding else 1.0
+
+    @cached_property
     def per_group(self) -> tuple[int, ...]:
         """Query heads that share a key-value head, of each layer."""
         return tuple(h // g for h, g in zip(self.n_head, self.n_kv_head, strict=True))
@@ -75,13 +105,19 @@ class GPTConfig:
         many as that class allows, rotary embedding turns all of a head, and it has no prefix."""
         if self.prefix_tokens:
             return False
-        if self.rope is not None and self.rope.partial_rotary_factor < 1:
+        is_partial = self.rope is not None and self.rope.partial_rotary_factor < 1
+        if is_partial and not self.architecture.rotates_part:
             return False
         if len({*zip(self.n_head, self.n_kv_head, self.n_inner, strict=True)}) > 1:
             return False
         if self.architecture.has_head_dim:
             return self.n_embd % self.n_head[0] == 0
         return self.n_embd == self.n_head[0] * self.head_dim
+
+    @property
+    def n_position_rows(self) -> int:
+        """Rows of a position embedding."""
+        return self.architecture.position_offset + self.n_prefix + self.n_positions
 
     @property
     def biased(self) -> tuple[str, ...]:
@@ -136,6 +172,13 @@ class GPTConfig:
         """Number of groups of rows of a layer's fused linear: key-value heads or channels."""
         return (self.n_kv_head if linear.units == "heads" else self.n_inner)[layer]
 
+    def head_norm_sizes(self, layer: int) -> tuple[int, int]:
+        """Sizes of a layer's norms of queries and of keys, where the family has them."""
+        if not self.architecture.norms_whole:
+            return self.head_dim, self.head_dim
+        widths = self.widths_of(layer)
+        return widths["heads"], widths["kv_heads"]
+
     def linears_of(self, units: Units) -> tuple[Linear, Linear]:
         """The linear of a block that computes the units, and the one that reads them."""
         return self.architecture.column(units), self.architecture.row(units)
@@ -163,7 +206,7 @@ class GPTConfig:
     def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in HF's files, names without the prefix."""
         C, family = self.n_embd, self.architecture
-        n_rows = self.vocab_size, self.n_prefix + self.n_positions
+        n_rows = self.vocab_size, self.n_position_rows
         for name, rows in zip(family.embeddings, n_rows, strict=False):
             yield f"{name}.weight", (rows, C)
         if not self.tie_word_embeddings:
@@ -171,9 +214,10 @@ class GPTConfig:
         for i in range(self.n_layer):
             for linear in family.linears:
                 yield from self._linear_tensors(linear, i)
-            for name in family.head_norms:
-                yield f"{family.block(i)}.{name}.weight", (self.head_dim,)
-        norms = [f"{family.block(i)}.{n}" for i in range(self.n_layer) for n in family.block_norms]
+            for name, size in zip(family.head_norms, self.head_norm_sizes(i), strict=False):
+                yield f"{family.block(i)}.{name}.weight", (size,)
+        of_block = (*family.block_norms, *family.output_norms)
+        norms = [f"{family.block(i)}.{name}" for i in range(self.n_layer) for name in of_block]
         for name in (*norms, family.final_norm):
             yield f"{name}.weight", (C,)
             if family.norm == "layer_norm":
@@ -182,7 +226,8 @@ class GPTConfig:
     def _linear_tensors(self, linear: Linear, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         n_in, n_out = self.linear_shape(linear, layer)
         path = f"{self.architecture.block(layer)}.{linear.name}"
-        outs = [self.widths_of(layer)[part] for part in linear.parts] if linear.files else [n_out]
+        is_apart = len(linear.files) > 1
+        outs = [self.widths_of(layer)[part] for part in linear.parts] if is_apart else [n_out]
         for name, out in zip(self.architecture.stored_names(f"{path}.weight"), outs, strict=True):
             yield name, (n_in, out) if self.architecture.transposed else (out, n_in)
         if linear.name in self.biased:
@@ -212,6 +257,7 @@ class GPTConfig:
             "n_head": self.n_head[0] if states_heads else self.n_embd // self.head_dim,
             "n_kv_head": self.n_kv_head[0] if is_uniform else None,
             "n_inner": self.n_inner[0] if is_uniform else None,
+            "score_scalar": self.score_scalar or self.head_dim,
         }
         stated = {k: sizes[n] if n else family.arithmetic[k][0] for k, n in family.keys.items()}
         return {
@@ -220,7 +266,9 @@ class GPTConfig:
             "architectures": [family.class_name if is_hf else family.own_class],
             **stated,
             **{key: key in self.biases for key in family.biases},
-            **(rope_json(self.rope, self.end_ids) if self.rope else {}),
+            **self._attention_json(),
+            **(rope_json(self.rope, family.rope_keys) if self.rope else {}),
+            **(self._ends_json() if family is not GPT2 else {}),
             "tie_word_embeddings": self.tie_word_embeddings,
             "lathe": {
                 "head_dim": self.head_dim,
@@ -232,6 +280,29 @@ class GPTConfig:
                 **({"prefix_tokens": list(self.prefix_tokens)} if self.prefix_tokens else {}),
             },
         }
+
+    def _attention_json(self) -> dict[str, Any]:
+        """HF's keys of the layers' kinds of attention."""
+        family, kinds = self.architecture, self.kinds
+        found: dict[str, Any] = {}
+        if family.is_rotated is not None:
+            found["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
+        if family.layer_types is None:
+            return found
+        windows = [kind.window for kind in kinds]
+        local = next((kind for kind in kinds if kind.window), None)
+        found["sliding_window"] = local.window if local else None
+        if family.lists_layer_types:
+            found["layer_types"] = [SLIDING if window else FULL for window in windows]
+        if "use_sliding_window" in family.defaults:
+            found["use_sliding_window"] = local is not None
+        if family.local_theta and local and local.rope:
+            found[family.local_theta] = local.rope.theta
+        return found
+
+    def _ends_json(self) -> dict[str, Any]:
+        ends = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids) or None
+        return {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], source: str = "config.json") -> "GPTConfig":
@@ -259,6 +330,8 @@ class GPTConfig:
             tie_word_embeddings=shape.tie_word_embeddings,
             end_ids=tuple(shape.end_ids),
             prefix_tokens=tuple(shape.prefix_tokens),
+            attention=tuple(shape.attention),
+            score_scalar=shape.score_scalar,
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -302,7 +375,7 @@ def read_config(folder: Path) -> GPTConfig:
     values = read_json(path, "copy the checkpoint again")
     config = GPTConfig.from_json(values, str(path))
     if "lathe" not in values:
-        own = config.rope and read_end_ids(folder)
+        own = config.architecture is not GPT2 and read_end_ids(folder)
         return replace(
             config,
             chat_template=read_chat_template(folder),

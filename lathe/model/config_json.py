@@ -1,26 +1,34 @@
 """Check a `config.json`, Hugging Face's or Lathe's, and read the parts of it that take forms."""
 
+import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from lathe.artifacts.kinds import checked, read_json
 from lathe.errors import UserError
-from lathe.model.architecture import ARCHITECTURES, HEAD, Architecture, architecture_of
+from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, AttentionKind
+from lathe.model.families import ARCHITECTURES, GPT2, architecture_of
 from lathe.model.quantization import PlanJson
-from lathe.model.rope import Rope, RopeScaling
+from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
+
+log = logging.getLogger("lathe")
 
 MOST_LAYERS = 100_000
 HINT = "give the folder of a checkpoint"
 GENERATION = "generation_config.json"
-FULL_ATTENTION = "full_attention"
-WINDOW = "sliding_window", "use_sliding_window"
-"""Keys of attention to the last tokens alone."""
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", *get_args(RopeType))
+ORIGINAL = "original_max_position_embeddings"
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(gt=0, lt=2**31)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+_WITH_ORIGINAL = ("llama3", "yarn", "longrope", "su")
+"""Types of rotary embedding to which the length of the first training matters."""
 
 
 class _Part(BaseModel):
@@ -46,6 +54,8 @@ class Shape(_Part):
     tie_word_embeddings: bool
     end_ids: list[_Id] = []
     prefix_tokens: list[_Id] = []
+    attention: list[InstanceOf[AttentionKind]] = []
+    score_scalar: _Size | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "Shape":
@@ -56,6 +66,10 @@ class Shape(_Part):
         elif self.n_embd % self.head_dim or max(self.n_head) * self.head_dim > self.n_embd:
             raise ValueError(
                 f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
+            )
+        if self.rope is not None and self.rope.n_rotated(self.head_dim) % 2:
+            raise ValueError(
+                f"rotary embedding of {self.rope.n_rotated(self.head_dim)} features, an odd number"
             )
         if (last := max(self.prefix_tokens, default=0)) >= self.vocab_size:
             raise ValueError(f"prefix_tokens has {last}, beyond vocab_size {self.vocab_size}")
@@ -85,10 +99,6 @@ class Shape(_Part):
                 raise ValueError(
                     f"{heads} query heads cannot share {groups} key-value heads equally"
                 )
-        if self.rope is not None and self.rope.n_rotated(self.head_dim) % 2:
-            raise ValueError(
-                f"rotary embedding of {self.rope.n_rotated(self.head_dim)} features, an odd number"
-            )
 
 
 def parse(values: dict[str, Any], source: str) -> Shape:
@@ -115,14 +125,20 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         own = _plain(values, family, source)
     elif not isinstance(own, dict):
         raise UserError(f"{source}: lathe is a {type(own).__name__}, not an object", HINT)
-    names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon")
-    found = {name: values[key] for name in names if (key := family.key(name)) in values}
+    names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
+    found = {n: values[k] for n in names if (k := _key(family, n)) in values}
+    rope = _rope(values, family, source) if family.positions == "rotary" else None
+    _require_one_size(values, family, source)
+    if "n_positions" in found:
+        found["n_positions"] = _longest_text(found["n_positions"], rope, source)
+    n_layer = len(own["n_head"]) if isinstance(own.get("n_head"), list) else 0
     whole = {
         "layer_norm_epsilon": family.epsilon,
         "tie_word_embeddings": values.get("tie_word_embeddings", family.ties),
         "biases": [key for key in family.biases if values.get(key)],
-        "rope": _rope(values, source) if family.positions == "rotary" else None,
-        "end_ids": end_ids(values, source) if family.positions == "rotary" else [],
+        "rope": rope,
+        "attention": attention_kinds(values, family, n_layer, rope, source),
+        "end_ids": end_ids(values, source) if family is not GPT2 else [],
         **own,
         **found,
         "architecture": family,
@@ -130,29 +146,106 @@ def parse(values: dict[str, Any], source: str) -> Shape:
     return checked(whole, Shape, source, HINT)
 
 
+def _require_one_size(values: dict[str, Any], family: Architecture, source: str) -> None:
+    """Raise UserError for embeddings with another size than that of hidden states."""
+    sizes = {key: values.get(key) for key, name in family.keys.items() if name == "n_embd"}
+    hidden = values.get(family.key("n_embd"))
+    for key, size in sizes.items():
+        if size not in (None, hidden):
+            raise UserError(
+                f"{source}: {key} is {size}, but Lathe supports {family.key('n_embd')}, {hidden}, "
+                "only",
+                HINT,
+            )
+
+
+def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
+    """The positions of a model, or as many as LongRoPE has its first factors for."""
+    if rope is None or rope.scaling is None or rope.scaling.rope_type != "longrope":
+        return n_positions
+    original = rope.scaling.original_max_position_embeddings
+    if not isinstance(n_positions, int) or n_positions <= original:
+        return n_positions
+    log.warning(
+        "%s: Lathe computes LongRoPE in texts of up to %s, %d tokens, and not in longer ones",
+        source,
+        ORIGINAL,
+        original,
+    )
+    return original
+
+
+def _key(family: Architecture, name: str) -> str | None:
+    """The key of a name in `GPTConfig`, if the family has one."""
+    return next((key for key, own in family.keys.items() if own == name), None)
+
+
 def _require_arithmetic(values: dict[str, Any], family: Architecture, source: str) -> None:
     """Raise UserError for what Lathe would compute differently."""
     hint = f"give a checkpoint of the plain {family.title} architecture"
-    idle = WINDOW if _window_is_idle(values, family) else ()
     for key, wanted in family.arithmetic.items():
-        if key not in idle and values.get(key, wanted[0]) not in wanted:
+        if values.get(key, wanted[0]) not in wanted:
             shown = repr(values[key])
             shown = shown if len(shown) < 60 else f"{shown[:57]}..."
             raise UserError(
                 f"{source}: {key} is {shown}, but Lathe supports {wanted[0]!r} only", hint
             )
-    kinds = values.get("layer_types") or []
-    if others := [kind for kind in kinds if not idle and kind != FULL_ATTENTION]:
+
+
+def attention_kinds(
+    values: dict[str, Any], family: Architecture, n_layer: int, rope: Rope | None, source: str
+) -> list[AttentionKind]:
+    """The kind of attention of each layer; empty where all see everything and have `rope`.
+
+    Args:
+        values: a `config.json`, with the family's defaults.
+
+    Raises:
+        UserError: a kind of attention that Lathe does not compute, or a wrong value.
+    """
+    hint = f"give a checkpoint of the plain {family.title} architecture"
+    types = values.get("layer_types") or []
+    if family.layer_types is not None and not types:
+        types = family.layer_types(values, n_layer)
+    known = (FULL, SLIDING) if family.layer_types is not None else (FULL,)
+    if others := [kind for kind in types if kind not in known]:
         raise UserError(
-            f"{source}: layer_types has {others[0]!r}, but Lathe supports {FULL_ATTENTION!r} only",
+            f"{source}: layer_types has {others[0]!r}, but Lathe supports "
+            f"{' and '.join(map(repr, known))} only",
             hint,
         )
+    rotated = [True] * n_layer if family.is_rotated is None else family.is_rotated(values, n_layer)
+    for key, found in (("layer_types", types), ("no_rope_layers", rotated)):
+        if found and (not isinstance(found, list) or len(found) != n_layer):
+            raise UserError(f"{source}: {key} is not a list of {n_layer} layers", HINT)
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    if window is not None:
+        window = checked(window, _Size, f"{source}: sliding_window", HINT)
+    listed = types if family.local_theta else values.get("layer_types") or []
+    if window is None and SLIDING in listed:
+        raise UserError(
+            f"{source}: layer_types has {SLIDING!r}, but the window is off",
+            "set sliding_window, and use_sliding_window to true",
+        )
+    local = _local_rope(values, family, rope, source)
+    slides = [window is not None and kind == SLIDING for kind in types] or [False] * n_layer
+    kinds = [
+        AttentionKind((local if near else rope) if turns else None, window if near else None)
+        for near, turns in zip(slides, rotated, strict=True)
+    ]
+    return kinds if any(kind != AttentionKind(rope) for kind in kinds) else []
 
 
-def _window_is_idle(values: dict[str, Any], family: Architecture) -> bool:
-    """Whether the window of attention is no shorter than the longest text."""
-    window, positions = values.get(WINDOW[0]), values.get(family.key("n_positions"))
-    return isinstance(window, int) and isinstance(positions, int) and window >= positions
+def _local_rope(
+    values: dict[str, Any], family: Architecture, rope: Rope | None, source: str
+) -> Rope | None:
+    """The rotary embedding of layers with a window."""
+    if not family.local_theta:
+        return rope
+    form = values.get("rope_parameters") or {}
+    own = form.get(SLIDING) if isinstance(form, dict) else None
+    theta = {"rope_theta": values[family.local_theta]} if family.local_theta in values else {}
+    return read_rope({**theta, **(own or {})}, source)
 
 
 def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[str, Any]:
@@ -179,39 +272,61 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
 class _RopeJson(_Part):
     """HF's `rope_parameters`, or `rope_scaling` with `rope_theta` and so on, of one form."""
 
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_type: Literal["default"] | RopeType = "default"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10_000.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    low_freq_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    high_freq_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 4.0
+    low_freq_factor: _Positive = 1.0
+    high_freq_factor: _Positive = 4.0
     original_max_position_embeddings: _Size = 8192
+    attention_factor: _Positive | None = None
+    beta_fast: _Positive | None = None
+    beta_slow: _Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: list[_Positive] = []
 
     @model_validator(mode="after")
-    def _high_above_low(self) -> "_RopeJson":
+    def _agrees_with_itself(self) -> "_RopeJson":
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError("high_freq_factor is not above low_freq_factor")
+        if self.rope_type == "longrope" and not self.short_factor:
+            raise ValueError("longrope without a short_factor")
         return self
 
     def rope(self) -> Rope:
         scaling = None
-        if self.rope_type == "linear":
-            scaling = RopeScaling("linear", self.factor)
-        elif self.rope_type == "llama3":
-            scaling = RopeScaling(
-                "llama3",
-                self.factor,
-                self.low_freq_factor,
-                self.high_freq_factor,
-                self.original_max_position_embeddings,
-            )
+        if self.rope_type != "default":
+            keys = SCALING_KEYS[self.rope_type]
+            found = {key: x for key in keys if (x := getattr(self, key)) is not None}
+            found |= {"short_factor": tuple(self.short_factor)} if self.short_factor else {}
+            if "attention_factor" in keys:
+                found["attention_factor"] = self.attention_factor or self._attention_factor()
+            scaling = RopeScaling(self.rope_type, **found)
         return Rope(self.rope_theta, self.partial_rotary_factor, scaling)
 
+    def _attention_factor(self) -> float:
+        """The one that follows from the factor of frequencies."""
+        if self.rope_type == "longrope":
+            log = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+            return math.sqrt(1 + log)
 
-def _rope(values: dict[str, Any], source: str) -> Rope:
-    """The rotary embedding, in the form of transformers 5 or of earlier versions."""
+        def mscale(weight: float) -> float:
+            return 0.1 * weight * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return mscale(self.mscale) / mscale(self.mscale_all_dim)
+        return mscale(1.0)
+
+
+def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
+    """The rotary embedding, in the form of transformers 5 or of earlier versions; that of layers
+    without a window where the kinds of layers have different ones."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     form = values.get(key) or {}
+    if family.local_theta and isinstance(form, dict):
+        form = form.get(FULL, {} if SLIDING in form else form)
     if not isinstance(form, dict) or any(isinstance(x, dict) for x in form.values()):
         raise UserError(
             f"{source}: {key} is not one object of numbers",
@@ -219,10 +334,18 @@ def _rope(values: dict[str, Any], source: str) -> Rope:
         )
     found = dict(form)
     for key in ("rope_theta", "partial_rotary_factor"):
-        if values.get(key) is not None:
-            found.setdefault(key, values[key])
+        own = next((k for k, name in family.rope_keys.items() if name == key), key)
+        if values.get(own) is not None:
+            found.setdefault(key, values[own])
+    positions = values.get(family.key("n_positions"))
+    if values.get(ORIGINAL) is not None:
+        found[ORIGINAL] = values[ORIGINAL]
+    if positions is not None and found.get("rope_type", found.get("type")) in _WITH_ORIGINAL:
+        found.setdefault(ORIGINAL, positions)
+        if found.get("factor") is None and isinstance(found[ORIGINAL], int):
+            found["factor"] = max(1.0, positions / found[ORIGINAL])
     rope = read_rope(found, source)
-    if rope.partial_rotary_factor < 1 and "lathe" not in values:
+    if rope.partial_rotary_factor < 1 and not family.rotates_part and "lathe" not in values:
         raise UserError(
             f"{source}: partial_rotary_factor is {rope.partial_rotary_factor:g}, "
             "which transformers ignores in this family",
@@ -238,6 +361,7 @@ def read_rope(found: dict[str, Any], source: str) -> Rope:
         UserError: of a type that Lathe does not compute, or a wrong value.
     """
     kind = found.get("rope_type", found.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # the first Phi-3's name
     if kind not in ROPE_TYPES:
         raise UserError(
             f"{source}: rope_type is {kind!r}, but Lathe supports {', '.join(ROPE_TYPES)} only",
@@ -247,22 +371,31 @@ def read_rope(found: dict[str, Any], source: str) -> Rope:
     return checked({**known, "rope_type": kind}, _RopeJson, source, HINT).rope()
 
 
-def rope_json(rope: Rope, end_ids: tuple[int, ...]) -> dict[str, Any]:
-    """The keys of a rotary embedding in the form that all versions of transformers read, and the
-    ids that end a text."""
+def rope_json(rope: Rope, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of a rotary embedding in the form that all versions of transformers read.
+
+    Args:
+        keys: the family's `rope_keys`.
+    """
     scaling: dict[str, Any] | None = None
+    beside: dict[str, Any] = {}
     if rope.scaling is not None:
-        scaling = {"rope_type": rope.scaling.rope_type, "factor": rope.scaling.factor}
-        if rope.scaling.rope_type == "llama3":
-            names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            scaling |= {name: getattr(rope.scaling, name) for name in names}
+        kind = rope.scaling.rope_type
+        scaling = {"rope_type": kind}
+        scaling |= {name: getattr(rope.scaling, name) for name in SCALING_KEYS[kind]}
+        if kind == "longrope":  # texts that take the long one are longer than Lathe's
+            short = list(rope.scaling.short_factor)
+            scaling |= {"short_factor": short, "long_factor": short}
+            beside = {ORIGINAL: scaling[ORIGINAL]}
     partial = rope.partial_rotary_factor
+    found = {"rope_theta": rope.theta}
+    if keys or not math.isclose(partial, 1):
+        found["partial_rotary_factor"] = partial
+    own = {name: key for key, name in keys.items()}
     return {
-        "rope_theta": rope.theta,
         "rope_scaling": scaling,
-        **({"partial_rotary_factor": partial} if not math.isclose(partial, 1) else {}),
-        "bos_token_id": None,
-        "eos_token_id": end_ids[0] if len(end_ids) == 1 else list(end_ids) or None,
+        **beside,
+        **{own.get(name, name): x for name, x in found.items()},
     }
 
 

@@ -182,9 +182,9 @@ def read_tensors(
             types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not safetensors: {error}", hint) from None
-    prefix = architecture.prefix
-    names = [name.removeprefix(prefix) for name in stored]
+    names = [architecture.name_of(name) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
+        prefix = architecture.prefix
         raise UserError(f"{path}: holds {twice[0]} twice, with {prefix} and without", hint)
     for name, dtype in types.items():
         if dtype not in FLOATS:

@@ -2,8 +2,9 @@
 
 A GGUF file has one model: metadata (sizes, tokenizer, chat template) and tensors, most of them
 quantized in blocks, which the package `gguf` turns back into float32. Names are llama.cpp's,
-linears are (out, in) in every family, and the rows of Llama's queries and keys are interleaved:
-feature i of a head is followed by feature i + head_dim / 2, with which it is rotated.
+linears are (out, in) in every family, and the rows of Llama's and SmolLM3's queries and keys are
+interleaved: feature i of a head is followed by feature i + head_dim / 2, with which it is rotated.
+Weights of norms are whole, also in Gemma 3, where Hugging Face's files have them minus one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,9 +32,10 @@ from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_of
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.errors import UserError, explain_os_error
-from lathe.model.architecture import ARCHITECTURES, LLAMA, MISTRAL, Architecture
+from lathe.model.architecture import Architecture
 from lathe.model.chat_template import define_tokens
 from lathe.model.config import GPTConfig
+from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
 from lathe.provenance.step import attested
@@ -56,6 +58,14 @@ OTHER_KEYS = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
     *("rope.scaling.finetuned", "expert_count", "expert_used_count"),
 }
+FAMILIES = {
+    **{name: x for name, x in ARCHITECTURES.items() if name in MODEL_ARCH_NAMES.values()},
+    "gemma3": GEMMA3,
+}
+"""llama.cpp's name -> the family."""
+INTERLEAVED = (LLAMA, SMOLLM3)
+"""Families whose rows of queries and keys are."""
+WINDOW, ROTATED = "attention.sliding_window", "rope.dimension_count"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor by which Llama 3.1's frequencies are divided."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -124,9 +134,9 @@ def _config(
 ) -> GPTConfig:
     """The configuration, read as a `config.json` of the family with the same values."""
     name = metadata.get("general.architecture")
-    family = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
-        known = ", ".join(x for x in ARCHITECTURES if x in MODEL_ARCH_NAMES.values())
+        known = ", ".join(FAMILIES)
         raise UserError(
             f"{source}: general.architecture is {name!r}, but Lathe supports {known} only",
             "give a model of one of these families (Mistral's GGUF files are of llama)",
@@ -137,7 +147,8 @@ def _config(
             "join them first: llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
         )
     own = {k.removeprefix(f"{name}."): v for k, v in metadata.items() if k.startswith(f"{name}.")}
-    if unknown := [key for key in own if key not in KEYS and key not in OTHER_KEYS]:
+    others = OTHER_KEYS | ({WINDOW} if family.layer_types is not None else set())
+    if unknown := [key for key in own if key not in KEYS and key not in others]:
         raise UserError(
             f"{source}: {name}.{unknown[0]} is {str(own[unknown[0]])[:40]}, which Lathe does not "
             "compute",
@@ -147,8 +158,16 @@ def _config(
     values = {key: ours[own] for key, own in family.keys.items() if own in ours}
     if own.get("expert_count"):
         values["num_experts"] = own["expert_count"]
+    if WINDOW in own:
+        values["sliding_window"] = own[WINDOW]
+    if (score_scalar := own.get("attention.key_length")) and "score_scalar" in family.keys.values():
+        values[family.key("score_scalar")] = score_scalar
     if family.positions == "rotary":
         values |= _rope(own, tensors, source)
+        rotated, head_dim = (own.get(key) for key in (ROTATED, "attention.key_length"))
+        if rotated and family.rotates_part:
+            head_dim = head_dim or ours["n_embd"] // ours["n_head"]
+            values["partial_rotary_factor"] = rotated / head_dim
         values["eos_token_id"] = list(
             dict.fromkeys(metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata)
         )
@@ -192,6 +211,11 @@ def _rope(
         return {"rope_theta": theta, "rope_scaling": scaling}
     if kind == "none":
         return {"rope_theta": theta}
+    if kind != "linear":
+        raise UserError(
+            f"{source}: rope_type is {kind!r}, but Lathe supports linear only in a GGUF file",
+            OTHER,
+        )
     factor = own.get("rope.scaling.factor", 1.0)
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
 
@@ -216,7 +240,9 @@ def _llama3(theta: float, factors: NDArray[np.float32], length: int) -> dict[str
 
 
 def _require_plain_heads(own: Mapping[str, Any], config: GPTConfig, source: Path) -> None:
-    for key in ("rope.dimension_count", "attention.value_length"):
+    for key in (ROTATED, "attention.value_length"):
+        if key == ROTATED and config.architecture.rotates_part:
+            continue
         if own.get(key, config.head_dim) != config.head_dim:
             raise UserError(
                 f"{source}: {key} is {own[key]}, but Lathe supports the size of a head, "
@@ -261,16 +287,19 @@ def _weights(
         if family.is_conv1d(name):
             array = np.ascontiguousarray(array.T)
         require_fit(source, {name: array.shape}, {name: shapes[name]})
-        if family is LLAMA and (".q_proj." in name or ".k_proj." in name):
+        if family in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
             array = _halves(array, config.head_dim)
+        if family.norm_offset and family.is_norm(name):
+            array = array - np.float32(family.norm_offset)
         yield name, array
 
 
 def names_in_gguf(config: GPTConfig) -> dict[str, str]:
     """llama.cpp's name of every tensor -> its name without the prefix in Hugging Face's files."""
     family = config.architecture
-    model_type = (LLAMA if family is MISTRAL else family).model_type
-    arch = next(key for key, value in MODEL_ARCH_NAMES.items() if value == model_type)
+    found_as = LLAMA if family is MISTRAL else family
+    own = next(name for name, known in FAMILIES.items() if known is found_as)
+    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == own)
     table = get_tensor_name_map(arch, config.n_layer)
     found = {}
     for name, _ in config.tensor_shapes():

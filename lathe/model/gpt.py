@@ -1,4 +1,4 @@
-"""A language model: embeddings, pre-norm Transformer blocks, a last norm and a head, as its
+"""A language model: embeddings, Transformer blocks, a last norm and a head, as its
 architecture says.
 
 Shapes: B batch, T tokens, C hidden size, V vocabulary. Module names and arithmetic are those of
@@ -51,7 +51,7 @@ def initial_weight(
     if name.endswith("bias"):
         return torch.zeros(shape)
     if config.architecture.is_norm(name):
-        return torch.ones(shape)
+        return torch.full(shape, 1.0 - config.architecture.norm_offset)
     linear = config.architecture.linear_of(name)
     if scale_residual and linear is not None and linear.style == "row":
         std /= (2 * config.n_layer) ** 0.5
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         family, C = config.architecture, config.n_embd
         setattr(self, family.embeddings[0], Embedding(config.vocab_size, C))
         for name in family.embeddings[1:]:
-            setattr(self, name, Embedding(config.n_prefix + config.n_positions, C))
+            setattr(self, name, Embedding(config.n_position_rows, C))
         self.drop = nn.Dropout(hidden_dropout)
         blocks = (
             Block(config, i, hidden_dropout, attention_dropout) for i in range(config.n_layer)
@@ -178,10 +178,12 @@ class GPT(nn.Module):
         if (length := start - n_prefix + T) > self.config.n_positions:
             raise ValueError(f"{length} tokens exceed n_positions {self.config.n_positions}")
         x = self.embedding(tokens)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         for name in self.config.architecture.embeddings[1:]:
             if positions is None:
                 positions = torch.arange(start, start + T, device=tokens.device)[None]
-            x = x + getattr(self, name)(positions)
+            x = x + getattr(self, name)(self.config.architecture.position_offset + positions)
         out: Tensor = self.drop(x)
         return out
 

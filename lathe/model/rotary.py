@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lathe.model.rope import Rope
+from lathe.model.rope import Rope, RopeScaling
 
 LEAST_LENGTH = 256
 
@@ -24,15 +24,37 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     n = rope.n_rotated(head_dim)
     exponents = torch.arange(0, n, 2, dtype=torch.int64).float() / n
     plain = 1.0 / rope.theta**exponents
-    if rope.scaling is None:
+    scaling = rope.scaling
+    if scaling is None or scaling.rope_type == "dynamic":
         return plain
-    slow = plain / rope.scaling.factor
-    if rope.scaling.rope_type == "linear":
+    if scaling.rope_type == "longrope":
+        return plain / torch.tensor(scaling.short_factor)
+    slow = plain / scaling.factor
+    if scaling.rope_type == "linear":
         return slow
-    low, high = rope.scaling.low_freq_factor, rope.scaling.high_freq_factor
-    periods = rope.scaling.original_max_position_embeddings * plain / (2 * math.pi)
-    share = ((periods - low) / (high - low)).clamp(0, 1)  # of the unchanged frequency
+    if scaling.rope_type == "yarn":
+        share = 1 - _ramp(rope.theta, scaling, n)
+    else:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        periods = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+        share = ((periods - low) / (high - low)).clamp(0, 1)  # of the unchanged frequency
     return (1 - share) * slow + share * plain
+
+
+def _ramp(theta: float, scaling: RopeScaling, n: int) -> Tensor:
+    """From 0 to 1 over the frequencies (n / 2,), between those that have `beta_fast` and
+    `beta_slow` periods in the original length."""
+
+    def place(periods: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (2 * math.pi * periods)
+        return n * math.log(wavelength) / (2 * math.log(theta))
+
+    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, n - 1)
+    width = last - first or 0.001  # transformers' way around a division by zero
+    return ((torch.arange(n // 2).float() - first) / width).clamp(0, 1)
 
 
 def rotation(
@@ -44,8 +66,15 @@ def rotation(
         cos, sin = _table(rope, head_dim, length, device)
         return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]
     angles = positions[:, None, :, None].float() * _frequencies(rope, head_dim, device)
+    return _turns(rope, angles)
+
+
+def _turns(rope: Rope, angles: Tensor) -> Rotation:
+    """Cosines and sines, of either half of a head, of angles (..., n_rotated / 2)."""
     twice = torch.cat((angles, angles), -1)
-    return twice.cos(), twice.sin()
+    cos, sin = twice.cos(), twice.sin()
+    factor = rope.attention_factor
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
@@ -63,8 +92,8 @@ def _table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rota
     """The rotation of `length` tokens from 0."""
     with torch.inference_mode(False):  # gradients may be wanted of what it rotates
         angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
-        twice = torch.cat((angles, angles), -1)
-        return twice.cos().to(device), twice.sin().to(device)
+        cos, sin = _turns(rope, angles)
+        return cos.to(device), sin.to(device)
 
 
 @lru_cache(maxsize=8)

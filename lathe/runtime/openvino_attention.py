@@ -13,6 +13,8 @@ def paged_attention(
     layout: Sequence[Output],
     longest: Output,
     shape: tuple[int, int],
+    scale: float,
+    window: int,
 ) -> Output:
     """Causal self-attention of packed sequences, whose keys and values it appends to the caches.
 
@@ -23,14 +25,16 @@ def paged_attention(
             ones begin; (used blocks,), their numbers; (sequences + 1,), where a sequence's begin.
         longest: tokens of the longest sequence, with the new ones.
         shape: n_kv_head and head_dim.
+        scale: what scores are multiplied by.
+        window: number of tokens that a query sees; 0: all.
 
     Returns:
         (N, n_head * head_dim).
     """
     n_kv_head, head_dim = shape
-    scale = ops.constant(np.float32(head_dim**-0.5)).output(0)
-    no_window, no_slopes = _none(np.int32), _none(np.float32, 0)
-    given = [*parts, *caches, *layout, scale, no_window, no_slopes, longest]
+    numbers = (ops.constant(x).output(0) for x in (np.float32(scale), np.int32(window)))
+    no_slopes = _none(np.float32, 0)
+    given = [*parts, *caches, *layout, *numbers, no_slopes, longest]
     paged = op._PagedAttentionExtension([*given, *_unused()])
     for part in ("k", "v"):
         paged.get_rt_info()[f"num_{part}_heads"] = n_kv_head

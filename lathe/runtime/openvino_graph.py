@@ -90,13 +90,18 @@ class _Translator:
         }
         self.handlers: dict[str, Callable[[onnx.NodeProto], Value]] = {
             "Add": lambda node: ops.add(*self._given(node)).output(0),
-            "Mul": lambda node: ops.multiply(*self._given(node)).output(0),
+            "Mul": self._multiply,
             "Sigmoid": lambda node: ops.sigmoid(*self._given(node)).output(0),
-            "Gelu": lambda node: ops.gelu(*self._given(node), "tanh").output(0),
-            "Gather": lambda node: ops.gather(*self._given(node), np.int64(0)).output(0),
+            "Gelu": self._gelu,
+            "Relu": lambda node: ops.relu(*self._given(node)).output(0),
+            "Gather": self._gather,
+            "Pad": self._pad,
+            "Range": lambda node: np.arange(*(int(self._array(name)) for name in node.input)),
+            "Cos": lambda node: np.cos(self._array(node.input[0])),
+            "Sin": lambda node: np.sin(self._array(node.input[0])),
             "GatherND": lambda node: ops.gather_nd(*self._given(node), 1).output(0),
-            "Unsqueeze": lambda node: ops.unsqueeze(*self._given(node)).output(0),
-            "Cast": lambda node: ops.convert(*self._given(node), "f32").output(0),
+            "Unsqueeze": self._unsqueeze,
+            "Cast": self._cast,
             "Concat": self._concat,
             "Split": self._split,
             "Slice": self._slice,
@@ -152,6 +157,39 @@ class _Translator:
 
     def _given(self, node: onnx.NodeProto) -> list[Output]:
         return [self._output(name) for name in node.input]
+
+    def _multiply(self, node: onnx.NodeProto) -> Value:
+        first, second = (self.values[name] for name in node.input)
+        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+            product: Array = first * second
+            return product
+        return ops.multiply(*self._given(node)).output(0)
+
+    def _unsqueeze(self, node: onnx.NodeProto) -> Value:
+        x, axes = self.values[node.input[0]], self._array(node.input[1])
+        if isinstance(x, np.ndarray):
+            return np.expand_dims(x, tuple(axes))
+        return ops.unsqueeze(*self._given(node)).output(0)
+
+    def _cast(self, node: onnx.NodeProto) -> Value:
+        x = self.values[node.input[0]]
+        if isinstance(x, np.ndarray):
+            return x.astype(np.float32)
+        return ops.convert(self._output(node.input[0]), "f32").output(0)
+
+    def _gelu(self, node: onnx.NodeProto) -> Output:
+        exact = _attributes(node)["approximate"] == b"none"
+        return ops.gelu(*self._given(node), "erf" if exact else "tanh").output(0)
+
+    def _gather(self, node: onnx.NodeProto) -> Output:
+        axis = np.int64(_attributes(node).get("axis", 0))
+        return ops.gather(*self._given(node), axis).output(0)
+
+    def _pad(self, node: onnx.NodeProto) -> Output:
+        before, after = np.split(self._array(node.input[1]), 2)
+        return ops.pad(
+            self._output(node.input[0]), before, after, "constant", np.float32(0)
+        ).output(0)
 
     def _concat(self, node: onnx.NodeProto) -> Output:
         return ops.concat(self._given(node), _attributes(node)["axis"]).output(0)
@@ -260,7 +298,11 @@ class _Translator:
         shape = (-1, n_kv_head, PagedCache.BLOCK, head_dim)
         names = (f"{part}_cache.{layer}" for part in ("key", "value"))
         caches = [self._input(name, self.cache_type, *shape) for name in names]
-        mixed = paged_attention(parts, caches, self.layout, self.longest, (n_kv_head, head_dim))
+        scale = attributes.get("scale", head_dim**-0.5)  # not in graphs of earlier versions
+        window = attributes.get("local_window_size", 0)
+        mixed = paged_attention(
+            parts, caches, self.layout, self.longest, (n_kv_head, head_dim), scale, window
+        )
         return ops.unsqueeze(mixed, np.array([0])).output(0)
 
     def _rotation(self, name: str) -> Output:

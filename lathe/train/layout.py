@@ -225,11 +225,17 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
             f"Model.virtual_pp_degree {layout.virtual_pp} without a pipeline",
             "raise Distributed.pp_degree, or leave virtual_pp_degree at 1",
         )
+    if config.architecture.norms_whole and layout.mp > 1:
+        raise UserError(
+            f"{config.architecture.title} normalizes the queries of all heads together, which "
+            f"Distributed.mp_degree {layout.mp} would divide",
+            "set Distributed.mp_degree=1, and use sharding",
+        )
     sizes = {
         "key-value heads" if config.kv_heads else "attention heads": config.n_kv_head,
         "FFN channels": config.n_inner,
         "ids of vocabulary": [config.vocab_size],
-        "positions": [config.n_positions] if config.rope is None else [],
+        "positions": [config.n_position_rows] if config.rope is None else [],
         "tokens of a sequence": [recipe.Data.Train.dataset.max_seq_len],
     }
     if not layout.sequence_parallel:

@@ -82,8 +82,9 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     dropout = n * C if recipe.Model.hidden_dropout_prob else 0  # a byte an element
 
     # A norm keeps its input in float32; a linear keeps its whole input, gathered if `n` is N / mp.
-    branch = FLOAT * n * C + narrow * N * C + dropout
     family = config.architecture
+    norms = (len(family.block_norms) + len(family.output_norms)) / 2
+    branch = FLOAT * n * C * norms + narrow * N * C + dropout
     qkv = W + 2 * KW + (W + KW if config.rope else 0)  # rotated ones beside what they were made of
     attention = branch + narrow * N * (qkv + W) + FLOAT * N * heads  # output; log-sum-exp
     # The activation's input and output, and a gated one's second factor and product.
@@ -106,8 +107,8 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     return _Block(
         parameters=attention_matrices
         + mlp_matrices
-        + _norm(config) * len(family.block_norms)
-        + config.head_dim * len(family.head_norms),
+        + _norm(config) * (len(family.block_norms) + len(family.output_norms))
+        + (W + KW if family.norms_whole else config.head_dim * len(family.head_norms)),
         cast=attention_cast + mlp_cast,
         kept=kept,
         again=again,

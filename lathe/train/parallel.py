@@ -183,7 +183,7 @@ def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     config, family = stage.gpt.config, stage.gpt.config.architecture
     styles: dict[str, ParallelStyle] = {
         **dict.fromkeys((*family.embeddings, *config.tables), embedding),
-        **dict.fromkeys((*family.block_norms, family.final_norm), norm),
+        **dict.fromkeys((*family.block_norms, *family.output_norms, family.final_norm), norm),
         **dict.fromkeys(family.head_norms, of_own_heads),
         **{linear.name: column if linear.style == "column" else row for linear in family.linears},
     }

@@ -79,12 +79,15 @@ def run_identity(
         inputs: digests of what it depends on beside the recipe and the data.
         data_parallel: parts into which a global batch is divided.
     """
+    free = FREE
+    if recipe.Model.sliding_window is None:  # as in runs of versions without the setting
+        free = {**FREE, "Model": {*FREE["Model"], "sliding_window"}}
     return {
-        "settings": digest(recipe.model_dump_json(exclude=FREE)),
+        "settings": digest(recipe.model_dump_json(exclude=free)),
         "global_batch_size": resolve_batch(recipe, data_parallel).total,
         **inputs,
         "data": TokenDataset.open(data).digest,
-        RECIPE: recipe.model_dump(mode="json", exclude=FREE),
+        RECIPE: recipe.model_dump(mode="json", exclude=free),
     }
 
 

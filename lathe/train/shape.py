@@ -2,9 +2,10 @@
 
 from lathe.config.settings import ModelSettings, Recipe
 from lathe.errors import UserError
-from lathe.model.architecture import ARCHITECTURES, Architecture
+from lathe.model.architecture import Architecture
 from lathe.model.config import GPTConfig
-from lathe.model.config_json import read_rope
+from lathe.model.config_json import attention_kinds, read_rope
+from lathe.model.families import ARCHITECTURES
 from lathe.model.rope import Rope
 
 VOCAB_MULTIPLE = 128
@@ -31,6 +32,9 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
         )
     padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     tie = m.tie_word_embeddings
+    rope = _rope(m, family) if family.positions == "rotary" else None
+    window = m.sliding_window or (family.defaults["sliding_window"] if family.local_theta else None)
+    values = {**family.defaults, "sliding_window": window, "use_sliding_window": True}
     config = GPTConfig(
         vocab_size=m.vocab_size or padded,
         n_positions=m.max_position_embeddings,
@@ -41,7 +45,9 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
         layer_norm_epsilon=m.rms_norm_eps or family.epsilon,
         architecture=family,
         kv_heads=(groups,) * m.num_layers if family.has_head_dim else (),
-        rope=_rope(m) if family.positions == "rotary" else None,
+        biases=tuple(key for key in family.biases if family.defaults.get(key)),
+        rope=rope,
+        attention=tuple(attention_kinds(values, family, m.num_layers, rope, "Model")),
         tie_word_embeddings=family.ties if tie is None else tie,
     )
     if config.rope is not None and config.rope.n_rotated(config.head_dim) % 2:
@@ -53,12 +59,14 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
     return config
 
 
-def _rope(settings: ModelSettings) -> Rope:
+def _rope(settings: ModelSettings, family: Architecture) -> Rope:
     given = {
         "rope_theta": settings.rope_theta,
         "partial_rotary_factor": settings.partial_rotary_factor,
     }
-    found = {key: value for key, value in given.items() if value is not None}
+    own = {family.rope_keys.get(key, key): value for key, value in family.defaults.items()}
+    found = {key: own.get(key) if x is None else x for key, x in given.items()}
+    found = {key: value for key, value in found.items() if value is not None}
     return read_rope({**found, **settings.rope_scaling}, "Model.rope_scaling")
 
 
@@ -68,6 +76,7 @@ def _require_own_settings(settings: ModelSettings, family: Architecture) -> None
         **dict.fromkeys(("num_key_value_heads", "head_dim"), not family.has_head_dim),
         **dict.fromkeys(OF_ROTARY, family.positions != "rotary"),
         "rms_norm_eps": family.norm != "rms_norm",
+        "sliding_window": family.layer_types is None,
         "tie_word_embeddings": settings.tie_word_embeddings
         not in (
             None,

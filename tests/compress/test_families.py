@@ -1,5 +1,6 @@
 """Pruning, quantization, sensitivity and evaluation of families other than GPT-2."""
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +11,19 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from lathe.compress.criteria import CRITERIA, importance
+from lathe.compress.gptq import gptq
+from lathe.compress.plan import make_plan
 from lathe.compress.prune import cut, prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.compress.widths import KeptUnits, by_rank, of_ranks, shrink
+from lathe.compress.smoothing import find_factors, fold
+from lathe.compress.widths import KeptUnits, by_rank, keep_layers, of_ranks, shrink
 from lathe.config.recipe import load_recipe
-from lathe.config.settings import PruneSettings, Recipe
+from lathe.config.settings import PruneSettings, QuantizationSettings, Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
+from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
@@ -35,6 +40,26 @@ SHAPE = (
     "Model.ffn_hidden_size=64",
     "Model.tie_word_embeddings=False",
 )
+
+
+COMPRESSED = {  # case -> changes
+    "qwen2 with a window": {},
+    "smollm3 with a window": {},
+    "gemma3": {"num_key_value_heads": 2},
+    "phi3": {},
+    "olmo2": {},
+    "starcoder2": {},
+    "gpt-neox": {},
+    "opt": {},
+}
+
+
+@pytest.fixture(params=COMPRESSED)
+def other(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokenizer) -> GPT:
+    """A model of another family: 4 query heads in 2 groups, or each with keys of its own, and 80
+    channels."""
+    made = make(request.param, **COMPRESSED[request.param])
+    return load_checkpoint(save(made, tmp_path / "hf", byte_tokenizer)).model
 
 
 @pytest.fixture
@@ -118,6 +143,66 @@ def test_what_is_gone_scores_lowest(model: GPT, criterion: str, unit: str) -> No
     elif gone:
         assert set(lowest[:2].tolist()) == set(gone)
     assert found.channels[1].argmin() == 5
+
+
+def test_shrunk_logits_equal_zeroed_ones_in_every_family(other: GPT) -> None:
+    groups = other.config.n_kv_head[0]
+    channels = torch.arange(0, 80, 2)
+    kept = KeptUnits(torch.arange(groups - 1), channels)
+    pruned = shrink(other, [kept] * 3).eval()
+    heads = list(range(4 - 4 // groups, 4))
+    with torch.inference_mode():
+        after = pruned(TOKENS)
+        for layer in range(3):
+            without(other, layer, heads, torch.arange(1, 80, 2))
+        before = other(TOKENS)
+    assert pruned.config.n_params == sum(p.numel() for p in pruned.parameters())
+    if other.config.architecture.norms_whole:  # fewer heads are normalized together
+        assert after.isfinite().all()
+        return
+    torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_keeps_its_kind_of_attention(other: GPT) -> None:
+    left = keep_layers(other, [1, 2]).eval()
+    assert left.config.kinds == other.config.kinds[1:]
+    with torch.inference_mode():
+        assert left(TOKENS).isfinite().all()
+
+
+def test_smoothing_and_gptq_leave_what_every_family_computes(other: GPT) -> None:
+    plain = copy.deepcopy(other)
+    settings = QuantizationSettings(weight_bits=4)
+    plan = make_plan(other.config, settings)
+    factors = find_factors(other, [TOKENS], plan.linears)
+    fold(other, factors)
+    with torch.no_grad():
+        expected = plain(TOKENS)
+        torch.testing.assert_close(other(TOKENS), expected, atol=1e-4, rtol=1e-4)
+        errors = []
+        for rounds in (False, True):
+            quantized = copy.deepcopy(plain)
+            fake_quant.insert(quantized, plan)
+            if rounds:
+                gptq(quantized, [TOKENS])
+            errors.append(float((quantized(TOKENS) - expected).square().mean()))
+    assert errors[1] < errors[0]
+
+
+def test_transformers_computes_what_is_pruned_in_every_family(
+    other: GPT, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """Layers and channels go; heads only where transformers' class allows for it."""
+    settings = PruneSettings(ratio=0.5, layers=1)
+    pruned = cut(other, settings, other.config, calibration=[TOKENS]).eval()
+    save_checkpoint(tmp_path / "own", pruned, byte_tokenizer, "prune", Recipe())
+    again = load_checkpoint(tmp_path / "own").model
+    with torch.inference_mode():
+        expected = pruned(TOKENS)
+        assert torch.equal(again(TOKENS), expected)
+        if pruned.config.is_uniform:
+            theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "own").eval()
+            torch.testing.assert_close(expected, theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_query_heads_go_by_their_rank_within_the_group(model: GPT) -> None:

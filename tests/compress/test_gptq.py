@@ -17,10 +17,11 @@ from lathe.compress.sensitivity.measure import Measure
 from lathe.config.recipe import load_recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
-from lathe.model.architecture import GPT2, LLAMA, QWEN3, Architecture
+from lathe.model.architecture import Architecture
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import FakeQuantLinear, fake_quantize_weight
+from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, WeightFormat
 from lathe.train.batches import EvalBatches

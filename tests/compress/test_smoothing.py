@@ -70,7 +70,7 @@ def test_what_is_rounded_errs_less(
     model = make(tmp_path, byte_tokenizer)
     with torch.no_grad():
         for block in model.blocks:  # channels that differ as a pretrained model's do
-            for norm, _ in block.halves:
+            for norm, *_ in block.halves:
                 norm.weight.mul_(
                     torch.logspace(-1.5, 1.5, len(norm.weight))[torch.randperm(len(norm.weight))]
                 )

@@ -16,13 +16,19 @@ from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT
 from lathe.model.quantization import Bits, LinearFormat, QuantizationPlan, WeightFormat
 
-VOCABULARY, POSITIONS = 300, 96
+VOCABULARY, POSITIONS, WINDOW = 300, 96, 11
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
     "original_max_position_embeddings": 24,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
@@ -50,6 +56,92 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
+    "qwen2, yarn": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "rope_parameters": YARN,
+    },
+    "llama, dynamic": {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0},
+    },
+    "mistral with a window": {
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "sliding_window": WINDOW,
+    },
+    "qwen2 with a window": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_key_value_heads": 2,
+        "no_rope_layer_interval": 2,
+        "pad_token_id": None,
+    },
+    "smollm3 with a window": {
+        "model_type": "smollm3",
+        "num_key_value_heads": 2,
+        "no_rope_layers": [0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "pad_token_id": None,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "pad_token_id": None,
+    },
+    "phi3": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "sliding_window": WINDOW,
+        "pad_token_id": None,
+    },
+    "phi4 mini": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        "hidden_size": 64,
+        "pad_token_id": None,
+    },
+    "phi4 mini, longrope": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "original_max_position_embeddings": POSITIONS,
+        "max_position_embeddings": 8 * POSITIONS,
+        "hidden_size": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 9.0],
+        },
+        "pad_token_id": None,
+    },
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None},
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "num_key_value_heads": 2,
+        "sliding_window": WINDOW,
+    },
+    "gpt-neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 64,
+        "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
+    },
+    "opt": {"model_type": "opt", "ffn_dim": 80, "pad_token_id": 1},
 }
 """What is special about the config of each."""
 
@@ -70,9 +162,10 @@ def make(case: str, **changes: Any) -> PreTrainedModel:
     }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    norm = 0.0 if model.config.model_type == "gemma3_text" else 1.0  # Gemma adds 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+            parameter.normal_(norm if "norm" in name else 0.0, 0.1)
     return model.eval()
 
 
@@ -93,6 +186,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, linear": ("mistral", {"rope_parameters": LINEAR}),
     "qwen2": ("qwen2", {"hidden_size": 64}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen2, yarn": ("qwen2, yarn", {}),
+    "qwen2 with a window": ("qwen2 with a window", {}),
+    "smollm3": ("smollm3 with a window", {}),
+    "gemma3": ("gemma3", {"head_dim": 16}),
+    "phi3": ("phi3", {}),
+    "phi4 mini": ("phi4 mini", {}),
+    "olmo2": ("olmo2", {"head_dim": 32}),
+    "starcoder2": ("starcoder2", {}),
+    "gpt-neox": ("gpt-neox", {}),
+    "opt": ("opt", {}),
 }
 
 

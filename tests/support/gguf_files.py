@@ -41,7 +41,7 @@ def write_gguf(
         more: further tensors.
     """
     config = model.config
-    family = "llama" if config.model_type == "mistral" else config.model_type
+    family = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, family)
     values = (
         _sizes(config, family) | (vocabulary(tokenizer, pre) if pre else {}) | dict(metadata or {})
@@ -58,9 +58,11 @@ def write_gguf(
         module, _, part = name.rpartition(".")
         if family == "gpt2" and array.ndim == 2 and ".h." in name:
             array = array.T
-        if family == "llama" and module.endswith(("q_proj", "k_proj")):
-            heads = array.shape[0] // config.head_dim
-            pairs = array.reshape(heads, 2, config.head_dim // 2, *array.shape[1:])
+        if family == "gemma3" and "norm" in name:
+            array = array + 1
+        if family in ("llama", "smollm3") and module.endswith(("q_proj", "k_proj")):
+            size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+            pairs = array.reshape(array.shape[0] // size, 2, size // 2, *array.shape[1:])
             array = pairs.swapaxes(1, 2).reshape(array.shape)
         tensors[f"{table.get_name(module)}.{part}"] = np.ascontiguousarray(array)
     for name, array in (tensors | dict(more or {})).items():
@@ -126,9 +128,18 @@ def _sizes(config: PretrainedConfig, family: str) -> dict[str, Any]:
         values |= {
             "feed_forward_length": config.intermediate_size,
             "attention.head_count_kv": config.num_key_value_heads,
-            "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         }
+        if family == "starcoder2":
+            values["attention.layer_norm_epsilon"] = config.norm_epsilon
+        else:
+            values["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+        rope = config.rope_parameters
+        values["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
+        if family in ("gemma3", "phi3", "starcoder2") and config.sliding_window:
+            values["attention.sliding_window"] = config.sliding_window
+        if "partial_rotary_factor" in rope:
+            size = config.hidden_size // config.num_attention_heads
+            values["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
         size = getattr(config, "head_dim", None)
         if size and size != config.hidden_size // config.num_attention_heads:
             values |= {"attention.key_length": size, "attention.value_length": size}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
@@ -56,7 +56,31 @@ TWO = {
 FOUR = {"mp2-pp2-sequence-parallel": (MP, PP, SP), "mp2-sharding2": (MP, SHARD, STAGE3)}
 
 
-@pytest.mark.parametrize("shape", [LLAMA, QWEN2, (*SHAPE, UNTIED)], ids=["llama", "qwen2", "qwen3"])
+WINDOW = "Model.sliding_window=9"
+OTHERS = {
+    "smollm3": (TIED, WINDOW),
+    "gemma3_text": (TIED, WINDOW, "Model.num_layers=6", "Model.rope_theta="),
+    "phi3": (UNTIED, WINDOW, "Model.partial_rotary_factor=0.5"),
+    "olmo2": (UNTIED,),
+    "starcoder2": (TIED, WINDOW),
+    "gpt_neox": (UNTIED, "Model.num_key_value_heads=", "Model.partial_rotary_factor=0.5"),
+    "opt": ("Model.num_key_value_heads=", "Model.rope_theta="),
+}
+
+
+def family(name: str) -> tuple[str, ...]:
+    return (*SHAPE, f"Model.architecture={name}", *OTHERS[name])
+
+
+TRAINED = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": (*SHAPE, UNTIED),
+    **{name: family(name) for name in OTHERS},
+}
+
+
+@pytest.mark.parametrize("shape", TRAINED.values(), ids=TRAINED)
 def test_twenty_steps_equal_a_loop_with_transformers(
     shape: tuple[str, ...], small_data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
@@ -64,7 +88,9 @@ def test_twenty_steps_equal_a_loop_with_transformers(
     model = new_model(model_config(recipe, 257), recipe.Model)
     model.initialize(0.02, recipe.Global.seed)
     save_checkpoint(tmp_path / "start", model, byte_tokenizer, "pretrain", Recipe())
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "start").train()
+    config = AutoConfig.from_pretrained(tmp_path / "start")
+    config.dropout = 0.0  # OPT's default is 0.1
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "start", config=config).train()
     batches = TrainBatches(recipe, TokenDataset.open(small_data), Batch(8, 8, 8, 1), 0)
     named = list(theirs.named_parameters())
     spared = [p for n, p in named if "norm" in n or n.endswith("bias")]

@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lathe.config.recipe import load_recipe
-from lathe.model.architecture import LLAMA
 from lathe.model.config import GPTConfig
+from lathe.model.families import LLAMA
 from lathe.model.gpt import GPT
 from lathe.model.rope import Rope
 from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops

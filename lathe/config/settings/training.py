@@ -96,10 +96,23 @@ class ModelSettings(Settings):
     keys are Hugging Face's.
     """
 
-    architecture: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = "gpt2"
-    """Family of the model, by Hugging Face's name. All but `gpt2` have rotary positions, RMSNorm
-    and a gated feed-forward layer; `qwen2` has biases on queries, keys and values, `qwen3` norms
-    of queries and keys."""
+    architecture: Literal[
+        "gpt2",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "gemma3_text",
+        "phi3",
+        "olmo2",
+        "starcoder2",
+        "gpt_neox",
+        "opt",
+    ] = "gpt2"
+    """Family of the model, by Hugging Face's name. Most have rotary positions, RMSNorm and a gated
+    feed-forward layer; `qwen2` has biases on queries, keys and values, `qwen3` norms of queries and
+    keys. The guide to model families lists what the others have."""
     vocab_size: Positive | None = 50304
     """Rows of the token embedding; null pads the data's vocabulary to a multiple of 128."""
     hidden_size: Positive = 1024
@@ -123,9 +136,13 @@ class ModelSettings(Settings):
     """Dropout probability on the attention weights during training."""
     max_position_embeddings: Positive = 1024
     """Longest sequence the model can take, in tokens."""
+    sliding_window: Positive | None = None
+    """Number of tokens that attention sees in the layers that have a window; null stands for 4096
+    in `gemma3_text`, and for all tokens in the others. Not for `gpt2`, `llama`,
+    `olmo2`, `gpt_neox` and `opt`."""
     rope_theta: Annotated[float, Field(gt=1, le=1e12)] | None = None
-    """Base of the frequencies of rotary positions; null stands for 10000. Not for `gpt2`, whose
-    positions are learned."""
+    """Base of the frequencies of rotary positions; null stands for the family's, which is 10000 in
+    most. Not for `gpt2` and `opt`, whose positions are learned."""
     rope_scaling: dict[str, str | float] = Field(default={})
     """How those frequencies are changed for longer texts, in Hugging Face's words:
     `{rope_type: linear, factor: 2}`, or `llama3` with `factor`, `low_freq_factor`,

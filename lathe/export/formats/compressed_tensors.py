@@ -139,10 +139,9 @@ def packed(values: Tensor, bits: int) -> Tensor:
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the folder in float32."""
     tensors = load_file(folder / FOLDER / "model.safetensors")
-    prefix = config.architecture.prefix
     for name, found in tensors.items():
         path, _, kind = name.rpartition(".")
-        own = path.removeprefix(prefix)
+        own = config.architecture.name_of(f"{path}.weight").removesuffix(".weight")
         if kind == "weight_packed":
             _, columns = tensors[f"{path}.weight_shape"].tolist()
             values = unpacked(found, WORD * found.shape[1] // columns)[:, :columns]

@@ -34,9 +34,9 @@ from torch import Tensor
 from lathe.data.gguf_tokenizer import metadata_of
 from lathe.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
-from lathe.model.architecture import LLAMA, MISTRAL
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.families import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from lathe.model.gguf import END_KEYS, ROPE_FACTORS, interleaved_rows, names_in_gguf
 from lathe.model.rotary import frequencies
 
@@ -56,7 +56,26 @@ def require(config: GPTConfig, folder: Path) -> None:
             f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF has no place for",
             "quantize its parent with Compress.Quantization.prefix=none",
         )
-    family = config.architecture
+    family, known = config.architecture, (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+    if family not in known:
+        raise UserError(
+            f"{folder}: is a {family.title} model, and GGUF files are written of "
+            f"{', '.join(x.title for x in known)} only",
+            "take gguf out of Export.formats",
+        )
+    if window := next((kind.window for kind in config.kinds if kind.window), None):
+        raise UserError(
+            f"{folder}: attention has a window of {window} tokens, which GGUF files of "
+            f"{family.title} have no place for",
+            "take gguf out of Export.formats",
+        )
+    scaling = config.rope.scaling if config.rope else None
+    if scaling is not None and scaling.rope_type not in ("linear", "llama3"):
+        raise UserError(
+            f"{folder}: rope_type is {scaling.rope_type}, and GGUF files are written of linear and "
+            "llama3 only",
+            "take gguf out of Export.formats",
+        )
     if not config.is_uniform and family not in (LLAMA, MISTRAL):
         raise UserError(
             f"{folder}: is a pruned {family.title} model, and llama.cpp has pruned widths for "

@@ -1,0 +1,58 @@
+"""GPT-2 and GPT-3: learned positions, LayerNorm, biases, one head that is the embedding."""
+
+from lathe.model.architecture import Architecture, Linear
+
+GPT2 = Architecture(
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    own_type="lathe-gpt",
+    own_class="LatheGPT",
+    title="GPT-2",
+    keys={
+        "vocab_size": "vocab_size",
+        "n_positions": "n_positions",
+        "n_ctx": "n_positions",
+        "n_embd": "n_embd",
+        "n_layer": "n_layer",
+        "n_head": "n_head",
+        "n_inner": "n_inner",
+        "activation_function": "",
+        "layer_norm_epsilon": "layer_norm_epsilon",
+    },
+    arithmetic={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "tie_word_embeddings": (True,),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    norm="layer_norm",
+    epsilon=1e-5,
+    activation="gelu_tanh",
+    prefix="transformer.",
+    not_weights=(".attn.bias", ".attn.masked_bias"),
+    transposed=True,
+    blocks="h",
+    linears=(
+        Linear("attn.c_attn", "heads", "column", "qkv", parts=("heads", "kv_heads", "kv_heads")),
+        Linear("attn.c_proj", "heads", "row", "out"),
+        Linear("mlp.c_fc", "channels", "column", "linear1", parts=("channels",)),
+        Linear("mlp.c_proj", "channels", "row", "linear2"),
+    ),
+    block_norms=("ln_1", "ln_2"),
+    final_norm="ln_f",
+    embeddings=("wte", "wpe"),
+    ties=True,
+    always_biased=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+    fleetx_names={
+        "wte": "embeddings.word_embeddings",
+        "wpe": "embeddings.position_embeddings",
+        "ln_f": "decoder.norm",
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "attn.c_attn": "self_attn.qkv_proj",
+        "attn.c_proj": "self_attn.out_proj",
+        "mlp.c_fc": "linear1",
+        "mlp.c_proj": "linear2",
+    },
+)

@@ -1,0 +1,18 @@
+"""Which layers have a window of attention where `config.json` does not list their kinds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lathe.model.architecture import FULL, SLIDING
+
+
+def every_layer(_: Mapping[str, Any], n_layer: int) -> list[str]:
+    """All have it."""
+    return [SLIDING] * n_layer
+
+
+def last_layers(values: Mapping[str, Any], n_layer: int) -> list[str]:
+    """Those from `max_window_layers` have it."""
+    return [
+        FULL if i < values.get("max_window_layers", n_layer) else SLIDING for i in range(n_layer)
+    ]
