@@ -77,7 +77,8 @@ class EngineSettings(Settings):
     eval_freq: Positive = 500
     """Updates between two validations; there is always one after the last update."""
     eval_iters: Positive = 10
-    """Validation batches of each evaluation, the same ones every time."""
+    """Batches of each validation, the same ones every time: so many times `global_batch_size`
+    sequences, whatever the micro-batch size, as in Megatron-LM."""
     compile: bool = False
     """Whether to compile the Transformer blocks with `torch.compile`; the Paddle engine never
     does."""
