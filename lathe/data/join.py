@@ -88,7 +88,6 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
         is_own = origin is not None and origin.model_dump() == trained_on(recipe, text)
         used = trained(recipe) if is_own else fingerprint(tokenizer)
 
-
         def encode(_: int) -> tuple[Tokenizer, Batches]:
             are_whole = text is spool
             return tokenizer, _tokens(shards) if are_whole else encoded(text, tokenizer, special)

@@ -149,8 +149,15 @@ def measure(
 
     seq_len = min(settings.max_seq_len, subject.config.n_positions)
     overlap = min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
-    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len))
-    protocol = {"max_seq_len": seq_len, "overlapping_eval": overlap, "dtype": settings.dtype}
+    rolling = settings.windows == "lm_eval"
+    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling)
+    protocol: dict[str, Any] = {
+        "max_seq_len": seq_len,
+        "overlapping_eval": overlap,
+        "dtype": settings.dtype,
+    }
+    if rolling:
+        protocol |= {"overlapping_eval": seq_len, "windows": settings.windows}
     if subject.simulates:
         log.info(
             "%s is quantized: %s simulates its rounding in float (fake quantization)",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lathe.artifacts.journal import Journal
 from lathe.errors import UserError
 from lathe.evaluate.score import Limits, Resumable, Scores, answer, ratio_stderr
-from lathe.evaluate.wikitext import BlockLoss, Text, windows
+from lathe.evaluate.wikitext import BlockLoss, Text, windows_of
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 
@@ -105,7 +105,7 @@ def compare_text(
             "a model beside a reference has to be a checkpoint that torch runs, or an export",
             "leave --reference out, or --endpoint",
         )
-    requests = windows(text.tokens, limits.max_length, limits.overlap)
+    requests = windows_of(text, limits)
     scorer = Resumable(Divergence(model, reference), journal, "divergence")
     answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
     ends = np.cumsum([block.tokens for block in blocks])[:-1]

@@ -96,11 +96,13 @@ class Limits:
         max_length: longest input, tokens.
         overlap: tokens by which the window over a text advances.
         token_budget: padded tokens per batch.
+        rolling: whether that window is lm-evaluation-harness's; `overlap` is ignored then.
     """
 
     max_length: int
     overlap: int
     token_budget: int
+    rolling: bool = False
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,7 @@ def test_one_large_document_is_cut_into_all_parts(
     assert max(map(len, pieces)) < 1.6 * characters / len(pieces)
 
 
-def test_a_document_without_a_break_is_cut_too(
-    tmp_path: Path, byte_tokenizer: Tokenizer
-) -> None:
+def test_a_document_without_a_break_is_cut_too(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     file = tmp_path / "corpus.jsonl"
     file.write_text(json.dumps({"text": "ab" * 10_000}) + "\n")
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))

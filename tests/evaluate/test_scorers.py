@@ -13,7 +13,7 @@ from lathe.evaluate import scorers
 from lathe.evaluate.lambada import ClozeExample, score_cloze
 from lathe.evaluate.open_model import open_model
 from lathe.evaluate.scorers import TorchScorer, onnx_scorer
-from lathe.evaluate.wikitext import token_losses
+from lathe.evaluate.wikitext import token_losses, windows
 from lathe.model.checkpoint import load_checkpoint
 from lathe.runtime.exported_model import pad
 from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
@@ -73,8 +73,8 @@ def test_a_float_file_scores_every_example_as_torch_does(
 def test_a_float_file_scores_every_token_as_torch_does(exported: Path, overlap: int) -> None:
     tokens = np.random.default_rng(1).integers(0, UNIFORM.vocab_size, 400).tolist()
     checkpoint = TorchScorer(load_checkpoint(exported / "checkpoint").model)
-    expected = token_losses(checkpoint, tokens, 64, overlap, token_budget=200)
-    losses = token_losses(onnx_scorer(exported), tokens, 64, overlap, token_budget=200)
+    expected = token_losses(checkpoint, windows(tokens, 64, overlap), 64, token_budget=200)
+    losses = token_losses(onnx_scorer(exported), windows(tokens, 64, overlap), 64, token_budget=200)
     np.testing.assert_allclose(losses, expected, atol=1e-4)
 
 

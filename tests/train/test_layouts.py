@@ -87,7 +87,12 @@ def test_a_pipeline_validates_on_fewer_samples_than_a_micro_batch(
     small_data: Path, tmp_path: Path
 ) -> None:
     """Of a small validation part; stages exchange whole micro-batches."""
-    few = (*BASE, "Global.global_batch_size=256", "Global.micro_batch_size=128", "Engine.max_steps=1")
+    few = (
+        *BASE,
+        "Global.global_batch_size=256",
+        "Global.micro_batch_size=128",
+        "Engine.max_steps=1",
+    )
     few += tuple(f"Data.{part}.dataset.split=990,10,0" for part in ("Train", "Eval"))
     pretrain(load_recipe("tiny", few), small_data, tmp_path / "alone")
     run_layouts(small_data, {tmp_path / "pp2": ("tiny", *few, PP)}, 2)

@@ -75,7 +75,7 @@ class EngineSettings(Settings):
     max_steps: NonNegative = 500000
     """Updates to train for; 0 leaves a pruned or quantized model as it is, without training. A run
     that was interrupted, or finished with `save_load.keep_final`, can be extended by a larger
-    number; the learning rate follows `Optimizer.lr.decay_steps`, which may change with it."""
+    number, with which the decay of the learning rate may become longer."""
     accumulate_steps: Positive | None = None
     """Micro-batches of one update; null computes `local_batch_size` / `micro_batch_size`."""
     logging_freq: Positive = 1
