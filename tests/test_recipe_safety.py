@@ -334,7 +334,8 @@ def test_an_empty_recipe_is_the_defaults(folder: Path, text: str) -> None:
 
 def test_a_plain_reference_is_the_other_keys_value(folder: Path) -> None:
     (folder / "file.yaml").write_text(
-        "Prepare: {source: 'data/${Global.seed}-${.text_key}', text_key: body, license: 'm\\\\${Global.seed}'}\n"
+        "Prepare: {source: 'data/${Global.seed}-${.text_key}', text_key: body, "
+        "license: 'm\\\\${Global.seed}'}\n"
         "Engine: {max_steps: '${Optimizer.lr.decay_steps}'}\n"
         "Optimizer: {lr: {decay_steps: 7}}\nGlobal: {seed: 5}\n"
         "Model: {num_layers: '${Engine[max_steps]}'}\n"

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from lathe import inputs
 from lathe.data.tokenizer import eos_id
 from lathe.errors import UserError
-from lathe.evaluate.score import Limits, Request, Scorer, answer, ratio_stderr
+from lathe.evaluate.intervals import ratio_stderr
+from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.runtime.prompt import bos_ids, encode_prompts
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20

@@ -18,8 +18,8 @@ from lathe.artifacts.kinds import (
 from lathe.artifacts.metadata import DeploymentMetadata
 from lathe.compress.sensitivity.page import section
 from lathe.compress.sensitivity.result import read_analysis
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.gate import GateResult
-from lathe.evaluate.results import read_metrics
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render

@@ -15,7 +15,7 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
-from lathe.evaluate.scorers import TorchScorer
+from lathe.evaluate.open_model import TorchScorer
 from lathe.evaluate.wikitext import (
     Text,
     detokenize,

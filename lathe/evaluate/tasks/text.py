@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.evaluate.measures import Perplexity
-from lathe.evaluate.score import Limits, Scorer
+from lathe.evaluate.comparison import Perplexity
+from lathe.evaluate.score_requests import Limits, Scorer
 from lathe.evaluate.tasks.task import Task
 from lathe.evaluate.wikitext import (
     BlockLoss,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from lathe.evaluate.measures import Check
+from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.pages.seal import is_sealed, seal
 from lathe.pages.style import LIGHT, Theme, draw

@@ -22,10 +22,10 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
+from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.reference import compare_text
-from lathe.evaluate.results import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score import Limits, Resumable, Scorer
+from lathe.evaluate.score_requests import Limits, Resumable, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
