@@ -29,8 +29,8 @@ from lathe.compress.sensitivity.result import RESULT
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.latency import measure
-from lathe.evaluate.results import read_metrics
 from lathe.export.export import export
 from lathe.model.folder import checkpoint_digest
 

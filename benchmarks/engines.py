@@ -23,8 +23,8 @@ from rich.table import Table
 from lathe import backends
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.latency import measure
-from lathe.evaluate.results import read_metrics
 
 ENGINES = ("torch", "paddle")
 

@@ -18,13 +18,13 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from lathe.evaluate.looks import confidence_at
-from lathe.evaluate.paired import (
+from lathe.evaluate.intervals import (
     Interval,
     accuracy_difference,
     of_documents,
     of_units,
 )
+from lathe.evaluate.looks import confidence_at
 from lathe.pages.style import LIGHT, Theme, draw
 
 Counts = NDArray[np.int64]

@@ -1,7 +1,7 @@
 r"""Training on one GPU in one command: speed, memory, float16, exact resume, compression.
 
     pip download --no-deps --dest build/wheels --python-version 3.12 --only-binary=:all: \
-        omegaconf pyyaml pydantic==2.14.3 pydantic-core==2.50.4 annotated-types \
+        pyyaml pydantic==2.14.3 pydantic-core==2.50.4 annotated-types \
         typing-inspection rich markdown-it-py mdurl pygments tenacity tensorboardX protobuf \
         packaging urllib3                            # 6 MB; pydantic's pair as in the lock file
 

@@ -48,7 +48,6 @@ LIBRARIES = {
     "jinja2": {"pages", "gateway"},
     "cyclonedx": {"report.cards"},
     "packageurl": {"report.cards"},
-    "omegaconf": {"config"},
     "tritonclient": {"serve", "gateway", "production"},
     "grpc": {"serve", "gateway", "production"},
     "httpx2": {"serve"},

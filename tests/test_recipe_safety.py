@@ -45,13 +45,17 @@ FILES = {
     "create": ("Model: '${oc.create:{a: 1}}'", "Model"),
     "a resolver of no name": ("Model: {num_layers: '${:3}'}", "Model.num_layers"),
     "an unknown resolver": ("Model: {num_layers: '${eval:3}'}", "${eval:...}"),
+    "a reference in a reference": ("Model: {num_layers: '${Model.${Global.x}}'}", "cannot be read"),
     "an open reference": ("Model: {num_layers: '${Model'}", "Model.num_layers"),
     "an empty reference": ("Model: {num_layers: '${}'}", "Model.num_layers"),
     "references in references": (f"Prepare: {{source: '{'${' * 900}a{'}' * 900}'}}", "source"),
     "a long text of references": (f"Prepare: {{source: '{'${a}' * 2000}'}}", "Prepare.source"),
     "a reference to itself": ("Model: {hidden_size: '${Model.hidden_size}'}", "Model.hidden_size"),
     "a reference to its group": ("Model: {hidden_size: '${Model}'}", "Model.hidden_size"),
-    "a circle": ("Model: {num_layers: '${Model.x}', x: '${Model.num_layers}'}", "circle"),
+    "a circle": (
+        "Model: {num_layers: '${Model.x}', x: '${Model.num_layers}'}",
+        "circular reference",
+    ),
     "a reference to nothing": ("Model: {num_layers: '${Model.layers}'}", "Model.layers"),
     "a reference into a value": ("Model: {num_layers: '${Engine.x.y}'}\nEngine: {x: 3}", "x.y"),
     "texts that double": (DOUBLED, "become more than"),
@@ -113,7 +117,7 @@ BYTES = {
 OVERRIDES = {
     "Prepare.source=${oc.env:LATHE_TEST_SECRET}": "Prepare.source",
     "Prepare={source: '${oc.env:HOME}'}": "Prepare.source",
-    "Model.hidden_size=${Model.hidden_size}": "circle",
+    "Model.hidden_size=${Model.hidden_size}": "circular reference",
     "Engine.max_steps=1:30": "Engine.max_steps",
     "Engine.max_steps=true": "Engine.max_steps",
     "Engine.max_steps=off": "Engine.max_steps",
@@ -330,7 +334,8 @@ def test_an_empty_recipe_is_the_defaults(folder: Path, text: str) -> None:
 
 def test_a_plain_reference_is_the_other_keys_value(folder: Path) -> None:
     (folder / "file.yaml").write_text(
-        "Prepare: {source: 'data/${Global.seed}-${.text_key}', text_key: body}\n"
+        "Prepare: {source: 'data/${Global.seed}-${.text_key}', text_key: body, "
+        "license: 'm\\\\${Global.seed}'}\n"
         "Engine: {max_steps: '${Optimizer.lr.decay_steps}'}\n"
         "Optimizer: {lr: {decay_steps: 7}}\nGlobal: {seed: 5}\n"
         "Model: {num_layers: '${Engine[max_steps]}'}\n"
@@ -338,6 +343,7 @@ def test_a_plain_reference_is_the_other_keys_value(folder: Path) -> None:
     )
     recipe = load_recipe("file.yaml", ["Optimizer.lr.decay_steps=9"])
     assert recipe.Prepare.source == "data/5-body"
+    assert recipe.Prepare.license == "m\\5"
     assert recipe.Engine.max_steps == recipe.Model.num_layers == 9
     assert recipe.Offline_Eval.eval_path == "a${b}"
 

@@ -44,7 +44,7 @@ def release(
     from components.artifacts import local, record
     from components.stage import stage
     from lathe.artifacts.remote import input_path
-    from lathe.production.succeed import succeed
+    from lathe.production.challenge import succeed
 
     with stage(recipe, [*overrides, f"Production.releases={production}"], restarts=0) as settings:
         *folders, passed, checkpoint = local(deployed, evaluation, data, gate, model)

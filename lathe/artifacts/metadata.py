@@ -139,6 +139,7 @@ class ShardMetadata(Metadata):
     Attributes:
         corpus_sha256: of the names and sizes of the corpus's files.
         tokenizer_sha256: of the tokenizer.
+        special_tokens_in_text: whether their names in a document are these tokens.
         text_sha256: of the shard's own documents.
         blocks: file, block and documents of each block, in the order of the corpus.
     """
@@ -149,6 +150,7 @@ class ShardMetadata(Metadata):
     corpus_sha256: Sha256
     text_key: str
     tokenizer_sha256: Sha256
+    special_tokens_in_text: bool = True
     trained_on: TrainedOn | None
     text_sha256: Sha256
     documents: Count

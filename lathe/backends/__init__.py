@@ -14,7 +14,7 @@ from lathe.config.settings import Recipe
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure import EvalResult, GivenTask
+    from lathe.evaluate.measure_model import EvalResult, GivenTask
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 

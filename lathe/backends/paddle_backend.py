@@ -17,7 +17,7 @@ from lathe.storage import claim_output_folder
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure import EvalResult, GivenTask
+    from lathe.evaluate.measure_model import EvalResult, GivenTask
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -83,8 +83,8 @@ def evaluate(
             "the Paddle engine measures no model beside a reference",
             "set -o Compress.engine=torch",
         )
-    from lathe.evaluate.measure import read_result
-    from lathe.evaluate.results import read_metrics
+    from lathe.evaluate.evaluation_folder import read_metrics
+    from lathe.evaluate.measure_model import read_result
 
     claim_output_folder(output, EVALUATION, model, data, cloze, text, *(path for _, path in tasks))
     given = {"--data": data, "--cloze": cloze, "--text": text}

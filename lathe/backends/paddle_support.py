@@ -5,7 +5,7 @@ from typing import Any
 
 from lathe.config.settings import PruneSettings, Recipe
 from lathe.errors import UserError
-from lathe.evaluate.measure import require_float32
+from lathe.evaluate.measure_model import require_float32
 
 CRITERIA = ("l1_norm", "l2_norm")
 STATIC = "PaddleSlim quantizes the weight and the input of a linear together, with static scales"

@@ -1,11 +1,66 @@
-"""The Typer application that every group of verbs adds to."""
+"""The Typer application that every group of verbs adds to, and what it says of an input that a verb
+lacks."""
 
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from lathe.cli.missing import Verbs
-from lathe.cli.options import upload_outputs
+from lathe.cli.options import RUN, upload_outputs
+from lathe.errors import UserError
+
+WRITERS = {
+    RUN / "data": ("lathe prepare", "prepare/data"),
+    RUN / "dense": ("lathe pretrain", "pretrain/model"),
+    RUN / "pruned": ("lathe prune", "prune/pruned"),
+    RUN / "int8": ("lathe quantize", "quantize/quantized"),
+    RUN / "int8-onnx": ("lathe export", "export-int8/exported"),
+    RUN / "dense-eval": ("lathe evaluate run/dense", "evaluate-dense/evaluation"),
+    RUN / "int8-eval": ("lathe evaluate", "evaluate-int8/evaluation"),
+    RUN / "deploy": ("lathe deploy", "rehearse/deployed"),
+    RUN / "deployed": ("make run", "rehearse/deployed"),
+}
+"""The inputs that verbs take by default: the command that writes each, and the output of a pipeline
+run's step that is of the same kind."""
+
+
+class Verbs(TyperGroup):
+    """The verbs; one that lacks an input ends with a UserError that says how to get it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            if (told := _with_writer(error)) is None:
+                raise
+            raise told from None
+        except typer.BadParameter as error:
+            if error.message or error.param is None or error.ctx is None:
+                raise  # a wrong value; a missing one has no message of its own
+            raise _needs(error.ctx, error.param) from None
+
+
+def _with_writer(error: UserError) -> UserError | None:
+    """The same error with the command that writes the folder; None unless it is about a default
+    input that does not exist."""
+    path = Path(error.what.partition(": ")[0])
+    if path not in WRITERS or path.exists():
+        return None
+    command, output = WRITERS[path]
+    hint = f"make it with `{command}`, or {error.hint}"
+    if found := sorted(RUN.glob(f"*/*/{output}"), key=lambda made: made.stat().st_mtime):
+        hint += f", such as {found[-1]}"
+    return UserError(f"{path}: no such folder", hint)
+
+
+def _needs(ctx: Any, param: Any) -> UserError:
+    is_option = param.param_type_name == "option"
+    name = param.opts[0] if is_option else param.metavar or param.name.upper()
+    example = ctx.command.epilog.removeprefix("Example: ")
+    return UserError(f"{ctx.command_path} needs {name}: {param.help}", f"as in: {example}")
+
 
 app = typer.Typer(
     cls=Verbs,

@@ -1,25 +1,26 @@
-"""`${Group.key}` in a recipe: the value of another key, and nothing else.
+r"""`${Group.key}` in a recipe: the value of another key, and nothing else.
 
-OmegaConf's grammar reads it. OmegaConf's resolvers are refused: what `${oc.env:NAME}` finds may be
-a secret, and a recipe is printed and written into artifacts.
+The syntax is OmegaConf's: `${.key}` counts from the group that the text is in, `${Group[key]}` is
+`${Group.key}`, and `\${` stands for the characters themselves. Its resolvers are refused: what
+`${oc.env:NAME}` finds may be a secret, and a recipe is printed and written into artifacts.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from omegaconf.errors import OmegaConfBaseException
-from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
-from omegaconf.grammar_parser import parse
-from omegaconf.grammar_visitor import GrammarVisitor
 
 from lathe.config.text import MOST_VALUES
 from lathe.errors import UserError, printable
 
 MOST_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
-MOST_REFERENCES = 64  # in a text; the grammar takes seconds for hundreds
 MOST_STEPS = 16  # from a reference to a value
 
 Path = tuple[str, ...]
+
+# Backslashes, and a whole reference: dots that count groups upwards, and a key. Without the key it
+# is none, unless an odd number of backslashes makes it text.
+_REFERENCE = re.compile(r"(\\*)\$\{(?: *(\.*)([\w-]+(?:\.[\w-]+|\[[\w-]+\])*) *\})?")
+_RESOLVER = re.compile(r"\$\{ *([\w.]*) *:")
 
 
 def check_references(values: Mapping[str, Any], origins: Mapping[str, str], source: str) -> None:
@@ -32,14 +33,33 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
         UserError: a resolver, at any depth, or a reference that cannot be read.
     """
     for path, text in _texts(values):
-        where = f"{place(path, origins, source)}: {_dotted(path)}"
-        _parsed(text, where)
+        where = f"{place(path, origins, source)}: {'.'.join(path)}"
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(
+                f"{where}: a text of more than {MOST_CHARACTERS} characters with ${{...}}",
+                "write the value itself",
+            )
+        for found in _REFERENCE.finditer(text):
+            if found[3] is None and len(found[1]) % 2 == 0:
+                raise _unreadable(text[found.start() :], where)
+
+
+def _unreadable(text: str, where: str) -> UserError:
+    if resolver := _RESOLVER.search(text):
+        return UserError(
+            f"{where}: ${{{printable(resolver[1])}:...}} is not looked up in a recipe",
+            "write the value itself; ${Group.key} takes it from another key of the recipe",
+        )
+    return UserError(
+        f"{where}: a ${{...}} that cannot be read",
+        r"write ${Group.key} for the value of another key, or \${ for these characters",
+    )
 
 
 def resolve_references(
     values: dict[str, Any], origins: Mapping[str, str], source: str
 ) -> dict[str, Any]:
-    """The same values with every reference replaced by what it names; see `check_references`.
+    """The same values with every reference replaced by what it names, after `check_references`.
 
     Raises:
         UserError: a reference to no key, to itself, or to more than a recipe can hold.
@@ -62,7 +82,7 @@ class _References:
     def resolved(self, value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
         self.spent += 1
         if self.spent > MOST_VALUES:
-            raise self._mistake(chain, f"become more than {MOST_VALUES} values")
+            raise self._mistake(chain, f"its references become more than {MOST_VALUES} values")
         if isinstance(value, dict):
             return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
         if isinstance(value, list):
@@ -74,21 +94,27 @@ class _References:
         """What a text with references becomes; the value itself where it is nothing else."""
         chain = (*chain, path)
         if path in chain[:-1]:
-            raise self._mistake(chain, "go in a circle")
+            raise self._mistake(chain, f"circular reference: {' -> '.join(map('.'.join, chain))}")
         if len(chain) > MOST_STEPS:
-            raise self._mistake(chain, f"lead to others over more than {MOST_STEPS} steps")
+            raise self._mistake(chain, f"its references take more than {MOST_STEPS} steps")
 
-        def look_up(key: Any, _: object) -> Any:
-            outer = path[: max(0, len(path) - key.relative_dots)] if key.relative_dots else ()
-            return self._value_at((*outer, *key.parts), chain)
+        def look_up(found: re.Match[str]) -> Any:
+            dots, key = len(found[2]), tuple(re.findall(r"[\w-]+", found[3]))
+            return self._value_at((*path[: max(0, len(path) - dots)], *key) if dots else key, chain)
 
-        where = f"{place(chain[0], self.origins, self.source)}: {_dotted(chain[0])}"
-        try:
-            text = GrammarVisitor(look_up, None, None).visit(_parsed(value, where))
-        except OmegaConfBaseException:
-            raise self._mistake(chain, "name a key by something that is no name") from None
-        if isinstance(text, str) and len(text) > MOST_CHARACTERS:
-            raise self._mistake(chain, f"become more than {MOST_CHARACTERS} characters")
+        def substitute(found: re.Match[str]) -> str:
+            backslashes, is_escaped = divmod(len(found[1]), 2)
+            reference = found[0][len(found[1]) :]
+            return "\\" * backslashes + (reference if is_escaped else str(look_up(found)))
+
+        whole = _REFERENCE.fullmatch(value)
+        if whole and not whole[1]:
+            return look_up(whole)
+        text = _REFERENCE.sub(substitute, value)
+        if len(text) > MOST_CHARACTERS:
+            raise self._mistake(
+                chain, f"its references become more than {MOST_CHARACTERS} characters"
+            )
         return text
 
     def _value_at(self, path: Path, chain: tuple[Path, ...]) -> Any:
@@ -100,70 +126,32 @@ class _References:
                 found = found[int(part)] if isinstance(found, list) else found[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise self._mistake(
-                    chain, f"name {printable(_dotted(path))}, which is not there"
+                    chain, f"it refers to {printable('.'.join(path))}, which is not there"
                 ) from None
         return self.resolved(found, path, chain)
 
     def _mistake(self, chain: tuple[Path, ...], what: str) -> UserError:
         first = chain[0] if chain else ()
         return UserError(
-            f"{place(first, self.origins, self.source)}: {_dotted(first)}: its references ${{...}} "
-            f"{what}",
-            "mend the ${...}: it names another key of the recipe",
+            f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
+            "correct the ${...}: it names another key of the recipe",
         )
 
 
 def place(path: Path, origins: Mapping[str, str], source: str) -> str:
     """Where a key, or else the nearest group that it is in, was set."""
-    prefixes = (_dotted(path[:n]) for n in range(len(path), 0, -1))
+    prefixes = (".".join(path[:n]) for n in range(len(path), 0, -1))
     return next((origins[prefix] for prefix in prefixes if prefix in origins), source)
 
 
 def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _texts(inner, (*path, key))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _texts(inner, (*path, str(index)))
-    elif _has_reference(value):
-        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if isinstance(inner, dict | list):
+            yield from _texts(inner, (*path, str(key)))
+        elif _has_reference(inner):
+            yield (*path, str(key)), inner
 
 
 def _has_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
-
-
-def _parsed(text: str, where: str) -> Any:
-    if len(text) > MOST_CHARACTERS or text.count("${") > MOST_REFERENCES:
-        raise UserError(
-            f"{where}: a text of more than {MOST_CHARACTERS} characters with ${{...}}, or of more "
-            f"than {MOST_REFERENCES} of them",
-            "write the value itself",
-        )
-    try:
-        tree = parse(text)
-        resolver = _resolver(tree)
-    except (OmegaConfBaseException, RecursionError):
-        raise UserError(
-            f"{where}: a ${{...}} that cannot be read",
-            r"write ${Group.key} for the value of another key, or \${ for these characters",
-        ) from None
-    if resolver is not None:
-        raise UserError(
-            f"{where}: ${{{printable(resolver)}:...}} is not looked up in a recipe",
-            "write the value itself; ${Group.key} takes it from another key of the recipe",
-        )
-    return tree
-
-
-def _resolver(tree: Any) -> str | None:
-    """Name of the first resolver in a parsed text, at any depth."""
-    if isinstance(tree, OmegaConfGrammarParser.InterpolationResolverContext):
-        return str(tree.getChild(1).getText())
-    children = (tree.getChild(n) for n in range(tree.getChildCount()))
-    return next((name for name in map(_resolver, children) if name is not None), None)
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(path)

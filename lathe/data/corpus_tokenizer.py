@@ -15,7 +15,7 @@ from lathe.data.newest import NEWEST, resolve
 from lathe.data.samples import split_boundaries
 from lathe.data.shard import MOST, Shard
 from lathe.data.sources import documents, named, opened
-from lathe.data.spool import Spool, line
+from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenizer import (
     FILES,
     load_tokenizer,
@@ -67,6 +67,7 @@ def make_tokenizer(
         if used is None:
             lines = map(line, documents(source, settings.text_key))
             spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
+            spool = with_validation(spool, split)
             training = split_boundaries(split, spool.documents)[1]
             used = train_tokenizer(islice(spool, training), settings.vocab_size)
             metadata["trained_on"] = trained_on(recipe, spool)

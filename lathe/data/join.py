@@ -16,8 +16,8 @@ from lathe.data.ids import check_ids
 from lathe.data.megatron import TokenArrays, read_megatron
 from lathe.data.prepare import PreparedData, Text, trained, write_data_set
 from lathe.data.sources import no_text
-from lathe.data.spool import Spool, read_lines
-from lathe.data.tokenize import HINT, Batches
+from lathe.data.spool import Spool, read_lines, with_validation
+from lathe.data.tokenize import HINT, Batches, encoded
 from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.provenance.step import attested
@@ -29,6 +29,7 @@ SAME = {
     "corpus_sha256": "state of the corpus: its files have other names or sizes",
     "text_key": "Prepare.text_key",
     "tokenizer_sha256": "tokenizer",
+    "special_tokens_in_text": "Prepare.special_tokens_in_text",
     "trained_on": "training of the tokenizer",
 }
 """What shards of one corpus have in common, by key of their metadata."""
@@ -66,6 +67,13 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     _require_same(shards)
     _require_each_once(shards)
     first = shards[0].metadata
+    special = recipe.Prepare.special_tokens_in_text
+    if first.special_tokens_in_text != special:
+        raise UserError(
+            f"{shards[0].folder}: was tokenized with Prepare.special_tokens_in_text="
+            f"{first.special_tokens_in_text}, now {special}",
+            HINT,
+        )
     documents = sum(shard.metadata.documents for shard in shards)
     if not documents:
         raise no_text(first.source)
@@ -75,11 +83,16 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
         if spool.documents != documents:
             counted = f"{spool.documents:,} documents, not {documents:,} as counted"
             raise UserError(f"{len(shards)} shards: {counted}", HINT)
+        text = with_validation(spool, recipe.Data.Train.dataset.split)
         origin = first.trained_on
-        is_own = origin is not None and origin.model_dump() == trained_on(recipe, spool)
+        is_own = origin is not None and origin.model_dump() == trained_on(recipe, text)
         used = trained(recipe) if is_own else fingerprint(tokenizer)
-        text = Text(first.source, spool, used, "join")
-        return write_data_set(work, output, recipe, text, lambda _: (tokenizer, _tokens(shards)))
+
+        def encode(_: int) -> tuple[Tokenizer, Batches]:
+            are_whole = text is spool
+            return tokenizer, _tokens(shards) if are_whole else encoded(text, tokenizer, special)
+
+        return write_data_set(work, output, recipe, Text(first.source, text, used, "join"), encode)
 
 
 def _open(folder: Path) -> _Opened:

@@ -18,7 +18,7 @@ from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.newest import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sources import documents, named
-from lathe.data.spool import Spool, line
+from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenize import Batches, encoded, use_threads, write_tokens
 from lathe.data.tokenizer import (
     eos_id,
@@ -97,10 +97,11 @@ def prepare(
     with atomic_folder(output, DATA) as work:
         lines = map(line, documents(source, settings.text_key))
         spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
+        spool = with_validation(spool, recipe.Data.Train.dataset.split)
 
         def encode(training: int) -> tuple[Tokenizer, Batches]:
             used = given or train_tokenizer(islice(spool, training), settings.vocab_size)
-            return used, encoded(spool, used)
+            return used, encoded(spool, used, settings.special_tokens_in_text)
 
         origin = fingerprint(given) if given else trained(recipe)
         text = Text(named(source), spool, origin, "tokenize")
@@ -122,6 +123,7 @@ def write_data_set(
         "text_sha256": spool.sha256,
         "format": settings.format,
         "tokenizer": text.tokenizer,
+        "special_tokens_in_text": settings.special_tokens_in_text,
         "split": list(dataset.split),
         "cloze_examples": settings.cloze_examples,
         "heldout_characters": settings.heldout_characters,

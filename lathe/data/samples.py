@@ -29,11 +29,7 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
     `n` is subtracted from every boundary but the first, down to 0 (Megatron allows negative ones).
     Warns with the counts if a requested part is empty.
     """
-    boundaries = [0]
-    for share in split:
-        boundaries.append(boundaries[-1] + round(share / sum(split) * n))
-    overshoot = boundaries[-1] - n
-    boundaries = [0, *(max(0, boundary - overshoot) for boundary in boundaries[1:])]
+    boundaries = _boundaries(split, n)
     counts = np.diff(boundaries)
     if any(share > 0 and count == 0 for share, count in zip(split, counts, strict=True)):
         log.warning(
@@ -43,6 +39,20 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
             ", ".join(f"{count} {part}" for part, count in zip(PARTS, counts, strict=True)),
         )
     return boundaries
+
+
+def lacks_validation(split: Sequence[float], n: int) -> bool:
+    """Whether a validation part is asked for of so few documents that it has none."""
+    _, first, end, _ = _boundaries(split, n)
+    return split[1] > 0 and first == end
+
+
+def _boundaries(split: Sequence[float], n: int) -> list[int]:
+    boundaries = [0]
+    for share in split:
+        boundaries.append(boundaries[-1] + round(share / sum(split) * n))
+    overshoot = boundaries[-1] - n
+    return [0, *(max(0, boundary - overshoot) for boundary in boundaries[1:])]
 
 
 def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None:

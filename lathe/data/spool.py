@@ -3,13 +3,20 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import zstandard
 
+from lathe.data.samples import lacks_validation
 from lathe.progress import bar
 
+log = logging.getLogger("lathe")
+
+PIECE_CHARACTERS = 256
+"""Shortest pieces that a document is cut into."""
 LEVEL = 1
 """Of compression: it costs less time than the disk saves."""
 
@@ -42,6 +49,45 @@ class Spool:
 
     def __iter__(self) -> Iterator[str]:
         return map(json.loads, read_lines(self.path))
+
+
+def with_validation(spool: Spool, split: Sequence[float]) -> Spool:
+    """The spool, or where its few documents leave no validation part, one of their pieces.
+
+    Documents are cut into equal pieces, at the end of a line or a word, as many as give every part
+    of the split its share; where the text is too short for that, at least a validation part.
+    """
+    if not lacks_validation(split, spool.documents):
+        return spool
+    characters = sum(map(len, spool))
+    for shares in (split, split[:2]):
+        pieces = math.ceil(sum(shares) / min(share for share in shares if share > 0))
+        if characters >= pieces * PIECE_CHARACTERS:
+            size = characters / pieces
+            break
+    else:
+        return spool
+    lines = (line(piece) for text in spool for piece in _pieces(text, round(len(text) / size)))
+    cut = Spool(spool.path.with_name("pieces"), lines, "cut large documents")
+    log.warning(
+        "%d large document(s) cut into %d pieces, for split %s leaves no validation part otherwise",
+        *(spool.documents, cut.documents, ",".join(f"{share:g}" for share in split)),
+    )
+    return cut
+
+
+def _pieces(text: str, count: int) -> Iterator[str]:
+    """Cut a text into about `count` stripped pieces, within the last quarter of each."""
+    begin = 0
+    for i in range(1, count + 1):
+        end = len(text) * i // count
+        earliest = end - len(text) // count // 4
+        if i < count:
+            breaks = (text.rfind(mark, earliest, end) + 1 for mark in ("\n", " "))
+            end = next((found for found in breaks if found), end)
+        if piece := text[begin:end].strip():
+            yield piece
+        begin = end
 
 
 def line(text: str) -> bytes:

@@ -22,6 +22,7 @@ from lathe.data.shard import Shard
 from lathe.data.sources import Document, named, no_text, opened
 from lathe.data.spool import Spool, line
 from lathe.data.tokenizer import (
+    end_token,
     eos_id,
     fingerprint,
     load_tokenizer,
@@ -91,6 +92,7 @@ def tokenize(
     source = source_of(settings.source if source is None else source, Path(tokenizer))
     claim_apart(output, SHARD, source, tokenizer)
     used, origin = load_tokenizer(Path(tokenizer)), origin_of(Path(tokenizer))
+    special = settings.special_tokens_in_text
     use_threads(settings.num_workers)
     with atomic_folder(output, SHARD) as work, opened(source, shard.checked()) as corpus:
         if not any(file.size for file in corpus.files):
@@ -105,6 +107,7 @@ def tokenize(
             "corpus_sha256": corpus.digest,
             "text_key": settings.text_key,
             "tokenizer_sha256": fingerprint(used),
+            "special_tokens_in_text": special,
             "trained_on": origin.raw["trained_on"] if origin else None,
             "text_sha256": spool.sha256,
             "documents": spool.documents,
@@ -115,7 +118,7 @@ def tokenize(
             return _result(output, metadata | {"tokens": tokens}, reused=True)
         save_tokenizer(used, work / "tokenizer.json")
         with MegatronWriter(work / "tokens", vocab_size(used)) as writer:
-            write_tokens(writer, encoded(spool, used), spool.documents, "tokenize")
+            write_tokens(writer, encoded(spool, used, special), spool.documents, "tokenize")
         metadata["tokens"] = sum(writer.sizes)
         (work / SHARD.metadata_file).write_text(json.dumps(metadata) + "\n", encoding="utf-8")
     return _result(output, metadata, reused=False)
@@ -127,11 +130,23 @@ def use_threads(count: int) -> None:
         os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
-def encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Batches:
+def encoded(texts: Iterable[str], tokenizer: Tokenizer, special_in_text: bool) -> Batches:
     """Yield the token ids of documents in batches, each after what the tokenizer puts before a
-    text, and with end-of-text appended."""
-    bos, eos = bos_ids(tokenizer), eos_id(tokenizer)
+    text, and with end-of-text appended.
+
+    Args:
+        special_in_text: whether the names of special tokens in a document are these tokens.
+    """
+    bos, eos, end = bos_ids(tokenizer), eos_id(tokenizer), end_token(tokenizer)
+    tokenizer.encode_special_tokens = not special_in_text
     for batch in _batches(texts):
+        if end and not special_in_text and any(end in text for text in batch):
+            log.warning(
+                "a document contains %s: tokenized as ordinary text; "
+                "Prepare.special_tokens_in_text=true makes it the token",
+                end,
+            )
+            end = None
         encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         yield [[*bos, *encoding.ids, eos] for encoding in encodings]
 

@@ -18,12 +18,12 @@ from rich.table import Table
 from lathe.artifacts.kinds import VERDICT, read_json
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.comparison import Check, Verdict
+from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.lm_eval_pairs import pair_logged
 from lathe.evaluate.lm_eval_samples import is_logged
 from lathe.evaluate.looks import confidence_at, spend
-from lathe.evaluate.measures import Check, Verdict
-from lathe.evaluate.pairs import Pair, Pairing, pair_evaluations
-from lathe.evaluate.results import METRICS
+from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.shown import Shown, shown_figures
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe.provenance.step import attested

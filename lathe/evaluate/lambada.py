@@ -15,7 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
-from lathe.evaluate.score import Request, Scorer, answer, mean_stderr
+from lathe.evaluate.intervals import mean_stderr
+from lathe.evaluate.score_requests import Request, Scorer, answer
 from lathe.inputs import lines, open_file, parse_json, require_text
 from lathe.runtime.prompt import encode_pairs
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from lathe.errors import UserError
+from lathe.evaluate.comparison import Accuracy, MeanCost, MeanScore, Measure, Perplexity, Units
 from lathe.evaluate.lm_eval_samples import PARTS, Key, LoggedTask, read_logged
-from lathe.evaluate.means import MeanCost, MeanScore
-from lathe.evaluate.measures import Accuracy, Measure, Perplexity, Units
-from lathe.evaluate.pairs import Pair, Pairing
+from lathe.evaluate.paired_evaluations import Pair, Pairing
 from lathe.storage import digest
 
 HINT = "run lm_eval with the same tasks, filters and settings on both models"

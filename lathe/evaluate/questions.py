@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from lathe.artifacts.kinds import checked
 from lathe.errors import UserError
-from lathe.evaluate.score import Request
+from lathe.evaluate.score_requests import Request
 from lathe.inputs import lines, open_file, parse_json, require_text
 from lathe.runtime.prompt import encode_prompts
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from lathe.artifacts.journal import Journal
 from lathe.errors import UserError
-from lathe.evaluate.score import Limits, Resumable, Scores, answer, ratio_stderr
-from lathe.evaluate.wikitext import BlockLoss, Text, windows
+from lathe.evaluate.intervals import ratio_stderr
+from lathe.evaluate.score_requests import Limits, Resumable, Scores, Targets, answer
+from lathe.evaluate.wikitext import BlockLoss, Text, windows_of
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 
@@ -27,12 +28,7 @@ POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 class Distribution(Protocol):
     """A scorer that also gives logits: torch, or an ONNX file."""
 
-    def logits(
-        self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def logits(self, targets: Targets) -> NDArray[np.float32]:
         """Logits (n, V) of the token after each position; see `Scorer.score`."""
 
 
@@ -44,21 +40,18 @@ class Divergence:
     model: Distribution
     reference: Distribution
 
-    def score(
-        self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-        targets: NDArray[np.int64],
-    ) -> Scores:
+    def score(self, targets: Targets) -> Scores:
         """See `Scorer.score`."""
-        most = int(np.bincount(rows).max())
+        most = int(np.bincount(targets.rows).max())
         step = max(1, POSITIONS // most)  # whole rows, so that none is computed twice
         divergences, agreed = [], []
-        for start in range(0, len(tokens), step):
-            part = (rows >= start) & (rows < start + step)
-            place = tokens[start : start + step], rows[part] - start, columns[part]
-            ours, theirs = self.model.logits(*place), self.reference.logits(*place)
+        for start in range(0, len(targets.tokens), step):
+            part = (targets.rows >= start) & (targets.rows < start + step)
+            rows = targets.tokens[start : start + step]
+            place = Targets(
+                rows, *(x[part] for x in (targets.rows - start, targets.columns, targets.ids))
+            )
+            ours, theirs = self.model.logits(place), self.reference.logits(place)
             agreed.append(ours.argmax(1) == theirs.argmax(1))
             log_p, log_q = (
                 scipy.special.log_softmax(x.astype(np.float64), axis=1) for x in (theirs, ours)
@@ -105,7 +98,7 @@ def compare_text(
             "a model beside a reference has to be a checkpoint that torch runs, or an export",
             "leave --reference out, or --endpoint",
         )
-    requests = windows(text.tokens, limits.max_length, limits.overlap)
+    requests = windows_of(text, limits)
     scorer = Resumable(Divergence(model, reference), journal, "divergence")
     answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
     ends = np.cumsum([block.tokens for block in blocks])[:-1]

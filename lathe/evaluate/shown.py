@@ -8,9 +8,9 @@ the better signs of what compression has changed.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lathe.evaluate.measures import Accuracy, Units
-from lathe.evaluate.paired import Interval, of_units, share_interval
-from lathe.evaluate.pairs import Pair, Pairing
+from lathe.evaluate.comparison import Accuracy, Units
+from lathe.evaluate.intervals import Interval, of_units, share_interval
+from lathe.evaluate.paired_evaluations import Pair, Pairing
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,10 @@
 
 The whole file is one token stream, read in windows of `seq_len` inputs that advance by `overlap`
 tokens. After the first window, only the last `overlap` targets of each are scored, so that every
-token is scored once, and nearly all of them with a long context.
+token is scored once, and nearly all of them with a long context. What a tokenizer puts before a
+text, such as `<s>`, begins the text, and not the later windows.
+
+`Offline_Eval.windows: lm_eval` reads it as lm-evaluation-harness does: see `rolling_windows`.
 """
 
 import math
@@ -16,9 +19,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe import inputs
+from lathe.data.tokenizer import eos_id
 from lathe.errors import UserError
-from lathe.evaluate.score import Request, Scorer, answer, ratio_stderr
-from lathe.runtime.prompt import encode_prompts
+from lathe.evaluate.intervals import ratio_stderr
+from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
+from lathe.runtime.prompt import bos_ids, encode_prompts
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10
@@ -26,11 +31,26 @@ MIN_BLOCKS = 10
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenized text; `words` counts those of the original file, split at single spaces."""
+    """A tokenized text.
+
+    Attributes:
+        tokens: with what the tokenizer puts before a text.
+        words: of the original file, split at single spaces.
+        prefix: what comes before the first token where that is scored too: the token that the
+            tokenizer puts before a text, or else the one that ends a document.
+        begins_with_prefix: whether `tokens` begin with it.
+    """
 
     tokens: list[int]
     words: int
     detokenized: bool
+    prefix: int = 0
+    begins_with_prefix: bool = False
+
+    @property
+    def own(self) -> list[int]:
+        """The tokens without the prefix."""
+        return self.tokens[self.begins_with_prefix :]
 
 
 @dataclass(frozen=True)
@@ -88,7 +108,8 @@ def read_text(path: Path, tokenizer: Tokenizer) -> Text:
     tokens = encode_prompts(tokenizer, [text])[0]
     if words < 2 or len(tokens) < 2:
         raise UserError(f"{path}: {words} words, too short to score", "give a longer text")
-    return Text(tokens, words, tokenized_form)
+    bos = bos_ids(tokenizer)
+    return Text(tokens, words, tokenized_form, bos[0] if bos else eos_id(tokenizer), bool(bos))
 
 
 def detokenize(text: str) -> str:
@@ -119,17 +140,23 @@ def detokenize(text: str) -> str:
 
 
 def token_losses(
-    scorer: Scorer, tokens: Sequence[int], seq_len: int, overlap: int, token_budget: int
+    scorer: Scorer, requests: Sequence[Request], seq_len: int, token_budget: int
 ) -> NDArray[np.float64]:
-    """Negative log-likelihood of every token but the first, (len(tokens) - 1,) nats.
+    """Negative log-likelihood of every token that the windows score, in order, nats.
 
     Args:
         seq_len: inputs per window.
-        overlap: tokens by which windows advance; capped at `seq_len`.
         token_budget: tokens per batch.
     """
-    answers = answer(scorer, windows(tokens, seq_len, overlap), seq_len, token_budget, "perplexity")
+    answers = answer(scorer, requests, seq_len, token_budget, "perplexity")
     return -np.concatenate([found.log_likelihoods for found in answers])
+
+
+def windows_of(text: Text, limits: Limits) -> list[Request]:
+    """The windows over a text, by the rule that `Offline_Eval.windows` names."""
+    if limits.rolling:
+        return rolling_windows(text.own, text.prefix, limits.max_length)
+    return windows(text.tokens, limits.max_length, limits.overlap)
 
 
 def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
@@ -141,6 +168,22 @@ def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
         window = stream[start : start + seq_len + 1]
         known = seq_len - overlap if start else 0
         requests.append(Request(window, len(window) - 1 - known))
+    return requests
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Request]:
+    """The windows of lm-evaluation-harness's rolling log-likelihood.
+
+    They score `seq_len` tokens each, all of them and the first one too, which comes after `prefix`;
+    later windows begin with the token before them, and the last one with as many as fit.
+
+    Source: `lm_eval/utils.py::get_rolling_token_windows` with `context_len=1`.
+    """
+    stream, requests = np.asarray([prefix, *tokens], np.int64), []
+    for scored in range(0, len(tokens), seq_len):
+        end = min(scored + seq_len, len(tokens))
+        begin = max(0, end - seq_len)
+        requests.append(Request(stream[begin : end + 1], end - scored))
     return requests
 
 
@@ -162,7 +205,8 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
     n = counts.sum()
     stderr = ratio_stderr(sums, counts)
     loss = float(sums.sum() / n)
-    per_word = float(n / (text.words - 1))
+    # As the reference, which counts no word for the first token, unless that is scored.
+    per_word = float(n / (text.words - (n < len(text.own))))
     perplexity = math.exp(min(MAX_LOSS, loss))
     adjusted = math.exp(min(MAX_LOSS, loss * per_word))
     return PerplexityResult(

@@ -1,6 +1,6 @@
 """A check of the gate, and its verdict, in words."""
 
-from lathe.evaluate.measures import Check
+from lathe.evaluate.comparison import Check
 
 PAST = {"pass": "passed", "inconclusive": "not proven", "fail": "failed"}
 

@@ -8,12 +8,14 @@ below.
 
 import asyncio
 import logging
+import math
 import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
+from typing import Any
 
 from aiohttp import (
     ClientConnectorError,
@@ -24,6 +26,7 @@ from aiohttp import (
     DummyCookieJar,
     TCPConnector,
 )
+from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -31,12 +34,67 @@ from starlette.types import Message, Receive, Scope, Send
 from lathe.gateway.answers import Usage, event
 from lathe.gateway.endpoint import as_api_error, unless_left
 from lathe.gateway.errors import ApiError
-from lathe.gateway.kserve_requests import JSON_LENGTH, require_request
 from lathe.gateway.limits import Door
 from lathe.gateway.metrics import GatewayMetrics
 from lathe.gateway.suspects import Died, Suspects, Unavailable
 from lathe.gateway.web import REQUEST_ID as HEADER
 from lathe.runtime.protocol import REQUEST_ID
+
+JSON_LENGTH = "inference-header-content-length"
+"""The header that says how many bytes of the body are JSON; the rest are binary tensors."""
+
+MOST_FIELDS, MOST_TENSORS, MOST_SIZES = 256, 64, 16
+MOST = {"parameters": MOST_FIELDS, "inputs": MOST_TENSORS, "outputs": MOST_TENSORS}
+
+
+def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
+    """Check a request; returns its JSON.
+
+    Triton 2.51 trusts it: it parses recursively, and multiplies the sizes of a tensor without
+    looking for an overflow. Either can end the server.
+
+    Args:
+        json_length: value of the header JSON_LENGTH.
+
+    Raises:
+        ApiError: it is not a JSON object of few fields that is nested at most 200 deep (the limit
+            of pydantic's parser), or a tensor has more elements than the request has bytes.
+    """
+    text = body
+    if json_length is not None:
+        if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
+            raise ApiError(400, f"{JSON_LENGTH} is not a length within the body: {json_length:.99}")
+        text = body[: int(json_length)]
+    try:
+        given = from_json(text)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    _require_at_most(MOST_FIELDS, "fields", given)
+    for name, most in MOST.items():
+        _require_at_most(most, name, given.get(name))
+    tensors = given.get("inputs")
+    if isinstance(tensors, list):
+        for i, tensor in enumerate(tensors):
+            if isinstance(tensor, dict):
+                _require_shape(f"inputs[{i}].shape", tensor.get("shape"), len(body))
+    return given
+
+
+def _require_at_most(most: int, name: str, given: Any) -> None:
+    if isinstance(given, dict | list) and len(given) > most:
+        raise ApiError(400, f"more than {most} {name}", param=name)
+
+
+def _require_shape(name: str, shape: Any, most: int) -> None:
+    """Raise ApiError unless each size, and all of them multiplied, are at most so many."""
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ApiError(400, f"{name} is not a list of sizes", param=name)
+    _require_at_most(MOST_SIZES, name, shape)
+    if max(math.prod(shape), *shape, 0) > most:
+        raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
+
 
 log = logging.getLogger("lathe")
 

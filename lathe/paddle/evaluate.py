@@ -12,8 +12,8 @@ from paddle import Tensor
 from lathe.backends.paddle_support import require_supported
 from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.evaluate.measure import EvalResult, EvaluatedModel, GivenTask, measure
-from lathe.evaluate.score import Scores
+from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, GivenTask, measure
+from lathe.evaluate.score_requests import Scores, Targets
 from lathe.model.folder import WEIGHTS
 from lathe.paddle import fake_quant
 from lathe.paddle.checkpoint import load_checkpoint
@@ -95,25 +95,21 @@ def generate(
 
 
 class PaddleScorer:
-    """See `lathe.evaluate.score.Scorer`."""
+    """See `lathe.evaluate.score_requests.Scorer`."""
 
     def __init__(self, model: GPT) -> None:
         self.model = model
 
     @paddle.no_grad()
-    def score(
-        self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-        targets: NDArray[np.int64],
-    ) -> Scores:
-        hidden = self.model.hidden(paddle.to_tensor(tokens))  # (B, T, C)
-        where = paddle.to_tensor(np.stack([rows, columns], axis=1))
+    def score(self, targets: Targets) -> Scores:
+        hidden = self.model.hidden(paddle.to_tensor(targets.tokens))  # (B, T, C)
+        where = paddle.to_tensor(np.stack([targets.rows, targets.columns], axis=1))
         chosen = paddle.gather_nd(hidden, where)  # (n, C)
         parts = [
-            _of_targets(self.model.head(chosen[i : i + LOGIT_ROWS]), targets[i : i + LOGIT_ROWS])
-            for i in range(0, len(targets), LOGIT_ROWS)
+            _of_targets(
+                self.model.head(chosen[i : i + LOGIT_ROWS]), targets.ids[i : i + LOGIT_ROWS]
+            )
+            for i in range(0, len(targets.ids), LOGIT_ROWS)
         ]
         likelihoods, greedy = zip(*parts, strict=True)
         return np.concatenate(likelihoods), np.concatenate(greedy)

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import ModelSettings, Recipe
 from lathe.model.config import GPTConfig
-from lathe.model.folder import MARKER
 from lathe.model.lineage import origin_of
 from lathe.paddle.checkpoint import save_checkpoint
 from lathe.paddle.gpt import GPT
@@ -23,6 +22,7 @@ from lathe.train.result import (
     TrainResult,
     begin,
     claimed,
+    is_finished,
     read_result,
     remove_states,
     run_identity,
@@ -75,7 +75,7 @@ def run_training(
         identity = run_identity(recipe, inputs, data, workers.data_size)
         with claimed(output, identity, data, *sources) if workers.is_first else nullcontext():
             workers.barrier()
-            if workers.gather((output / MARKER).is_file())[0]:
+            if workers.gather(is_finished(output, identity))[0]:
                 log.info("%s is finished: nothing to do", output)
                 return _agreed(workers, output)
             work = make(workers)
@@ -104,7 +104,7 @@ def run_training(
                 }
                 parts = work.model, work.tokenizer, work.stage, recipe, origin, figures
                 save_checkpoint(output, *parts, weights)
-                remove_states(output)
+                remove_states(output, keep=recipe.Engine.save_load.keep_final)
             return _agreed(workers, output)
 
 

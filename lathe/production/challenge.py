@@ -1,4 +1,4 @@
-"""Decide whether a candidate may replace the model in production."""
+"""Decide whether a candidate may replace the model in production, and release it if it may."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import GateResult, gate
+from lathe.production.publish import Production, publish_release
 from lathe.production.release import releases_of
 from lathe.storage import atomic_file, claim_output_file
 
@@ -66,3 +67,36 @@ def challenge(
                 f"the model in production cannot be measured beside the candidate: {error.what}",
                 f"{error.hint}; its tokenizer is {tokenizer}",
             ) from error
+
+
+def succeed(
+    recipe: Recipe,
+    deployed: Path,
+    evaluation: Path,
+    data: Path | None,
+    cloze: Path | None,
+    verdict: Path,
+    gate: Path | None = None,
+    model: Path | None = None,
+) -> Production | None:
+    """Measure the live release as the candidate was, and publish the candidate if the gate passes
+    it; None where the live one stays.
+
+    Args:
+        deployed: output of `lathe deploy`.
+        evaluation: the candidate's evaluation folder.
+        data, cloze: what it was evaluated on.
+        verdict: JSON file to write, as `lathe.evaluate.gate` does.
+        gate: the verdict that let the candidate come this far.
+        model: the candidate's checkpoint.
+
+    Raises:
+        UserError, StageError: as `challenge` and `publish_release`.
+    """
+    result = challenge(recipe, evaluation, verdict, data, cloze)
+    for reason in result.reasons:
+        log.info("beside production: %s", reason)
+    if not result.passed:
+        log.info("not released: the live model stays")
+        return None
+    return publish_release(recipe, deployed, evaluation, gate, model)

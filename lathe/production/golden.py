@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from lathe.artifacts.kinds import read_json
 from lathe.errors import StageError, UserError
-from lathe.evaluate.results import read_metrics
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.inputs import first_mistake
 from lathe.production.rehearsal import ask, greedy
 from lathe.serve.client import Client

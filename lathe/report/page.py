@@ -16,14 +16,13 @@ from lathe.artifacts.kinds import (
     read_metadata,
 )
 from lathe.artifacts.metadata import DeploymentMetadata
-from lathe.compress.sensitivity.page import section
-from lathe.compress.sensitivity.result import read_analysis
+from lathe.compress.sensitivity.page import Achieved, section
+from lathe.compress.sensitivity.result import analysis_digest, read_analysis
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.gate import GateResult
-from lathe.evaluate.results import read_metrics
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.pages.html import Picture, picture, render
-from lathe.report.achieved import find_achieved
 from lathe.report.certificate import read_certificate
 from lathe.report.chain import chain_of
 from lathe.report.figures import Measure, comparison
@@ -218,3 +217,19 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
                 if digest and name not in ("model", "reference")
             ]
     return list(dict.fromkeys(found))
+
+
+def find_achieved(
+    sensitivity: Path, candidates: Sequence[Candidate], rows: Sequence[Row]
+) -> Achieved | None:
+    """The measured cost for the analysis in the folder `sensitivity`; None if the model that was
+    quantized by it, or its parent, is not among the candidates or was not evaluated on a text."""
+    digest = analysis_digest(sensitivity)
+    by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
+    for candidate, row in zip(candidates, rows, strict=True):
+        run = candidate.model / "run.json"
+        inputs = read_json(run, "train the model again") if run.is_file() else {}
+        parent = by_digest.get(inputs.get("model", ""))
+        if inputs.get("sensitivity") == digest and parent and parent.perplexity and row.perplexity:
+            return Achieved(row.name, parent.name, parent.perplexity, row.perplexity)
+    return None

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from lathe.artifacts.kinds import open_export
 from lathe.errors import UserError
-from lathe.evaluate.measures import Measure
-from lathe.evaluate.results import measured, read_metrics
+from lathe.evaluate.comparison import Measure
+from lathe.evaluate.evaluation_folder import measured, read_metrics
 from lathe.evaluate.tasks import SLOTS
 from lathe.model.config import read_config
 from lathe.model.folder import WEIGHTS

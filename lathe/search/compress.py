@@ -14,8 +14,8 @@ from lathe.compress.enabled import require_enabled
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
+from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.lambada import check_cloze
-from lathe.evaluate.results import METRICS
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import write_costs

@@ -7,9 +7,9 @@ from lathe.artifacts.kinds import PAGE as HTML
 from lathe.artifacts.kinds import SEARCH
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
-from lathe.evaluate.results import read_metrics
 from lathe.model.folder import require_checkpoint
 from lathe.search.design import Proposal
 from lathe.search.goal import Goal

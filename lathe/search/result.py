@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lathe.config.settings import GateSettings
 from lathe.errors import StageError
-from lathe.evaluate.results import read_metrics
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.wording import PAST
 from lathe.search.goal import Goal
 from lathe.search.page import pareto_page

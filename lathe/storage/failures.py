@@ -1,13 +1,11 @@
 """Failures of the network and the store: which are retried, and the messages for the user."""
 
 import errno
-import http.client
 import logging
 import os
 import re
 import socket
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -50,13 +48,7 @@ CURES = {
 """What to do about an error of S3 that has one cure."""
 CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-NETWORK_ERRORS = (
-    urllib.error.URLError,
-    http.client.HTTPException,
-    urllib3.exceptions.HTTPError,
-    ConnectionError,
-    TimeoutError,
-)
+NETWORK_ERRORS = (urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
 
 
 # A retry of these takes as long again; a name server can be as silent as a store.
@@ -86,9 +78,7 @@ class StoreError(ConnectionError):
 
 def status(error: BaseException | None) -> str:
     """HTTP status or S3 error code of the answer, empty without one."""
-    if isinstance(error, StoreError):
-        return error.code
-    return str(error.code) if isinstance(error, urllib.error.HTTPError) else ""
+    return error.code if isinstance(error, StoreError) else ""
 
 
 def _transient(error: BaseException) -> bool:

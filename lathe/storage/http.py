@@ -1,17 +1,20 @@
 """Download a file from a web server."""
 
 import shutil
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
+
+from urllib3 import BaseHTTPResponse
 
 from lathe.errors import UserError
-from lathe.storage.failures import retried, shown
+from lathe.storage.failures import StoreError, retried, shown
 from lathe.storage.files import atomic_file
-from lathe.storage.network import network_timeout, opener
+from lathe.storage.network import pool
 
-NO_HEAD = (403, 405, 501)
+MOST_REDIRECTS = 10
+NO_HEAD = ("403", "405", "501")
 """What servers answer that do not let a request ask for the headers alone."""
 
 
@@ -34,22 +37,12 @@ def fetch_http(uri: str, folder: Path) -> Path:
 
     Raises:
         UserError: `uri` is not an address.
-        URLError, ConnectionError: the server cannot be reached, refuses, or sends too few bytes.
+        StoreError, HTTPError: the server cannot be reached, refuses, or sends too few bytes.
     """
     _require_address(uri)
     target = folder / (PurePosixPath(urlsplit(uri).path).name or "download")
-    request = urllib.request.Request(uri, headers={"User-Agent": "lathe"})
-    with (
-        opener().open(request, timeout=network_timeout()) as response,
-        atomic_file(target) as work,
-    ):
-        with work.open("wb") as file:
-            shutil.copyfileobj(response, file)
-            received = file.tell()
-        announced = response.headers.get("Content-Length")
-        # http.client does not report a truncated body.
-        if announced and announced.isdecimal() and received < int(announced):
-            raise ConnectionError(f"{received} of {announced} bytes, then the connection closed")
+    with _answer("GET", uri) as response, atomic_file(target) as work, work.open("wb") as file:
+        shutil.copyfileobj(response, file)
     return target
 
 
@@ -60,21 +53,45 @@ def validator(uri: str) -> str | None:
 
     Raises:
         UserError: `uri` is not an address.
-        URLError, ConnectionError: the server cannot be reached, or there is nothing.
+        StoreError, HTTPError: the server cannot be reached, or there is nothing.
     """
     _require_address(uri)
-    request = urllib.request.Request(uri, headers={"User-Agent": "lathe"}, method="HEAD")
     try:
-        with opener().open(request, timeout=network_timeout()) as response:
+        with _answer("HEAD", uri) as response:
             headers = response.headers
-    except urllib.error.HTTPError as error:
+    except StoreError as error:
         if error.code in NO_HEAD:
             return None
         raise
     etag, length, time = (headers.get(k) for k in ("ETag", "Content-Length", "Last-Modified"))
     if etag and not etag.startswith("W/"):
-        return str(etag)
+        return etag
     return f"{length} bytes, {time}" if length and time else None
+
+
+@contextmanager
+def _answer(method: str, uri: str) -> Iterator[BaseHTTPResponse]:
+    """The answer, after redirects, whose body has yet to be read."""
+    for _ in range(MOST_REDIRECTS):
+        response = pool(1, address=uri).request(
+            *(method, uri),
+            headers={"User-Agent": "lathe"},
+            retries=False,
+            redirect=False,
+            preload_content=False,
+            decode_content=False,
+        )
+        with closing(response):
+            location = response.get_redirect_location()
+            if not location:
+                if response.status >= 300:
+                    raise StoreError(response.reason or "", str(response.status))
+                yield response
+                return
+        uri = urljoin(uri, location)
+        if urlsplit(uri).scheme not in ("http", "https") or not is_address(uri):
+            break
+    raise StoreError("redirected", str(response.status))
 
 
 def _require_address(uri: str) -> None:

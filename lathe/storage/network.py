@@ -9,7 +9,6 @@ import io
 import math
 import os
 import socket
-import ssl
 import time
 import urllib.request
 from typing import Any
@@ -181,48 +180,3 @@ def _proxy(address: str) -> str | None:
         return None
     proxy = urllib.request.getproxies().get(parts.scheme)
     return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
-
-
-class _HTTP(http.client.HTTPConnection):
-    response_class = _Response
-
-    def connect(self) -> None:
-        limit, self.timeout = self.timeout, min(CONNECT_SECONDS, self.timeout or CONNECT_SECONDS)
-        super().connect()
-        self.sock.settimeout(limit)
-
-
-class _HTTPS(http.client.HTTPSConnection):
-    response_class = _Response
-
-    def connect(self) -> None:
-        limit, self.timeout = self.timeout, min(CONNECT_SECONDS, self.timeout or CONNECT_SECONDS)
-        super().connect()
-        self.sock.settimeout(limit)
-
-
-class _OpenHTTP(urllib.request.HTTPHandler):
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HTTP, request)
-
-
-class _OpenHTTPS(urllib.request.HTTPSHandler):
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        context = ssl.create_default_context(cafile=authorities())
-        return self.do_open(_HTTPS, request, context=context)
-
-
-def opener() -> urllib.request.OpenerDirector:
-    """URL opener for web servers: uses the environment's proxies, follows no redirect to a file."""
-    made = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler,
-        urllib.request.UnknownHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPErrorProcessor,
-        _OpenHTTP,
-        _OpenHTTPS,
-    ):
-        made.add_handler(handler())
-    return made

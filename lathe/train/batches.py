@@ -77,14 +77,24 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """The same validation batches at every evaluation, divided among the workers.
+    """The same validation samples at every evaluation, in micro-batches that workers divide.
 
-    If there are enough samples for one full batch, all batches are full and the rest is dropped. A
-    part of a blend whose validation documents cannot fill one sequence is left out.
+    If there are enough samples for one full batch, all batches are full and the rest is dropped, so
+    that which samples are read depends on the batch size and not on how it is divided. A part of a
+    blend whose validation documents cannot fill one sequence is left out.
+
+    Args:
+        batch_size: sequences of a batch; `batches` of them are read.
+        micro: sequences read at once; whole batches unless given. It divides `batch_size`.
     """
 
     def __init__(
-        self, recipe: Recipe, data: TokenDataset, batch_size: int, batches: int, seed: int = 0
+        self,
+        recipe: Recipe,
+        data: TokenDataset,
+        batch_size: int,
+        batches: int,
+        micro: int | None = None,
     ) -> None:
         settings = recipe.Data.Eval.dataset
         seq_len, available, shares = settings.max_seq_len, 0, []
@@ -96,24 +106,24 @@ class EvalBatches:
                 shares.append(Share(weight, part, range(bounds[1], bounds[2])))
             elif len(data.parts) > 1:
                 log.warning("%s: too few validation documents, not validated on", part.folder)
-        self.batch_size = batch_size
+        self.micro = micro or batch_size
         self.count = min(available, batch_size * batches)
         if self.count >= batch_size:
             self.count -= self.count % batch_size
         self.samples: Samples | BlendedSamples | None = None
         if self.count:
-            self.samples = draw(shares, seq_len, self.count, seed)
+            self.samples = draw(shares, seq_len, self.count, seed=0)
 
     def __len__(self) -> int:
-        """Number of batches; 0 if the validation part cannot fill one sequence."""
-        return -(-self.count // self.batch_size)
+        """Number of micro-batches; 0 if the validation part cannot fill one sequence."""
+        return -(-self.count // self.micro)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Tokens (batch_size, T + 1), or fewer rows if there are no more."""
+        """Tokens (micro, T + 1), or fewer rows if there are no more."""
         if not 0 <= index < len(self) or self.samples is None:
             raise IndexError(index)
-        first = index * self.batch_size
-        return _stack(self.samples, range(first, min(first + self.batch_size, self.count)))
+        first = index * self.micro
+        return _stack(self.samples, range(first, min(first + self.micro, self.count)))
 
 
 def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[NDArray[np.int64]]:

@@ -93,7 +93,9 @@ class Loop(ABC):
         self.batch = resolve_batch(recipe, workers.data_size)
         self.seq_len = recipe.Data.Train.dataset.max_seq_len
         self.batches = TrainBatches(recipe, data, self.batch, workers.data_rank)
-        self.validation = EvalBatches(recipe, data, self.batch.micro, self.engine.eval_iters)
+        self.validation = EvalBatches(
+            recipe, data, self.batch.total, self.engine.eval_iters, self.batch.micro
+        )
         if not len(self.validation):
             log.warning("the validation part cannot fill one sequence: no validation loss")
         self.loss_scale = LossScale.of(self.engine.mix_precision)
@@ -127,7 +129,8 @@ class Loop(ABC):
 
     @abstractmethod
     def validation_loss(self) -> float:
-        """Mean loss over `Engine.eval_iters` validation batches, the same ones every time."""
+        """Mean loss over `Engine.eval_iters` global batches of validation samples, the same ones
+        every time; the same number for any micro-batch size."""
 
     def run(self) -> Progress:
         """Train from the newest saved state, or from the start, and save the final state."""

@@ -107,22 +107,26 @@ class PipelinePasses:
     def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
         """Accumulate gradients; returns each micro-batch's contribution to the loss."""
         self.factor = loss_scale / len(batches)
-        return self._run(self.train_schedule.step, torch.cat(list(batches))) / loss_scale
+        tokens = torch.cat(list(batches))
+        return self._run(self.train_schedule.step, tokens, tokens[:, 1:]) / loss_scale
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
-        """Mean loss of a micro-batch; 0 except on the last stage."""
+        """Mean loss of a micro-batch; 0 except on the last stage. Stages exchange whole
+        micro-batches: rows that are missing are filled up, and not counted."""
         self.factor = 1.0
-        return self._run(self.eval_schedule.eval, tokens).sum()
+        missing = self.batch.micro - len(tokens)
+        whole = torch.cat([tokens, tokens[:1].expand(missing, -1)])
+        return self._run(self.eval_schedule.eval, whole, tokens[:, 1:]).sum()
 
-    def _run(self, step: Callable[..., object], tokens: Tensor) -> Tensor:
+    def _run(self, step: Callable[..., object], tokens: Tensor, targets: Tensor) -> Tensor:
         inputs = [tokens[:, :-1].contiguous()] if self.stages[0].is_first else []
         losses: list[Tensor] = []
-        last = {"target": tokens[:, 1:], "losses": losses} if self.stages[-1].is_last else {}
+        last = {"target": targets, "losses": losses} if self.stages[-1].is_last else {}
         step(*inputs, return_outputs=False, **last)
         if not losses:
             return torch.zeros(self.batch.accumulate_steps, device=self.device)
         return torch.stack([loss.detach() for loss in losses])
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return self.stages[-1].loss(hidden, targets) * self.factor
+        return self.stages[-1].loss(hidden[: len(targets)], targets) * self.factor

@@ -1,6 +1,7 @@
 """The output folder of a training run: which run it belongs to, and a finished run's figures."""
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
-from lathe.config.settings import Recipe
+from lathe.config.settings import LearningRate, Recipe
 from lathe.config.settings.base import flat
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -22,6 +23,7 @@ from lathe.storage.outputs import remove_files
 from lathe.storage.ownership import Source, in_the_way, listed_files
 from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
+from lathe.train.schedule import learning_rate
 from lathe.train.trace import EVENTS, LOG, TRACE
 
 CLAIM = "run.json"
@@ -30,6 +32,9 @@ RECIPE = "recipe"
 """Of an identity: the settings, whose digest is compared, to say which of them differ."""
 Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
+MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"
+
+log = logging.getLogger("lathe")
 
 # Settings that may differ when a killed run is resumed. The parallel layout is among them: what a
 # step computes depends on the global batch size alone.
@@ -107,12 +112,55 @@ def claim(output: Path, identity: Identity) -> None:
         raise in_the_way(output, names, "a run of Lathe's")
     names = [key for key in identity if key != RECIPE and found.get(key) != identity[key]]
     if names and _has_results(output):
+        if names == ["settings"] and _is_extension(found, identity):
+            _require_state(output, found)
+            log.warning("%s: %s", output, _extension(found[RECIPE], identity[RECIPE]))
+            return
         changed = _changed(found.get(RECIPE) or {}, identity.get(RECIPE) or {})
         more = f": {', '.join(changed)}" if "settings" in names and changed else ""
         raise UserError(
             f"{output}: holds a run with other {' and '.join(names)}{more}",
             "give another --output, delete the folder, or resume it with the settings it had",
         )
+
+
+def _is_extension(found: Identity, identity: Identity) -> bool:
+    """Whether a run differs from another only in having more steps, and a longer schedule."""
+    before, after = (flat(run.get(RECIPE) or {}) for run in (found, identity))
+    old, new = before.pop(MAX_STEPS, 0), after.pop(MAX_STEPS, 0)
+    before.pop(DECAY_STEPS, None), after.pop(DECAY_STEPS, None)
+    return before == after and 0 < old < new
+
+
+def _require_state(output: Path, found: Identity) -> None:
+    """Raise UserError if a run is finished and its training state deleted."""
+    if (output / MARKER).is_file() and not committed_steps(output / STATE):
+        raise UserError(
+            f"{output}: finished after {flat(found[RECIPE])[MAX_STEPS]} steps, and its training "
+            "state was deleted: it cannot be extended",
+            "train with Engine.save_load.keep_final=true what is to be extended; or go on from its "
+            "weights alone, with another --output and, for pretrain, --init",
+        )
+
+
+def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What more steps mean for the learning rate and the samples."""
+    old, new = flat(before)[MAX_STEPS], flat(after)[MAX_STEPS]
+    was, lr = (LearningRate.model_validate(run["Optimizer"]["lr"]) for run in (before, after))
+    at_old, at_new = (learning_rate(step, lr) for step in (old, new))
+    instead = "" if lr == was else f" rather than {learning_rate(old, was):.3g}"
+    return (
+        f"extended from {old:,} to {new:,} steps. With Optimizer.lr.decay_steps={lr.decay_steps}"
+        f"{'' if lr == was else f', before {was.decay_steps}'}, the learning rate is {at_old:.3g}"
+        f"{instead} at step {old:,}, and {at_new:.3g} at step {new:,}. If the steps take more "
+        "epochs now, samples are shuffled anew, and some come twice"
+    )
+
+
+def is_finished(output: Path, identity: Identity) -> bool:
+    """Whether a claimed folder holds this run's result, rather than that of fewer steps."""
+    found = _read_claim(output) or {}
+    return (output / MARKER).is_file() and found.get("settings") == identity["settings"]
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -151,6 +199,7 @@ def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]
 
 def begin(output: Path, identity: Identity) -> None:
     """Make a claimed folder this run's; the work begins."""
+    (output / MARKER).unlink(missing_ok=True)  # of a run that is extended
     with atomic_file(output / CLAIM) as work:
         work.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
 
@@ -166,9 +215,10 @@ def remove_run(output: Path) -> None:
     remove_files(output, [*NAMES, MARKER, *listed, *traces, CLAIM])
 
 
-def remove_states(output: Path) -> None:
-    """Delete the saved states of a run."""
-    for path in (output / STATE).glob("step_*"):
+def remove_states(output: Path, keep: int = 0) -> None:
+    """Delete the saved states of a run but the newest `keep`."""
+    states = sorted((output / STATE).glob("step_*"))
+    for path in states[: len(states) - keep]:
         shutil.rmtree(path)
     with suppress(OSError):
         (output / STATE).rmdir()

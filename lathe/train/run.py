@@ -16,7 +16,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.folder import MARKER, checkpoint_digest
+from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.lineage import origin_of
 from lathe.train.batch import resolve_batch
@@ -29,6 +29,7 @@ from lathe.train.result import (
     TrainResult,
     begin,
     claimed,
+    is_finished,
     read_result,
     remove_states,
     run_identity,
@@ -91,7 +92,7 @@ def run_training(
         held = claimed(output, identity, data, *sources, teacher)
         with held if workers.is_first else nullcontext():
             workers.barrier()
-            if workers.agree((output / MARKER).is_file):
+            if workers.agree(lambda: is_finished(output, identity)):
                 log.info("%s is finished: nothing to do", output)
                 return workers.agree(lambda: read_result(output))
             work = make(workers)
@@ -156,4 +157,4 @@ def _write_checkpoint(
         "n_params": model.config.n_params,
     }
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, figures)
-    remove_states(output)
+    remove_states(output, keep=recipe.Engine.save_load.keep_final)

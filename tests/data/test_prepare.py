@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
@@ -164,6 +165,64 @@ def test_small_parts_are_told(
     assert "30 training, 0 validation, 0 test" in caplog.text
     assert "cloze.jsonl is empty" in caplog.text
     assert (tmp_path / "out/heldout.txt").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("split", "characters", "expected"),
+    [
+        ("75,5,20", 20_000, (15, 16, 20)),
+        ("949,50,1", 260_000, (949, 999, 1000)),
+        ("949,50,1", 20_000, (19, 20, 20)),  # too short for a test part
+    ],
+)
+def test_one_large_document_is_cut_into_all_parts(
+    tmp_path: Path,
+    prose: list[str],
+    caplog: pytest.LogCaptureFixture,
+    split: str,
+    characters: int,
+    expected: tuple[int, ...],
+) -> None:
+    text = " ".join(prose)[:characters].strip()
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps({"text": text}) + "\n")
+    done = prepare(recipe(split), tmp_path / "out", str(file))
+    assert done.boundaries == (0, *expected)
+    assert f"1 large document(s) cut into {expected[-1]} pieces" in caplog.text
+    data, tokenizer = TokenDataset.open(done.folder), load_tokenizer(done.folder)
+    pieces = [tokenizer.decode(row[:-1].tolist()) for row in data]
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+    words = [word for piece in pieces for word in piece.split()]
+    assert words == text.split()  # no word is cut
+    assert max(map(len, pieces)) < 1.6 * characters / len(pieces)
+
+
+def test_a_document_without_a_break_is_cut_too(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps({"text": "ab" * 10_000}) + "\n")
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    done = prepare(recipe(), tmp_path / "out", str(file), str(tmp_path))
+    assert done.boundaries == (0, 3, 4, 5)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_names_of_special_tokens_in_a_document_are_text_unless_asked_for(
+    tmp_path: Path, texts: list[str], caplog: pytest.LogCaptureFixture, special: bool
+) -> None:
+    file, written = tmp_path / "corpus.jsonl", "It ends with <|endoftext|> in GPT-2."
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in [written, *texts]))
+    settings = recipe(special_tokens_in_text=special)
+    done = prepare(settings, tmp_path / "out", str(file))
+    data, tokenizer = TokenDataset.open(done.folder), load_tokenizer(done.folder)
+    row = next(iter(data)).tolist()
+    reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert row[:-1] == reference.encode(written, split_special_tokens=not special)
+    assert row.count(data.eos_id) == 1 + special
+    assert ("Prepare.special_tokens_in_text=true makes it the token" in caplog.text) != special
+    assert tokenizer.decode(row[:-1], skip_special_tokens=False) == written
+    assert not prepare(
+        recipe(special_tokens_in_text=not special), tmp_path / "out", str(file)
+    ).reused
 
 
 def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:

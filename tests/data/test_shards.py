@@ -78,6 +78,12 @@ def few_documents(folder: Path, texts: list[str]) -> str:
     return str(file)
 
 
+def one_document(folder: Path, texts: list[str]) -> str:
+    file = folder / "one.jsonl"
+    file.write_bytes(json_lines(["\n".join(texts)]))
+    return str(file)
+
+
 def digests(folder: Path) -> dict[str, str]:
     """Of the data, without when and on which machine they were made."""
     return {p.name: sha256(p) for p in folder.iterdir() if p.name != ATTESTATIONS}
@@ -92,7 +98,7 @@ def in_shards(folder: Path, source: str, of: int, settings: Recipe, tokenizer: P
     return made
 
 
-@pytest.mark.parametrize("corpus", [one_file, text, several_files, few_documents])
+@pytest.mark.parametrize("corpus", [one_file, text, several_files, few_documents, one_document])
 def test_the_same_bytes_in_any_number_of_shards(
     tmp_path: Path, texts: list[str], corpus: Callable[[Path, list[str]], str]
 ) -> None:

@@ -76,7 +76,7 @@ CLAIMS = {
     "its baseline, within a margin of yours": [
         "tests/evaluate/test_gate.py::test_verdicts",
         "tests/test_recipe.py::test_no_shipped_recipe_lets_through_what_is_not_proven",
-        "tests/evaluate/test_paired.py::test_the_interval_of_losses_covers_as_often_as_it_says",
+        "tests/evaluate/test_intervals.py::test_the_interval_of_losses_covers_as_often_as_it_says",
         "tests/pipelines/test_summary.py::test_a_run_prints_its_verdict_and_deploys_what_passed",
         "tests/pipelines/test_golden.py"
         "::test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it",

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lathe.evaluate.paired import accuracy_difference
+from lathe.evaluate.intervals import accuracy_difference
 from tests.documents.pages import TEXTS, prose
 
 TABLE = re.compile(r"(?:^(?P<above>[^\n|][^\n]*)\n+)?(?P<rows>(?:^\|[^\n]*\n)+)", re.M)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
-from lathe.evaluate.scorers import TorchScorer
+from lathe.evaluate.open_model import TorchScorer
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

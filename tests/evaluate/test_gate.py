@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.comparison import judge
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
-from lathe.evaluate.measures import judge
-from lathe.evaluate.paired import accuracy_difference, of_units
+from lathe.evaluate.intervals import accuracy_difference, of_units
 from tests.support.evaluation_folder import METRICS, WORDS, folder
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))

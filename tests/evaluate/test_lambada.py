@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.lambada import ClozeExample, read_cloze, score_cloze, summarize_cloze
-from lathe.evaluate.scorers import TorchScorer
+from lathe.evaluate.open_model import TorchScorer
 
 Logits = Callable[[list[int]], torch.Tensor]
 

@@ -16,7 +16,7 @@ from lathe.cli import app
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.gate import gate
-from lathe.evaluate.paired import accuracy_difference, mcnemar, of_documents
+from lathe.evaluate.intervals import accuracy_difference, mcnemar, of_documents
 from tests.support.lm_eval import DATE, questions, sample, sha, write_run
 
 RNG = np.random.default_rng(0)

@@ -16,10 +16,10 @@ from lathe.cli import app
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
-from lathe.evaluate.measure import task_files
+from lathe.evaluate.measure_model import task_files
 from lathe.evaluate.questions import read_questions
-from lathe.evaluate.results import read_evaluation
 from tests.evaluate.conftest import SENTENCES
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 

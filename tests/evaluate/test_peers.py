@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm, ttest_rel
 
-from lathe.evaluate.paired import (
+from lathe.evaluate.intervals import (
     accuracy_difference,
     mcnemar,
     of_documents,

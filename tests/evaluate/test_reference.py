@@ -14,8 +14,8 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate import reference
 from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
-from lathe.evaluate.results import read_evaluation
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from tests.support.small_export import UNIFORM, make_model, save, write_unproven

@@ -15,7 +15,7 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
-from lathe.evaluate.scorers import TorchScorer
+from lathe.evaluate.open_model import TorchScorer
 
 
 class Scored:

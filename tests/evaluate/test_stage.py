@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import EvalResult, evaluate
+from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
-from lathe.evaluate.results import read_evaluation
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

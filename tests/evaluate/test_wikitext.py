@@ -1,5 +1,6 @@
 """Against a slow implementation: Megatron-LM's windows and loss masks, on transformers' GPT-2."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -8,18 +9,24 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.scorers import TorchScorer
+from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.open_model import TorchScorer
 from lathe.evaluate.wikitext import (
     Text,
     detokenize,
     read_text,
+    rolling_windows,
     split_blocks,
     summarize_perplexity,
     token_losses,
+    windows,
 )
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -45,15 +52,72 @@ def test_losses_equal_the_reference(
     scorer: TorchScorer, reference_logits: Logits, overlap: int, length: int
 ) -> None:
     tokens = np.random.default_rng(length).integers(0, 290, length).tolist()
-    losses = token_losses(scorer, tokens, seq_len=24, overlap=overlap, token_budget=24 * 5)
+    losses = token_losses(scorer, windows(tokens, 24, overlap), 24, token_budget=24 * 5)
     assert losses.shape == (length - 1,)
     expected = slow_nll(reference_logits, tokens, 24, overlap)
     assert losses.sum() == pytest.approx(expected, rel=1e-5)
 
 
+def rolling_nll(logits_of: Logits, tokens: list[int], prefix: int, length: int) -> list[float]:
+    """Literally lm-evaluation-harness 0.4's rule: `get_rolling_token_windows`, then
+    `make_disjoint_window`."""
+    first = min(length, len(tokens))
+    pairs = [([prefix, *tokens[: first - 1]], tokens[:first])]
+    predicted = first
+    while predicted < len(tokens):
+        count = min(len(tokens) - predicted, length)
+        end = predicted + count
+        pairs.append((tokens[end - length - 1 : end - 1], tokens[end - count : end]))
+        predicted += count
+    found = []
+    for inputs, continuation in pairs:
+        context = inputs[: len(inputs) - (len(continuation) - 1)]
+        scores = torch.log_softmax(logits_of((context + continuation)[:-1]), dim=-1)
+        scored = scores[len(scores) - len(continuation) :]
+        found += [-float(row[token]) for row, token in zip(scored, continuation, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 23, 24, 25, 48, 100])
+def test_rolling_windows_are_those_of_lm_eval(
+    scorer: TorchScorer, reference_logits: Logits, length: int
+) -> None:
+    tokens = np.random.default_rng(length).integers(0, 290, length).tolist()
+    losses = token_losses(scorer, rolling_windows(tokens, 7, 24), 24, token_budget=100)
+    assert losses.shape == (length,)
+    expected = rolling_nll(reference_logits, tokens, 7, 24)
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("puts_first", [False, True])
+def test_the_stage_scores_the_first_token_as_lm_eval_does(
+    model_folder: Path, reference_logits: Logits, prose: str, tmp_path: Path, puts_first: bool
+) -> None:
+    """After what the tokenizer puts before a text, or else after the end-of-text token."""
+    model, tokenizer = tmp_path / "model", load_tokenizer(model_folder)
+    prose = prose.replace("@", "")  # or it would be detokenized
+    end, tokens = tokenizer.token_to_id("<|endoftext|>"), tokenizer.encode(prose).ids
+    if puts_first:
+        tokenizer.post_processor = TemplateProcessing(
+            single="b $A", special_tokens=[("b", tokenizer.token_to_id("b"))]
+        )
+    checkpoint = load_checkpoint(model_folder)
+    save_checkpoint(model, checkpoint.model, tokenizer, "pretrain", Recipe())
+    (tmp_path / "text").write_text(prose)
+    recipe = Recipe(Offline_Eval=OfflineEvalSettings(windows="lm_eval"))
+    result = evaluate(recipe, model, tmp_path / "out", text=tmp_path / "text")
+    prefix = tokenizer.token_to_id("b") if puts_first else end
+    losses = rolling_nll(reference_logits, tokens, prefix, 32)
+    assert result.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    words = len(prose.split(" "))
+    assert result.adjusted_perplexity == pytest.approx(math.exp(sum(losses) / words), rel=1e-5)
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert metrics["protocol"]["windows"] == "lm_eval"
+
+
 def test_no_overlap_is_plain_chunks(scorer: TorchScorer, reference_logits: Logits) -> None:
     tokens = np.random.default_rng(0).integers(0, 290, 73).tolist()
-    losses = token_losses(scorer, tokens, seq_len=24, overlap=24, token_budget=48)
+    losses = token_losses(scorer, windows(tokens, 24, 24), 24, token_budget=48)
     expected = []
     for start in range(0, 72, 24):
         scores = torch.log_softmax(reference_logits(tokens[start : start + 24]), dim=-1)
@@ -133,8 +197,8 @@ def test_a_prefix_is_scored_the_same_whatever_follows(
     scorer: TorchScorer, tokenizer: Tokenizer, prose: str
 ) -> None:
     tokens = tokenizer.encode(prose).ids
-    longer = token_losses(scorer, tokens, 24, 8, 240)
-    shorter = token_losses(scorer, tokens[:60], 24, 8, 240)
+    longer = token_losses(scorer, windows(tokens, 24, 8), 24, 240)
+    shorter = token_losses(scorer, windows(tokens[:60], 24, 8), 24, 240)
     np.testing.assert_allclose(longer[:59], shorter, atol=1e-5)
 
 

@@ -21,7 +21,7 @@ from lathe.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptErr
 from lathe.model.chat_template import read_chat_template
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
-from lathe.production.agreement import greedy_tokens
+from lathe.production.deploy import greedy_tokens
 from lathe.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
 from tests.support.gateways import chatting, opened

@@ -13,7 +13,7 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from lathe.model.checkpoint import Checkpoint
-from lathe.production.agreement import greedy_tokens
+from lathe.production.deploy import greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.support.gateways import opened

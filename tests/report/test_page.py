@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lathe.errors import UserError
+from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult
-from lathe.evaluate.measures import Check
 from lathe.evaluate.shown import Shown
 from lathe.pages.style import DARK, LIGHT
 from lathe.report.page import report

@@ -16,7 +16,7 @@ from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
-from lathe.production.agreement import greedy_tokens
+from lathe.production.deploy import greedy_tokens
 from lathe.production.rehearsal import ask, ask_http, ask_together
 from lathe.serve.client import Client
 from lathe.serve.repository import write_repository

@@ -11,8 +11,7 @@ from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.production.agreement import find_divergence
-from lathe.production.deploy import deploy, serve
+from lathe.production.deploy import deploy, find_divergence, serve
 from lathe.serve import client as client_functions
 from lathe.serve import state as serve_state
 from lathe.serve.server import ANY_PORTS

@@ -15,8 +15,7 @@ from lathe.errors import StageError, UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.production.agreement import find_divergence, greedy_tokens
-from lathe.production.deploy import _check_ways, deploy
+from lathe.production.deploy import _check_ways, deploy, find_divergence, greedy_tokens
 from lathe.production.rehearsal import Answer
 from lathe.runtime import open_model as open_model_module
 from lathe.runtime.open_model import mean_difference, open_model

@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from lathe.errors import UserError
-from lathe.evaluate.scorers import served_scorer
+from lathe.evaluate.open_model import served_scorer
 from lathe.serve import grpc_transport, openai_errors, openai_transport, playground, reach
 from lathe.serve.async_client import AsyncClient
 from lathe.serve.bench import bench

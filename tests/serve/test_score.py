@@ -13,7 +13,7 @@ from lathe.cli import app
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
-from lathe.evaluate.results import read_evaluation
+from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer

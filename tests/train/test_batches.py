@@ -165,6 +165,20 @@ class TestValidation:
             held_out = self.validation(folders["novels"], batch_size, batches)
             assert [len(held_out[i]) for i in range(len(held_out))] == lengths
 
+    def test_samples_depend_on_the_batch_and_not_on_the_micro_batch(
+        self, folders: dict[str, Path]
+    ) -> None:
+        data = TokenDataset.open(folders["novels"])
+        for size, batches, count in ((8, 2, 16), (8, 99, 16), (24, 1, 20)):
+            read = []
+            for micro in (1, 2, 4, 8):
+                held_out = EvalBatches(recipe(), data, size, batches, micro)
+                rows = [held_out[i] for i in range(len(held_out))]
+                assert {len(row) for row in rows[:-1]} <= {micro}
+                read.append(np.concatenate(rows))
+            assert len(read[0]) == count
+            assert all(np.array_equal(rows, read[0]) for rows in read)
+
     def test_documents_are_those_of_no_training_sample(self, folders: dict[str, Path]) -> None:
         held_out = self.validation(folders["blend"], 4, 5)
         rows = np.concatenate([held_out[i] for i in range(len(held_out))])

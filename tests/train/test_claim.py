@@ -34,14 +34,14 @@ def test_the_settings_that_differ_are_named(small_data: Path, tmp_path: Path) ->
     ours, others = (
         run_identity(load_recipe("tiny", [*SMALL, *changes]), {}, small_data, 1)
         for changes in (
-            ["Engine.max_steps=7"],
-            ["Engine.max_steps=8", "Optimizer.lr.max_lr=1e-3", "Engine.eval_freq=3"],
+            ["Engine.max_steps=8"],
+            ["Engine.max_steps=7", "Optimizer.lr.max_lr=1e-3", "Engine.eval_freq=3"],
         )
     )
     with claimed(tmp_path, ours):
         begin(tmp_path, ours)
         (tmp_path / "state" / "step_00000004").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"Engine\.max_steps=7, now 8, .*\.max_lr=") as said:
+    with pytest.raises(UserError, match=r"Engine\.max_steps=8, now 7, .*\.max_lr=") as said:
         claim(tmp_path, others)
     assert "eval_freq" not in said.value.what
 

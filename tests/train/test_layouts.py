@@ -83,6 +83,25 @@ def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone:
 
 
 @pytest.mark.slow
+def test_a_pipeline_validates_on_fewer_samples_than_a_micro_batch(
+    small_data: Path, tmp_path: Path
+) -> None:
+    """Of a small validation part; stages exchange whole micro-batches."""
+    few = (
+        *BASE,
+        "Global.global_batch_size=256",
+        "Global.micro_batch_size=128",
+        "Engine.max_steps=1",
+    )
+    few += tuple(f"Data.{part}.dataset.split=990,10,0" for part in ("Train", "Eval"))
+    pretrain(load_recipe("tiny", few), small_data, tmp_path / "alone")
+    run_layouts(small_data, {tmp_path / "pp2": ("tiny", *few, PP)}, 2)
+    losses = [records(tmp_path / name, "eval_loss") for name in ("alone", "pp2")]
+    assert np.isfinite(losses).all()
+    np.testing.assert_allclose(*losses, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_shipped_recipes_train_in_their_layouts(small_data: Path, tmp_path: Path) -> None:
     """Fewer processes a dimension, smaller widths; precision, recompute and dropout are theirs."""
     width = ("Model.vocab_size=384", "Global.micro_batch_size=1")
@@ -128,7 +147,7 @@ def test_recompute_leaves_every_bit(
 def test_accumulation_leaves_the_losses(small_data: Path, tmp_path: Path, alone: Path) -> None:
     whole = (*BASE, "Global.micro_batch_size=16")  # BASE accumulates 4 micro-batches
     pretrain(load_recipe("tiny", whole), small_data, tmp_path / "run")
-    for key in ("loss", "grad_norm"):
+    for key in ("loss", "grad_norm", "eval_loss"):
         np.testing.assert_allclose(records(tmp_path / "run", key), records(alone, key), atol=1e-4)
 
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from lathe.config.recipe import load_recipe
-from lathe.errors import Preempted, StageError
+from lathe.errors import Preempted, StageError, UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
@@ -51,6 +51,52 @@ def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path, w
         kill_after_saves(start("pretrain", small_data, killed, overrides=DROPOUT), killed, saves)
     run("pretrain", small_data, killed, overrides=DROPOUT)
     assert_same_bits(killed, whole)
+
+
+LONGER = (*DROPOUT, "Engine.max_steps=25", "Optimizer.lr.decay_steps=30")
+KEPT = (*LONGER, "Engine.max_steps=15", "Engine.save_load.keep_final=true")
+
+
+def test_more_steps_extend_a_run_to_the_same_bits(
+    small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One epoch is enough for both lengths."""
+    whole, extended, killed = (tmp_path / name for name in ("whole", "extended", "killed"))
+    run("pretrain", small_data, whole, overrides=LONGER)
+    run("pretrain", small_data, extended, overrides=KEPT)
+    assert [path.name for path in saved_steps(extended / "state")] == ["step_00000015"]
+    run("pretrain", small_data, extended, overrides=LONGER)
+    assert "extended from 15 to 25 steps" in caplog.text
+    rates = "0.00126 at step 15, and 0.000348 at step 25"  # a cosine from step 3 to 30
+    assert f"decay_steps=30, the learning rate is {rates}" in caplog.text
+    kill_after_saves(start("pretrain", small_data, killed, overrides=KEPT), killed, 1)
+    run("pretrain", small_data, killed, overrides=LONGER)
+    for output in (extended, killed):
+        ours, theirs = (load_file(folder / "model.safetensors") for folder in (output, whole))
+        assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+        assert records(output, "loss") == records(whole, "loss")
+        assert not (output / "state").exists()
+
+
+def test_a_schedule_that_follows_the_steps_is_longer_too(
+    small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = ("Engine.max_steps=4", "Engine.save_load.keep_final=true")
+    run("pretrain", small_data, tmp_path / "run", overrides=short)
+    run("pretrain", small_data, tmp_path / "run", overrides=("Engine.max_steps=6",))
+    says = "decay_steps=6, before 4, the learning rate is 0.000744 rather than 0.0002 at step 4"
+    assert says in caplog.text
+    assert records(tmp_path / "run", "lr")[4] == pytest.approx(3.48e-4, rel=0.01)
+
+
+def test_a_finished_run_without_its_state_cannot_be_extended(
+    small_data: Path, tmp_path: Path
+) -> None:
+    run("pretrain", small_data, tmp_path / "run", overrides=("Engine.max_steps=2",))
+    before = (tmp_path / "run/lathe.json").read_bytes()
+    with pytest.raises(UserError, match="finished after 2 steps, and its training state was del"):
+        run("pretrain", small_data, tmp_path / "run", overrides=("Engine.max_steps=3",))
+    assert (tmp_path / "run/lathe.json").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -71,6 +71,15 @@ def test_two_workers_trace_the_losses_of_one(
         np.testing.assert_allclose(records(two, key), records(small_dense, key), atol=1e-4)
 
 
+def test_the_micro_batch_changes_no_validation_loss(
+    small_data: Path, tmp_path: Path, small_dense: Path
+) -> None:
+    small = load_recipe("tiny", (*SMALL, "Global.micro_batch_size=1", "Engine.max_steps=1"))
+    pretrain(small, small_data, tmp_path / "one")
+    before = records(small_dense, "eval_loss")[0]
+    np.testing.assert_allclose(records(tmp_path / "one", "eval_loss")[0], before, rtol=1e-6)
+
+
 def test_a_finished_run_is_not_trained_again(small_data: Path, small_dense: Path) -> None:
     before = (small_dense / "lathe.json").stat().st_mtime_ns
     for elsewhere in ((), ("Production.rollout_seconds=60", "Card.contact=us")):

@@ -30,7 +30,7 @@ from lathe.config.settings import Recipe, SensitivitySettings
 from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.evaluate.score import mean_stderr
+from lathe.evaluate.intervals import mean_stderr
 from lathe.progress import track
 from lathe.storage import atomic_folder, claim_output_folder, digest
 from lathe.train.batches import EvalBatches, open_data

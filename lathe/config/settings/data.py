@@ -73,6 +73,9 @@ class PrepareSettings(Settings):
     training documents."""
     vocab_size: Annotated[int, Field(ge=257, le=2**20)] = 4096
     """Tokens of the vocabulary of a tokenizer that is trained; a given tokenizer keeps its own."""
+    special_tokens_in_text: bool = False
+    """Whether names of special tokens in a document, such as `<|endoftext|>` or `<|im_start|>`, are
+    these tokens, as in chats that are written out; otherwise they are ordinary text."""
     format: Literal["megatron", "paddle"] = "megatron"
     """Format of the token files: Megatron-LM's .bin and .idx, or PaddleFleetX's .npy and .npz."""
     cloze_examples: Positive = 1000

@@ -20,6 +20,10 @@ class OfflineEvalSettings(Settings):
     """Tokens by which the window over a text advances; fewer give every token a longer context and
     take longer. Null is half of the longest sequence, so that every token is read twice;
     PaddleFleetX and Megatron-LM advance by 32."""
+    windows: Literal["overlapping", "lm_eval"] = "overlapping"
+    """How the window moves over a text: by `overlapping_eval`, or as in lm-evaluation-harness: the
+    first token is scored too, after the token that begins or ends a text, and windows do not
+    overlap. By either rule only the first window begins with the tokenizer's `<s>`."""
     batch_size: Positive = 8
     """Full-length sequences that are scored at a time; on a CPU it may be fewer."""
     max_seq_len: Positive = 1024

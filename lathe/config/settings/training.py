@@ -54,7 +54,8 @@ class MixPrecision(Settings):
 
 
 class SaveLoad(Settings):
-    """How often the training state is saved. PaddleFleetX's group; `keep` is Lathe's own."""
+    """How often the training state is saved. PaddleFleetX's group; `save_minutes`,
+    `keep` and `keep_final` are Lathe's own."""
 
     save_steps: Positive = 1000
     """Updates between two saved states; one more is saved after the last update and when the run
@@ -63,13 +64,18 @@ class SaveLoad(Settings):
     """Minutes after which the state is saved anyway: the most that a killed run loses."""
     keep: Positive = 2
     """Saved states to keep; older ones are deleted."""
+    keep_final: bool = False
+    """Whether the last state stays in the output after the training, 12 bytes a parameter, so that
+    the same command with a larger `max_steps` extends it."""
 
 
 class EngineSettings(Settings):
     """The training loop. PaddleFleetX's group; `compile` is Lathe's own."""
 
     max_steps: NonNegative = 500000
-    """Updates to train for; 0 leaves a pruned or quantized model as it is, without training."""
+    """Updates to train for; 0 leaves a pruned or quantized model as it is, without training. A run
+    that was interrupted, or finished with `save_load.keep_final`, can be extended by a larger
+    number, with which the decay of the learning rate may become longer."""
     accumulate_steps: Positive | None = None
     """Micro-batches of one update; null computes `local_batch_size` / `micro_batch_size`."""
     logging_freq: Positive = 1
@@ -77,7 +83,8 @@ class EngineSettings(Settings):
     eval_freq: Positive = 500
     """Updates between two validations; there is always one after the last update."""
     eval_iters: Positive = 10
-    """Validation batches of each evaluation, the same ones every time."""
+    """Batches of each validation, the same ones every time: so many times `global_batch_size`
+    sequences, whatever the micro-batch size, as in Megatron-LM."""
     compile: bool = False
     """Whether to compile the Transformer blocks with `torch.compile`; the Paddle engine never
     does."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from lathe.evaluate.comparison import Accuracy, Perplexity
 from lathe.evaluate.lambada import (
     ClozeExample,
     ClozeResult,
@@ -15,8 +16,7 @@ from lathe.evaluate.lambada import (
     score_cloze,
     summarize_cloze,
 )
-from lathe.evaluate.measures import Accuracy, Perplexity
-from lathe.evaluate.score import Limits, Scorer
+from lathe.evaluate.score_requests import Limits, Scorer
 from lathe.evaluate.tasks.task import Task
 
 

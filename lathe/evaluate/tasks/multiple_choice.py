@@ -13,9 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.evaluate.measures import Accuracy
+from lathe.evaluate.comparison import Accuracy
+from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.questions import Question, read_questions
-from lathe.evaluate.score import Limits, Scorer, answer, mean_stderr
+from lathe.evaluate.score_requests import Limits, Scorer, answer
 from lathe.evaluate.tasks.task import Task
 
 

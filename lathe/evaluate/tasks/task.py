@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from tokenizers import Tokenizer
 
-from lathe.evaluate.measures import Measure
-from lathe.evaluate.score import Limits, Scorer
+from lathe.evaluate.comparison import Measure
+from lathe.evaluate.score_requests import Limits, Scorer
 
 Examples = TypeVar("Examples")
 Unit = TypeVar("Unit")

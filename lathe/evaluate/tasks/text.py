@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.evaluate.measures import Perplexity
-from lathe.evaluate.score import Limits, Scorer
+from lathe.evaluate.comparison import Perplexity
+from lathe.evaluate.score_requests import Limits, Scorer
 from lathe.evaluate.tasks.task import Task
 from lathe.evaluate.wikitext import (
     BlockLoss,
@@ -16,6 +16,7 @@ from lathe.evaluate.wikitext import (
     split_blocks,
     summarize_perplexity,
     token_losses,
+    windows_of,
 )
 
 
@@ -43,7 +44,7 @@ class TextPerplexity(Task[Text, BlockLoss]):
 
     def score(self, scorer: Scorer, examples: Text, limits: Limits) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
-        losses = token_losses(scorer, examples.tokens, length, limits.overlap, budget)
+        losses = token_losses(scorer, windows_of(examples, limits), length, budget)
         return split_blocks(losses, length)
 
     def summarize(self, units: Sequence[BlockLoss], examples: Text) -> PerplexityResult:

@@ -9,7 +9,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,15 +18,56 @@ import yaml
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
 from lathe.production.certify.compare import Rebuilt, compare
-from lathe.production.certify.corpora import Corpora
 from lathe.provenance import surroundings
 from lathe.provenance.chain import Step, recorded_chain, verify_chain
 from lathe.provenance.keys import SIGNING_KEY
 from lathe.provenance.policy import is_served, served_export
-from lathe.provenance.statement import Statement
+from lathe.provenance.statement import Resource, Statement
 from lathe.provenance.step import NAMED, WEIGHT, kind_of
-from lathe.storage import atomic_file, digest, locked
+from lathe.storage import atomic_file, digest, locked, sha256
 from lathe.storage.ownership import in_the_way, require_apart
+
+
+class Corpora:
+    """The places of some corpora: where they were, unless they have moved.
+
+    Args:
+        attested: the corpora, as the steps attest them.
+        given: where some are now. A file goes to the corpus of its digest; one that has no such
+            digest, and is alone, goes to every corpus that is not where it was.
+    """
+
+    def __init__(self, attested: Iterable[Resource], given: Sequence[str]) -> None:
+        digests = {name: sha256(Path(name)) for name in given if Path(name).is_file()}
+        self._found = {digest: name for name, digest in digests.items()}
+        known = {_file_digest(resource) for resource in attested}
+        self._others = [name for name in given if digests.get(name) not in known]
+
+    def place(self, corpus: Resource) -> str:
+        """The path or address of a corpus.
+
+        Raises:
+            UserError: it has changed, or is not there any more.
+        """
+        expected, recorded = _file_digest(corpus), corpus.path
+        if expected in self._found:
+            return self._found[expected]
+        if len(self._others) == 1:
+            return self._others[0]
+        if recorded is None:
+            return str(corpus.uri).partition(" ")[0]
+        if not recorded.exists():
+            why = f"{recorded}: the corpus is not there any more"
+            raise UserError(why, "say where with --corpus")
+        if expected and sha256(recorded) != expected:
+            why = f"{recorded}: the corpus has changed"
+            raise UserError(why, "give the original with --corpus")
+        return str(recorded)
+
+
+def _file_digest(corpus: Resource) -> str | None:
+    return (corpus.annotations or {}).get("file_sha256")
+
 
 log = logging.getLogger("lathe")
 

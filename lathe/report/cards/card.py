@@ -17,7 +17,7 @@ def model_card(evidence: Evidence, picture: str | None = None) -> str:
     """The text of the card; the same evidence gives the same text.
 
     Args:
-        picture: name of the file of `lathe.report.cards.picture` beside the card.
+        picture: name of the file of `lathe.report.cards.release` beside the card.
     """
     values = card_values(evidence.config, evidence.meta, evidence.origin, evidence.name)
     values["front"] = write(metadata(evidence))

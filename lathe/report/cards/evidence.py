@@ -10,8 +10,8 @@ from lathe.artifacts.metadata import ExportMetadata
 from lathe.artifacts.origin import Origin
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
-from lathe.evaluate import measures
-from lathe.evaluate.results import read_metrics
+from lathe.evaluate import comparison
+from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.wording import outcome
 from lathe.model.card import model_name
 from lathe.model.config import GPTConfig, read_config
@@ -32,10 +32,10 @@ from lathe.storage import sha256
 class Verdict:
     """The JSON file of `lathe gate`; `digests` are those of the candidate's evaluation."""
 
-    verdict: measures.Verdict
+    verdict: comparison.Verdict
     passed: bool
     reasons: list[str]
-    checks: list[measures.Check]
+    checks: list[comparison.Check]
     candidate: dict[str, Any]
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 
 from scipy.stats import binomtest  # type: ignore[import-untyped]
 
-from lathe.evaluate.measures import Accuracy, Measure
-from lathe.evaluate.results import measured
+from lathe.evaluate.comparison import Accuracy, Measure
+from lathe.evaluate.evaluation_folder import measured
 
 CONFIDENCE = 0.95
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, norm
 
-from lathe.evaluate.paired import Interval, accuracy_difference, mcnemar, of_units
+from lathe.evaluate.intervals import Interval, accuracy_difference, mcnemar, of_units
 
 Counts = tuple[int, int, int]  # lost, gained, n
 

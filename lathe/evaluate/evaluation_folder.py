@@ -9,7 +9,7 @@ from typing import Any
 from lathe.artifacts.kinds import EVALUATION, read_intact
 from lathe.artifacts.metadata import EvaluationMetadata
 from lathe.errors import UserError
-from lathe.evaluate.measures import Measure, Units
+from lathe.evaluate.comparison import Measure, Units
 from lathe.evaluate.tasks import CLOZE, SLOTS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 

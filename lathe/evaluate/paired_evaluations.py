@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lathe.errors import UserError
-from lathe.evaluate.measures import Measure, Units
-from lathe.evaluate.results import Evaluation, read_evaluation
+from lathe.evaluate.comparison import Measure, Units
+from lathe.evaluate.evaluation_folder import Evaluation, read_evaluation
 from lathe.storage import digest
 
 

@@ -1,4 +1,5 @@
-"""Confidence intervals for the difference of two models that were measured on the same units.
+"""Means with standard errors, and confidence intervals for the difference of two models that were
+measured on the same units.
 
 Intervals are two-sided at a level such as 0.95. Only one end counts in a non-inferiority test, so
 that test is one-sided at half the error (2.5 %), the convention of ICH E9 (1998), 3.3.2, 5.5.
@@ -11,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-
-from lathe.evaluate.score import ratio_stderr
 
 POWER = 0.8
 """Chance that a test sees a difference, by convention."""
@@ -40,6 +39,25 @@ class Interval:
         below, above = self.estimate - self.low, self.high - self.estimate
         root = math.sqrt(factor)
         return Interval(self.estimate, self.estimate - below / root, self.estimate + above / root)
+
+
+def mean_stderr(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean of independent values and its standard error s / sqrt(n); nan for fewer than two."""
+    n = len(values)
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+
+
+def ratio_stderr(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
+    """Standard error of sum(sums) / sum(counts) over independent blocks.
+
+    The linearized ratio estimator (Cochran, Sampling Techniques, section 6.3); nan for fewer than
+    two blocks.
+    """
+    m, total = len(sums), counts.sum()
+    if m < 2:
+        return math.nan
+    residuals = sums - counts * (sums.sum() / total)
+    return float(math.sqrt(m / (m - 1) * np.square(residuals).sum()) / total)
 
 
 def needed_units(n: int, interval: Callable[[float], Interval], limit: float) -> int | None:

@@ -1,11 +1,10 @@
-"""Shared by all tasks: the scoring interface, requests to it, and means with standard errors.
+"""Shared by all tasks: the scoring interface, and requests to it in batches.
 
 Shapes: B rows of T tokens, n targets.
 """
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,24 +22,28 @@ log = logging.getLogger("lathe")
 Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Tokens to score in a batch of rows.
+
+    Attributes:
+        tokens: (B, T) input ids, short rows padded on the right (the model is causal, so padding
+            changes nothing before it).
+        rows, columns: (n,) positions in `tokens` whose next token is the target, `rows` ascending.
+        ids: (n,) the targets.
+    """
+
+    tokens: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    ids: NDArray[np.int64]
+
+
 class Scorer(Protocol):
     """Anything that scores tokens: torch, an ONNX file, a server."""
 
-    def score(
-        self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-        targets: NDArray[np.int64],
-    ) -> Scores:
+    def score(self, targets: Targets) -> Scores:
         """Score n target tokens; logits are computed at their positions and nowhere else.
-
-        Args:
-            tokens: (B, T) input ids, short rows padded on the right (the model is causal, so
-                padding changes nothing before it).
-            rows, columns: (n,) positions in `tokens` whose next token is the target, `rows`
-                ascending.
-            targets: (n,) ids.
 
         Returns:
             (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
@@ -59,21 +62,15 @@ class Resumable:
     journal: Journal
     what: str = "scores"
 
-    def score(
-        self,
-        tokens: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        columns: NDArray[np.int64],
-        targets: NDArray[np.int64],
-    ) -> Scores:
+    def score(self, targets: Targets) -> Scores:
         """See `Scorer.score`."""
-        batch = hashlib.sha256(repr(tokens.shape).encode())
-        for array in (tokens, rows, columns, targets):
+        batch = hashlib.sha256(repr(targets.tokens.shape).encode())
+        for array in (targets.tokens, targets.rows, targets.columns, targets.ids):
             batch.update(array.tobytes())
         name = f"{self.what} {batch.hexdigest()}"
-        if (known := _scores(self.journal.found.get(name), len(targets))) is not None:
+        if (known := _scores(self.journal.found.get(name), len(targets.ids))) is not None:
             return known
-        scores = self.scorer.score(tokens, rows, columns, targets)
+        scores = self.scorer.score(targets)
         if np.isfinite(scores[0]).all():  # or the evaluation will say that they are not
             self.journal.recall(name, lambda: [x.tolist() for x in (scores[0], scores[1] * 1)])
         return scores
@@ -96,11 +93,13 @@ class Limits:
         max_length: longest input, tokens.
         overlap: tokens by which the window over a text advances.
         token_budget: padded tokens per batch.
+        rolling: whether that window is lm-evaluation-harness's; `overlap` is ignored then.
     """
 
     max_length: int
     overlap: int
     token_budget: int
+    rolling: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _answer_batch(scorer: Scorer, requests: Sequence[Request], max_length: int) 
     )
     targets = np.concatenate([np.asarray(r.tokens[-r.scored :], np.int64) for r in requests])
     tokens, _ = pad(inputs)
-    log_likelihoods, greedy = scorer.score(tokens, rows, columns, targets)
+    log_likelihoods, greedy = scorer.score(Targets(tokens, rows, columns, targets))
     cuts = np.cumsum(sizes)[:-1]
     return [
         Answer(of_request, hits, len(request.tokens) - 1 - len(row))
@@ -188,22 +187,3 @@ def batches_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
         else:
             batches.append([i])
     return batches
-
-
-def mean_stderr(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean of independent values and its standard error s / sqrt(n); nan for fewer than two."""
-    n = len(values)
-    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
-
-
-def ratio_stderr(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> float:
-    """Standard error of sum(sums) / sum(counts) over independent blocks.
-
-    The linearized ratio estimator (Cochran, Sampling Techniques, section 6.3); nan for fewer than
-    two blocks.
-    """
-    m, total = len(sums), counts.sum()
-    if m < 2:
-        return math.nan
-    residuals = sums - counts * (sums.sum() / total)
-    return float(math.sqrt(m / (m - 1) * np.square(residuals).sum()) / total)

@@ -22,10 +22,10 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
+from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.reference import compare_text
-from lathe.evaluate.results import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score import Limits, Resumable, Scorer
+from lathe.evaluate.score_requests import Limits, Resumable, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
@@ -149,8 +149,15 @@ def measure(
 
     seq_len = min(settings.max_seq_len, subject.config.n_positions)
     overlap = min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
-    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len))
-    protocol = {"max_seq_len": seq_len, "overlapping_eval": overlap, "dtype": settings.dtype}
+    rolling = settings.windows == "lm_eval"
+    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling)
+    protocol: dict[str, Any] = {
+        "max_seq_len": seq_len,
+        "overlapping_eval": overlap,
+        "dtype": settings.dtype,
+    }
+    if rolling:
+        protocol |= {"overlapping_eval": seq_len, "windows": settings.windows}
     if subject.simulates:
         log.info(
             "%s is quantized: %s simulates its rounding in float (fake quantization)",

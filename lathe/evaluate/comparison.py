@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lathe.config.settings import GateSettings
 from lathe.errors import UserError
-from lathe.evaluate.paired import (
+from lathe.evaluate.intervals import (
     Interval,
     Totals,
     accuracy_difference,
@@ -83,7 +83,7 @@ class Check:
         low, high: confidence interval of the change.
         limit: the change that is still allowed, negative for accuracy.
         n: number of examples, words or blocks of the text; `unit` says which.
-        method: of the interval; see `lathe.evaluate.paired`.
+        method: of the interval; see `lathe.evaluate.intervals`.
         lost, gained: examples that only the baseline, or only the candidate, gets right.
         p_value: of the `test` that the models do not differ.
         test: McNemar's exact one for accuracies, or the paired t-test.
@@ -153,6 +153,47 @@ class Measure(ABC):
             UserError: too few units for an interval, or units that lack the value to compare.
         """
 
+    def _check(
+        self,
+        name: str,
+        before: Units,
+        after: Units,
+        margin: float,
+        confidence: float,
+        interval: Callable[[float], Interval],
+        shown: Callable[[float], float] = float,
+        unshown: Callable[[float], float] = float,
+        **details: Any,
+    ) -> Check:
+        """The check of a difference.
+
+        Args:
+            interval: of the difference, on so many times the units.
+            shown: makes a difference the change that is shown and has the margin; increasing.
+            unshown: its inverse.
+        """
+        n, difference = len(before.rows), interval(1.0)
+        low, high = shown(difference.low), shown(difference.high)
+        best, worst = (-high, -low) if self.higher_is_better else (low, high)
+        verdict = judge(best, worst, margin)
+        limit = -margin if self.higher_is_better else margin
+        needed = needed_units(n, interval, unshown(limit)) if verdict == "inconclusive" else None
+        detectable = shown(difference.detectable(confidence))
+        return Check(
+            measure=name,
+            verdict=verdict,
+            baseline=self.overall(before),
+            candidate=self.overall(after),
+            change=shown(difference.estimate),
+            low=low,
+            high=high,
+            limit=limit,
+            n=n,
+            detectable=detectable if math.isfinite(detectable) else None,
+            needed=needed,
+            **details,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Measure):
@@ -181,7 +222,7 @@ class Accuracy(Measure):
         if documents is not None:
             totals = of_documents(ours.astype(np.float64) - theirs, np.ones(n), documents)
 
-        def interval(factor: float = 1.0) -> Interval:
+        def interval(factor: float) -> Interval:
             """Of so many times the examples."""
             score = accuracy_difference(factor * lost, factor * gained, factor * n, confidence)
             if totals is None:
@@ -191,31 +232,18 @@ class Accuracy(Measure):
                 score.estimate, min(score.low, robust.low), max(score.high, robust.high)
             )
 
-        difference = interval()
-        verdict, needed = judge(-difference.high, -difference.low, margin), None
-        if verdict == "inconclusive":
-            needed = needed_units(n, interval, -margin)
         method, test, p_value = "Tango's score interval", "McNemar", mcnemar(lost, gained)
         if totals is not None:
             method = f"the wider of {method} and {by_documents(totals)}"
             test, p_value = "t-test by document", totals.p_value()
-        return Check(
-            measure=name,
-            verdict=verdict,
-            baseline=float(theirs.mean()),
-            candidate=float(ours.mean()),
-            change=difference.estimate,
-            low=difference.low,
-            high=difference.high,
-            limit=-margin,
-            n=n,
+        return self._check(
+            *(name, before, after, margin, confidence),
+            interval=interval,
             method=method,
             unit="examples",
             lost=lost,
             gained=gained,
             p_value=p_value,
-            detectable=difference.detectable(confidence),
-            needed=needed,
             test=test,
             scale="points",
         )
@@ -235,7 +263,7 @@ class Perplexity(Measure):
     Attributes:
         loss: returns (n,) nats of every unit.
         tokens: returns (n,) tokens, or words, of every unit; the same for every model.
-        method: of the interval; see `lathe.evaluate.paired.Totals`.
+        method: of the interval; see `lathe.evaluate.intervals.Totals`.
         unit: what the units are.
         whole_above: figures from this on are shown without decimals.
     """
@@ -270,34 +298,69 @@ class Perplexity(Measure):
         else:
             totals = of_documents(change_of_loss, tokens, documents)
             method = by_documents(totals)
-        difference = totals.interval(confidence)
-        change, low, high = (
-            math.expm1(min(x, LARGEST_EXPONENT))
-            for x in (difference.estimate, difference.low, difference.high)
-        )
-        verdict, needed = judge(low, high, margin), None
-        if verdict == "inconclusive":
-            needed = needed_units(len(tokens), difference.of_more, math.log1p(margin))
-        detectable = difference.detectable(confidence)
-        return Check(
-            measure=name,
-            verdict=verdict,
-            baseline=self.overall(before),
-            candidate=self.overall(after),
-            change=change,
-            low=low,
-            high=high,
-            limit=margin,
-            n=len(tokens),
+        return self._check(
+            *(name, before, after, margin, confidence),
+            interval=totals.interval(confidence).of_more,
+            shown=lambda loss: math.expm1(min(loss, LARGEST_EXPONENT)),
+            unshown=math.log1p,
             method=method,
             unit=self.unit,
-            detectable=math.expm1(min(detectable, LARGEST_EXPONENT)),
-            needed=needed,
         )
 
     def overall(self, units: Units) -> float:
         loss = float(self.loss(units).sum() / self.tokens(units).sum())
         return math.exp(min(loss, LARGEST_EXPONENT))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanScore(Measure):
+    """The mean of a score, of which more is better, in its own unit.
+
+    Attributes:
+        column: the column with the score of each example.
+    """
+
+    column: str
+
+    higher_is_better: ClassVar[bool] = True
+    factor: ClassVar[float] = 1.0
+    has_ratio: ClassVar[bool] = True
+
+    def show(self, value: float) -> str:
+        return f"{value:.4g}"
+
+    def overall(self, units: Units) -> float:
+        return float(units.column(self.column).mean())
+
+    def compare(
+        self, name: str, before: Units, after: Units, margin: float, confidence: float
+    ) -> Check:
+        theirs, ours = (units.column(self.column) for units in (before, after))
+        if len(theirs) < 2:
+            raise UserError(f"{before.path}: fewer than two examples", "evaluate on more data")
+        documents = before.documents()
+        ones = np.ones(len(theirs))
+        if documents is None:
+            totals, method, test = of_units(ours - theirs, ones), "paired Student's t", "paired t"
+        else:
+            totals = of_documents(ours - theirs, ones, documents)
+            method, test = by_documents(totals), "t-test by document"
+        return self._check(
+            *(name, before, after, margin, confidence),
+            interval=totals.interval(confidence).of_more,
+            method=method,
+            unit="examples",
+            p_value=totals.p_value(),
+            test=test,
+            scale="own",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanCost(MeanScore):
+    """The mean of a cost, of which less is better."""
+
+    higher_is_better: ClassVar[bool] = False
 
 
 def by_documents(totals: Totals) -> str:

@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.config.settings import OfflineEvalSettings, Recipe
-from lathe.evaluate import scorers
+from lathe.evaluate import open_model as opened
 from lathe.evaluate.lambada import ClozeExample, score_cloze
-from lathe.evaluate.open_model import open_model
-from lathe.evaluate.scorers import TorchScorer, onnx_scorer
-from lathe.evaluate.wikitext import token_losses
+from lathe.evaluate.open_model import TorchScorer, onnx_scorer, open_model
+from lathe.evaluate.score_requests import Targets
+from lathe.evaluate.wikitext import token_losses, windows
 from lathe.model.checkpoint import load_checkpoint
 from lathe.runtime.exported_model import pad
 from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
@@ -41,8 +41,8 @@ def test_torch_scores_are_the_log_softmax(monkeypatch: pytest.MonkeyPatch) -> No
     tokens = np.arange(40).reshape(2, 20)
     rows, columns = np.repeat(np.arange(2), 20), np.tile(np.arange(20), 2)
     targets = np.arange(40) + 1
-    monkeypatch.setattr(scorers, "LOGIT_ROWS", 7)
-    scores, greedy = TorchScorer(model).score(tokens, rows, columns, targets)
+    monkeypatch.setattr(opened, "LOGIT_ROWS", 7)
+    scores, greedy = TorchScorer(model).score(Targets(tokens, rows, columns, targets))
     with torch.inference_mode():
         logits = model(torch.from_numpy(tokens)).view(40, -1)
     expected = torch.log_softmax(logits, -1)[torch.arange(40), targets]
@@ -60,7 +60,7 @@ def test_a_float_file_scores_every_example_as_torch_does(
     examples[0] = ClozeExample(examples[0].context, [int(hits)])
     expected = score_cloze(checkpoint, examples, 64, token_budget=300)
     for at_a_time in (1024, 10):  # a whole batch, and a few rows of it
-        monkeypatch.setattr(scorers, "LOGIT_ROWS", at_a_time)
+        monkeypatch.setattr(opened, "LOGIT_ROWS", at_a_time)
         scores = score_cloze(file, examples, 64, token_budget=300)
         for ours, theirs in zip(scores, expected, strict=True):
             assert ours.log_likelihood == pytest.approx(theirs.log_likelihood, abs=1e-4)
@@ -73,8 +73,8 @@ def test_a_float_file_scores_every_example_as_torch_does(
 def test_a_float_file_scores_every_token_as_torch_does(exported: Path, overlap: int) -> None:
     tokens = np.random.default_rng(1).integers(0, UNIFORM.vocab_size, 400).tolist()
     checkpoint = TorchScorer(load_checkpoint(exported / "checkpoint").model)
-    expected = token_losses(checkpoint, tokens, 64, overlap, token_budget=200)
-    losses = token_losses(onnx_scorer(exported), tokens, 64, overlap, token_budget=200)
+    expected = token_losses(checkpoint, windows(tokens, 64, overlap), 64, token_budget=200)
+    losses = token_losses(onnx_scorer(exported), windows(tokens, 64, overlap), 64, token_budget=200)
     np.testing.assert_allclose(losses, expected, atol=1e-4)
 
 
@@ -88,9 +88,9 @@ def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
     tokens, _ = pad([e.context for e in ragged(60, 60)])
     rows, columns = (x.ravel() for x in np.indices(tokens.shape))
     targets = np.random.default_rng(2).integers(0, UNIFORM.vocab_size, len(rows))
-    expected, _ = fake.score(tokens, rows, columns, targets)
-    scores, _ = onnx_scorer(tmp_path).score(tokens, rows, columns, targets)
-    in_float, _ = TorchScorer(make_model(UNIFORM)).score(tokens, rows, columns, targets)
+    expected, _ = fake.score(Targets(tokens, rows, columns, targets))
+    scores, _ = onnx_scorer(tmp_path).score(Targets(tokens, rows, columns, targets))
+    in_float, _ = TorchScorer(make_model(UNIFORM)).score(Targets(tokens, rows, columns, targets))
     error, quantization = abs(scores - expected), abs(in_float - expected)
     assert error.mean() < 0.1 * quantization.mean()
 
@@ -104,8 +104,8 @@ def test_a_quantized_checkpoint_is_computed_as_its_export_unless_asked(
     recipe = Recipe(Offline_Eval=OfflineEvalSettings(quantized=how))
     subject = open_model(checkpoint.folder, recipe)
     same = onnx_scorer(tmp_path) if how == "onnxruntime" else TorchScorer(checkpoint.model)
-    batch = np.arange(40).reshape(2, 20), np.arange(2), np.array([3, 9]), np.array([5, 6])
-    assert np.array_equal(subject.scorer.score(*batch)[0], same.score(*batch)[0])
+    batch = Targets(np.arange(40).reshape(2, 20), np.arange(2), np.array([3, 9]), np.array([5, 6]))
+    assert np.array_equal(subject.scorer.score(batch)[0], same.score(batch)[0])
     assert subject.digest == checkpoint.digest
     engine = {"onnxruntime": "onnxruntime", "simulated": "torch, fake quantization"}[how]
     assert subject.metadata()["engine"] == engine
