@@ -45,7 +45,7 @@ def train(
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
         from lathe.launch.cluster.trainjob import run
 
-        machines = settings.Launch
+        machines = settings.Launch.of_step(str(command[0]))
         backend = backends.of(settings)
         if backend.starts_processes(str(command[0])):
             backend.check_environment()  # the pods have this pod's image

@@ -100,12 +100,14 @@ class Preflight(Inputs):
         for image in images_of(pipeline):
             self.check(f"image {image}", _check_image, image, pool.gpus)
 
-    def nodes(self, pool: Pool, strict: bool) -> None:
+    def nodes(self, variant: Variant, strict: bool) -> None:
         """Warn of machines that are not there now, or if `strict` refuse to wait for them."""
+        pool = variant.pool
         if not pool.gpus:
             return
         context = os.environ.get("LATHE_KFP_CONTEXT")
-        wanted = (pool.node_pool, pool.nodes, pool.gpus, context)
+        placement = variant.placement.of_step("pretrain")
+        wanted = (pool.node_pool, pool.nodes, pool.gpus, context, placement)
         shortage = self.check(f"node pool {pool.node_pool}", node_pool_shortage, *wanted)
         if shortage and strict:
             self.problems.append(shortage)

@@ -63,6 +63,7 @@ class Submission:
     experiment_id: str
     parameters: dict[str, Any]
     root: str
+    service_account: str
 
     def request(self) -> dict[str, Any]:
         """What a run and a recurring run have in common."""
@@ -75,7 +76,7 @@ class Submission:
             "runtime_config": models.V2beta1RuntimeConfig(
                 parameters=self.parameters, pipeline_root=self.root or None
             ),
-            "service_account": SERVICE_ACCOUNT,
+            "service_account": self.service_account,
         }
 
 
@@ -108,7 +109,7 @@ def prepare(
         variant = Variant()
     variant = replace(variant, finished=finished or {}, code=code_digests())
     preflight.recipes(name, arguments, variant)
-    preflight.nodes(variant.pool, strict)
+    preflight.nodes(variant, strict)
     pipeline = build(name, variant)
     preflight.images(pipeline, variant.pool)
     for line in preflight.unchecked:
@@ -132,7 +133,10 @@ def prepare(
     parameters = arguments | recipes | {"overrides": overrides}
     if model := arguments.get("model"):
         parameters["model"] = _importable(client, model, root)
-    return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
+    account = variant.placement.service_account or SERVICE_ACCOUNT
+    return Submission(
+        client, pipeline, pipeline_id, version_id, experiment, parameters, root, account
+    )
 
 
 def _importable(client: Client, model: str, root: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe.config.settings import LaunchSettings, Placements, Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
 from lathe.storage import fetch
@@ -77,14 +77,22 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
         engine=_engine_of(names, overrides),
         cpus=launch.cpus_per_node if "cpus_per_node" in told else None,
         memory=launch.memory_per_node if "memory_per_node" in told else None,
+        shared_memory=launch.shared_memory,
     )
     machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
     return Variant(
         pool,
+        placement=_placement(launch),
         sizes=_sizes(arguments, machines),
         shards=launch.shards,
         notify=launch.notify,
     )
+
+
+def _placement(launch: LaunchSettings) -> Placements:
+    """What of the group is about all pods, and about single steps."""
+    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    return Placements.model_validate(given)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

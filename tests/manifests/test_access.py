@@ -18,6 +18,7 @@ JOBS = ("create", "get", "list", "delete", "enable", "disable")
 EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
+        (TRAINER, "clustertrainingruntimes", "get"),
         ("jobset.x-k8s.io", "jobsets", "get"),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
         ("argoproj.io", "workflows", "get"),

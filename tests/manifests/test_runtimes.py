@@ -75,10 +75,13 @@ def test_gpu_pool_is_one_patch(
     production: list[Object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pool = {"lathe/node-pool": "gpu"}
-    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    tolerations = [
+        {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+        for key in ("lathe/node-pool", "nvidia.com/gpu")
+    ]
     for runtime in of_kind(production, "ClusterTrainingRuntime"):
         pod = job(runtime)["spec"]["template"]["spec"]
-        assert (pod["nodeSelector"], pod["tolerations"]) == (pool, [taint])
+        assert (pod["nodeSelector"], pod["tolerations"]) == (pool, tolerations)
     for runtime in of_kind(variant("kind", tmp_path_factory), "ClusterTrainingRuntime"):
         assert not {"nodeSelector", "tolerations"} & set(job(runtime)["spec"]["template"]["spec"])
 

@@ -87,7 +87,8 @@ def test_gpus_and_where_they_are(compiled, name, pool):
         assert resources["resourceMemoryRequest"] == f"{32 * gpus}Gi"
         assert settings["nodeSelector"] == {"labels": {"lathe/node-pool": machines.node_pool}}
         assert settings["tolerations"] == [
-            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+            {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+            for key in ("lathe/node-pool", "nvidia.com/gpu")
         ]
         assert labels.get("kueue.x-k8s.io/queue-name") == machines.queue
 
