@@ -34,7 +34,7 @@ from pipelines.commands.arguments import recipe_names, takes_arguments
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.commands.summary import wide_console
 from pipelines.commands.told import told
-from pipelines.commands.variants import choose_variant, takes_machines
+from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.compile import build, images_of
 from pipelines.compiler.resources import Pool, Variant
 
@@ -96,7 +96,8 @@ class Doctor:
         host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
         port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
         command = [*PROGRAM, "--pipelines", self.inside, "--metadata", f"{host}:{port}"]
-        command += ["--root", self.root, "--gpus", str(gpus)]
+        root = self.placement.store or self.root
+        command += ["--root", root, "--gpus", str(gpus)]
         command += ["--launch", self.launch.model_dump_json(exclude_unset=True)]
         pool = self.pool if gpus else None
         body = pod_of_step(images_of(self.pipeline), command, pool, self.placement)
@@ -161,6 +162,7 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end_with_exception)
     with told():
+        arguments, root = with_store(arguments, root)
         variant = choose_variant(pipeline, arguments)
         launch = launch_settings(pipeline, arguments, variant)
         cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW)

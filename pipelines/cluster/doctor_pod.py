@@ -26,7 +26,6 @@ from pipelines.compiler.resources import (
     POD_FIELDS,
     SECRET,
     SERVICE_ACCOUNT,
-    SESSION,
     SIGNING,
     STORE,
     Pool,
@@ -60,8 +59,6 @@ def pod_of_step(
         name: {"fieldRef": {"fieldPath": path}} for name, path in POD_FIELDS.items()
     }
     for key, name in KEYS.items():
-        fields[name] = {"secretKeyRef": {"name": SECRET, "key": key}}
-    for key, name in SESSION.items():
         fields[name] = {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}}
     for key, name in STORE.items():
         fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}

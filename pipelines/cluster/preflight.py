@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,12 +62,17 @@ class Preflight(Inputs):
             self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
         return None
 
-    def arguments(self, name: str, arguments: dict[str, Any]) -> None:
-        """Check argument names, and that addresses are reachable from a cluster."""
+    def arguments(self, name: str, arguments: dict[str, Any], mounts: Sequence[str] = ()) -> None:
+        """Check argument names, and that addresses are reachable from a cluster.
+
+        Args:
+            mounts: where pods have volumes.
+        """
+        self._mounts = mounts
         self.problems += wrong_names(name, arguments)
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
-                self.check(key, _check_reachable, key, value)
+                self.check(key, _check_reachable, key, value, self._mounts)
         self.goal(name, arguments)
 
     def recipes(self, name: str, arguments: dict[str, Any], variant: Variant) -> None:
@@ -92,7 +98,7 @@ class Preflight(Inputs):
             ("tokenizer", recipe.Prepare.tokenizer),
         ):
             if argument(name, key) is not None and not arguments.get(key):
-                self.check(key, _check_reachable, key, value)
+                self.check(key, _check_reachable, key, value, self._mounts)
 
     def images(self, pipeline: GraphComponent, pool: Pool) -> None:
         """Check that the pipeline's images exist in their registries, and that they are built for
@@ -141,9 +147,11 @@ class Preflight(Inputs):
             self.unchecked.append(f"object store: not checked: {error}")
 
 
-def _check_reachable(key: str, value: str) -> None:
+def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
     place = value.removeprefix(NEWEST)
     is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
+    if is_here and any(f"{place}/".startswith(f"file://{mount}/") for mount in mounts):
+        return
     if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(

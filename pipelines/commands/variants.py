@@ -14,7 +14,7 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import LaunchSettings, Placements, Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
-from lathe.storage import fetch
+from lathe.storage import fetch, scheme_of
 from lathe.train.shape import model_config
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
@@ -57,6 +57,16 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
         [first, second, *map(parameter, MACHINES), *own]
     )
     return command
+
+
+def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], str]:
+    """A pipeline root on a volume as the setting Launch.store, and Pipelines' own root.
+
+    Pipelines' launcher and driver (2.17) know S3 and Google's store only.
+    """
+    if scheme_of(root) != "file":
+        return arguments, root
+    return arguments | {"overrides": [*arguments["overrides"], f"Launch.store={root}"]}, ""
 
 
 def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:

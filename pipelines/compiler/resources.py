@@ -14,6 +14,7 @@ from typing import Any
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
+from components import artifacts
 from components.images import PADDLE
 from lathe.config.settings import Placements
 from lathe.config.settings.placement import StepPlacement
@@ -25,9 +26,12 @@ from pipelines.compiler.sizes import GIB, LIMIT, Sizes, quantity
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
-KEYS = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
-SESSION = {"sessiontoken": "AWS_SESSION_TOKEN"}
-"""Which temporary keys alone have."""
+KEYS = {
+    "accesskey": "AWS_ACCESS_KEY_ID",
+    "secretkey": "AWS_SECRET_ACCESS_KEY",
+    "sessiontoken": "AWS_SESSION_TOKEN",
+}
+"""Temporary keys alone have a session token; a workload's identity takes the place of all."""
 STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
 WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
 TRUST = "lathe-verification-keys"
@@ -253,12 +257,13 @@ def _with_house_rules(
     of MLflow and a model registry if there are any, the key to sign with if there is one, the image
     and the pod's identity, labels, the recipe's placement, retries and a deadline."""
     kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=shared_memory)
-    kubernetes.use_secret_as_env(task, SECRET, KEYS)
-    kubernetes.use_secret_as_env(task, SECRET, SESSION, optional=True)
+    kubernetes.use_secret_as_env(task, SECRET, KEYS, optional=True)
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
     kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
     kubernetes.use_secret_as_volume(task, SIGNING, str(MOUNTED), optional=True)
     task.set_env_variable(IMAGE, task.container_spec.image)
+    if store := _VARIANT.get().placement.store:
+        task.set_env_variable(artifacts.STORE, store)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)
     _placed(task, _VARIANT.get().pool.node_pool if gpus else None, bool(gpus))

@@ -53,8 +53,8 @@ def test_the_store_reaches_the_workers(production: list[Object]) -> None:
     assert references == {
         "AWS_ENDPOINT_URL": {"name": "lathe-store", "key": "endpoint"},
         "AWS_REGION": {"name": "lathe-store", "key": "region"},
-        "AWS_ACCESS_KEY_ID": {"name": "lathe-s3", "key": "accesskey"},
-        "AWS_SECRET_ACCESS_KEY": {"name": "lathe-s3", "key": "secretkey"},
+        "AWS_ACCESS_KEY_ID": {"name": "lathe-s3", "key": "accesskey", "optional": True},
+        "AWS_SECRET_ACCESS_KEY": {"name": "lathe-s3", "key": "secretkey", "optional": True},
         "AWS_SESSION_TOKEN": {"name": "lathe-s3", "key": "sessiontoken", "optional": True},
     }
     store = named(production, "ConfigMap", "lathe-store")

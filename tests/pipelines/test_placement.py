@@ -188,4 +188,58 @@ def test_every_component_can_be_named():
 
     names = {path.parent.name for path in (ROOT / "components").glob("*/component.py")}
     renamed = {"deploy": "rehearse", "join": "prepare"}  # in pipelines/steps.py
-    assert {renamed.get(name, name) for name in names} | {"serve", "janitor"} == set(STEPS)
+    assert {renamed.get(name, name) for name in names} == set(STEPS)
+
+
+VOLUME = "Launch.volumes=[{claim: artifacts, mount_path: /pvc}]"
+
+
+def test_a_run_without_an_object_store(kfp):
+    arguments = ["pretrain", "--gpus", "0", "-o", VOLUME, "--corpus", "file:///pvc/corpora/new/"]
+    result = CliRunner().invoke(submit, [*arguments, "--root", "file:///pvc/runs"])
+    assert result.exit_code == 0, result.output
+    (run,) = kfp.runs.values()
+    config = run["runtime_config"]
+    assert not config.get("pipeline_root")  # Pipelines has an address of its own
+    assert config["parameters"]["corpus"] == "file:///pvc/corpora/new/"
+    sent = load_recipe("tiny", config["parameters"]["overrides"]).Launch
+    assert sent.store == "file:///pvc/runs" and sent.volumes[0].claim == "artifacts"
+    (version,) = kfp.versions.values()
+    spec, platform = yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]])
+    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for label, executor in spec["deploymentSpec"]["executors"].items():
+        if "container" in executor:
+            variable = {"name": "LATHE_STORE", "value": "file:///pvc/runs"}
+            assert variable in executor["container"]["env"]
+            assert settings[label]["pvcMount"][0]["mountPath"] == "/pvc"
+            assert all(source["optional"] for source in settings[label]["secretAsEnv"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "store is file:///pvc/runs, and no claim of volumes is mounted there"),
+        (["-o", VOLUME.replace("/pvc", "/pv")], "no claim of volumes is mounted there"),
+        (
+            ["-o", VOLUME, "-o", "Launch.steps.evaluate.volumes=[]"],
+            "no claim of steps.evaluate.volumes is mounted there",
+        ),
+    ],
+)
+def test_a_root_that_no_pod_mounts(kfp, options, said):
+    arguments = ["pretrain", "--gpus", "0", *options, "--corpus", "s3://texts/new/"]
+    result = CliRunner().invoke(submit, [*arguments, "--root", "file:///pvc/runs"])
+    assert result.exit_code != 0 and said in result.output
+    assert not kfp.runs
+
+
+def test_a_folder_that_no_pod_mounts_is_a_path_of_this_machine(kfp):
+    arguments = ["pretrain", "--gpus", "0", "-o", VOLUME, "--corpus", "file:///pvc2/new/"]
+    result = CliRunner().invoke(submit, arguments)
+    assert "a path of this machine, which the cluster does not see" in result.output
+
+
+def test_a_trainjob_on_a_volume(variant):
+    overrides = [VOLUME, "Launch.store=file:///pvc", "Launch.nodes=2"]
+    found = load_recipe("tiny", overrides).Launch.of_step("pretrain")
+    assert found.store == "file:///pvc" and found.volumes[0].mount_path == "/pvc"

@@ -24,8 +24,8 @@ STEPS = (
     *("analyze", "certify", "choose", "design", "estimate", "evaluate", "export", "gate"),
     *("inputs", "notify", "prepare", "pretrain", "price", "prune", "quantize", "rehearse"),
     *("release", "report", "tokenize", "tokenizer"),
-    *("serve", "janitor"),
 )
+NO_STEPS = ("serve", "janitor")
 """What pods are called: the steps of a pipeline, and two that are none."""
 
 FROM_THE_STORE = frozenset(
@@ -57,8 +57,8 @@ def _is_variable(name: str) -> str:
 
 
 def _is_step(name: str) -> str:
-    if name not in STEPS:
-        raise ValueError(f"no step {name!r}; there are {', '.join(STEPS)}")
+    if name not in (*STEPS, *NO_STEPS):
+        raise ValueError(f"no step {name!r}; there are {', '.join((*STEPS, *NO_STEPS))}")
     return name
 
 
@@ -69,6 +69,13 @@ def _is_mount(path: str) -> str:
     if any(pure.is_relative_to(own) for own in OWN_MOUNTS):
         raise ValueError(f"pods have something else there: {', '.join(OWN_MOUNTS)}")
     return path
+
+
+def _is_folder(address: str) -> str:
+    parts = address.removeprefix("file:///").rstrip("/").split("/")
+    if not address.startswith("file:///") or {"", ".", ".."} & set(parts):
+        raise ValueError("not the address of a folder, file:///path")
+    return address.rstrip("/")
 
 
 def _is_node_affinity(value: dict[str, Any]) -> dict[str, Any]:
@@ -223,9 +230,29 @@ class Placements(Placement):
     priority_class: KubernetesName | None = None
     """PriorityClass of the server's pods, the janitor's and the runtimes', whose manifests
     `make manifests RECIPE=` writes; Pipelines gives its steps none."""
+    store: Annotated[str, AfterValidator(_is_folder)] | None = None
+    """Address file:///... on a claim of `volumes` that all pods mount, below which a run on a
+    cluster keeps its models and data sets; null is Pipelines' own store."""
     steps: dict[Annotated[str, AfterValidator(_is_step)], StepPlacement] = Field(default={})
     """Settings of single steps, by their names: `Launch.steps.evaluate.cpus`, `memory`, and every
     key from `node_selector` to `volumes`, which replaces the group's."""
+
+    @model_validator(mode="after")
+    def _store_is_mounted(self) -> Self:
+        places = {"volumes": self.volumes}
+        for name, own in self.steps.items():
+            if "volumes" in own.model_fields_set and name not in NO_STEPS:
+                places[f"steps.{name}.volumes"] = own.volumes
+        for key, volumes in places.items():
+            mounts = [volume.mount_path.rstrip("/") for volume in volumes if volume.claim]
+            if self.store and not any(
+                f"{self.store}/".startswith(f"file://{mount}/") for mount in mounts
+            ):
+                raise ValueError(
+                    f"store is {self.store}, and no claim of {key} is mounted there: add "
+                    "{claim: NAME, mount_path: ...}"
+                )
+        return self
 
     def of_step(self, name: str) -> Self:
         """The settings for one step."""

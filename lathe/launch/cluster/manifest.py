@@ -48,7 +48,8 @@ STORE_KEYS = {
     "AWS_SECRET_ACCESS_KEY": "secretkey",
     "AWS_SESSION_TOKEN": "sessiontoken",
 }
-"""Variables, and the keys of the Secret; temporary keys alone have a session token."""
+"""Variables, and the keys of the Secret; temporary keys alone have a session token, and with a
+workload's identity there is no Secret."""
 SIGNING_SECRET = "lathe-signing"
 PASSED_ON = (
     *("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"),
@@ -207,9 +208,7 @@ def _environment(image: str) -> list[dict[str, Any]]:
         {"name": name, "value": value} for name, value in passed.items()
     ]
     for name, key in STORE_KEYS.items():
-        reference: dict[str, Any] = {"name": STORE_SECRET, "key": key}
-        if key == "sessiontoken":
-            reference["optional"] = True
+        reference = {"name": STORE_SECRET, "key": key, "optional": True}
         variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     return variables
 
