@@ -151,7 +151,12 @@ def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
     place = value.removeprefix(NEWEST)
     is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
     if is_here and any(f"{place}/".startswith(f"file://{mount}/") for mount in mounts):
-        return
+        if key != "model":
+            return
+        raise UserError(
+            f"model {value}: Pipelines imports no model from a volume",
+            "upload it to Pipelines' own store, and give that address",
+        )
     if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(

@@ -1,5 +1,6 @@
 """The group Launch on the pods of steps: the compiled pipeline, the run, and the doctor's pod."""
 
+from dataclasses import replace
 from typing import Any
 
 import kubernetes_validate
@@ -237,6 +238,24 @@ def test_a_folder_that_no_pod_mounts_is_a_path_of_this_machine(kfp):
     arguments = ["pretrain", "--gpus", "0", "-o", VOLUME, "--corpus", "file:///pvc2/new/"]
     result = CliRunner().invoke(submit, arguments)
     assert "a path of this machine, which the cluster does not see" in result.output
+
+
+def test_a_model_on_a_volume_cannot_be_imported(kfp):
+    arguments = ["qat", "--gpus", "0", "-o", VOLUME, "--model", "file:///pvc/gpt"]
+    result = CliRunner().invoke(submit, [*arguments, "--corpus", "file:///pvc/text.txt"])
+    assert "Pipelines imports no model from a volume" in result.output
+
+
+def test_steps_whose_results_are_on_a_volume_are_not_taken_by_a_resumed_run():
+    overrides = ["Launch.gpus_per_node=0", VOLUME, "Launch.store=file:///pvc"]
+    for own, names in ((overrides[:1], set()), (overrides, {"prepare"})):
+        place = "minio://mlpipeline/pretrain/run/prepare/7041"
+        done = {"data": f"{place}/data", "metrics": f"{place}/metrics"}
+        variant = choose_variant("pretrain", {"overrides": own})
+        pipeline = build("pretrain", replace(variant, finished={"prepare": done}))
+        spec = json_format.MessageToDict(pipeline.pipeline_spec)
+        executors = {label.removeprefix("exec-") for label in spec["deploymentSpec"]["executors"]}
+        assert executors & {"prepare"} == names
 
 
 def test_a_trainjob_on_a_volume(variant):
