@@ -34,7 +34,7 @@ PLACED: dict[str, Any] = {
     "run_as_user": 1000650000,
     "labels": {"cost-center": "42", "lathe/stage": "mine"},
     "annotations": {"sidecar.istio.io/inject": "false"},
-    "env": {"HTTPS_PROXY": "http://proxy:3128"},
+    "env": {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".svc"},
     "image_pull_secrets": ["registry"],
     "volumes": [
         {"claim": "artifacts", "mount_path": "/pvc"},
@@ -161,6 +161,7 @@ def test_steps_have_their_own() -> None:
         ("tolerations=[{value: y}]", "needs the operator Exists"),
         ("tolerations=[{key: x, tolerationSeconds: 5}]", "needs the effect NoExecute"),
         ("env={AWS_REGION: x}", "comes from the ConfigMap lathe-store"),
+        ("env={https_proxy: 'http://proxy:3128'}", "a proxy without NO_PROXY"),
         ("env={a-b: x}", "'a-b' is not the name of a variable"),
         ("volumes=[{claim: a, secret: b, mount_path: /x}]", "one of claim, config_map and secret"),
         ("volumes=[{claim: a, mount_path: x}]", "not an absolute path"),

@@ -35,7 +35,7 @@ LAUNCH = """
   run_as_user: null
   labels: {cost-center: "42"}
   annotations: {example.com/owner: nlp}
-  env: {HTTPS_PROXY: "http://proxy:3128"}
+  env: {HTTPS_PROXY: "http://proxy:3128", NO_PROXY: .svc}
   image_pull_secrets: [registry]
   service_account: trainer
   priority_class: low

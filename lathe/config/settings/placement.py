@@ -56,6 +56,16 @@ def _is_variable(name: str) -> str:
     return name
 
 
+def _has_exceptions(env: dict[str, str]) -> dict[str, str]:
+    names = {name.upper() for name in env}
+    if names & {"HTTPS_PROXY", "HTTP_PROXY"} and "NO_PROXY" not in names:
+        raise ValueError(
+            "a proxy without NO_PROXY, which Pipelines' own services and the Kubernetes API need: "
+            ".svc,.cluster.local,10.0.0.0/8, or what the cluster's networks are"
+        )
+    return env
+
+
 def _is_step(name: str) -> str:
     if name not in (*STEPS, *NO_STEPS):
         raise ValueError(f"no step {name!r}; there are {', '.join((*STEPS, *NO_STEPS))}")
@@ -181,7 +191,9 @@ class Placement(Settings):
     """Labels of every pod, such as those that costs are counted by."""
     annotations: dict[LabelKey, str] = Field(default={})
     """Annotations of every pod."""
-    env: dict[Annotated[str, AfterValidator(_is_variable)], str] = Field(default={})
+    env: Annotated[
+        dict[Annotated[str, AfterValidator(_is_variable)], str], AfterValidator(_has_exceptions)
+    ] = Field(default={})
     """Environment variables of every container; everybody who can read the run can read them."""
     image_pull_secrets: list[KubernetesName] = Field(default=[])
     """Secrets with a registry's credentials, beside those of the service account."""
