@@ -195,8 +195,9 @@ compile: env ## Write the pipelines' IR YAML to build/
 	$(BIN)/python -m pipelines.compiler.compile build
 
 .PHONY: manifests
-manifests: env ## Write the cluster's manifests, and the pipelines as objects, to build/manifests/
+manifests: env ## Write the cluster's manifests, RECIPE='s Launch applied, and the pipelines to build/manifests/
 	$(call render,build/manifests)
+	$(if $(value RECIPE),$(call place,kind)$(call place,production)$(call place,standalone))
 	$(BIN)/python -m pipelines.compiler.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
 
 .PHONY: reference
@@ -214,6 +215,15 @@ mkdir -p $(1)
 kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
 kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
 kubectl kustomize manifests/overlays/standalone -o $(1)/standalone.yaml
+endef
+
+# The pods of an overlay as the group Launch of RECIPE says.
+define place
+$(BIN)/python -m lathe.launch.cluster.placement $(call quote,$(RECIPE)) \
+  $(foreach v,$(call dotted),$(call override,$(v))) \
+  < build/manifests/$(1).yaml > build/manifests/$(1).placed && \
+  mv build/manifests/$(1).placed build/manifests/$(1).yaml
+
 endef
 
 .PHONY: lock

@@ -1,4 +1,10 @@
-"""Where a component's artifacts are: on this machine for its stage, in the store for the others."""
+"""Where a component's artifacts are: on this machine for its stage, in the store for the others.
+
+`LATHE_STORE` is an address below which models and data sets go instead of where Pipelines puts
+them: `file:///pvc` on a volume that all pods mount, for a cluster without an object store for
+them. Pipelines' launcher (2.17) neither fetches nor uploads what is at an address that it does not
+know, and records it.
+"""
 
 import atexit
 import json
@@ -21,7 +27,8 @@ FIGURES = "figures: "
 """Opens the line of a step's log that has its figures, as JSON."""
 
 STORE = "LATHE_STORE"
-"""Environment variable: the address below which a local run puts every artifact."""
+"""Environment variable: the address below which a local run puts every artifact, and a step in a
+pod models and data sets; figures, verdicts and pages stay where the UI and `make runs` look."""
 
 
 def local(*artifacts: dsl.Artifact | None) -> list[Path | None]:
@@ -40,6 +47,17 @@ def _local(artifact: dsl.Artifact) -> Path:
     return folder / path.name
 
 
+def address_of(output: dsl.Artifact) -> str:
+    """Where an output goes: below LATHE_STORE where that is set, and Pipelines' own otherwise."""
+    store = os.environ.get(STORE, "").rstrip("/")
+    in_pod = "KFP_RUN_ID" in os.environ
+    is_large = isinstance(output, dsl.Model | dsl.Dataset)
+    if not store or output.uri.startswith(f"{store}/") or (in_pod and not is_large):
+        return output.uri
+    parts = (output.uri if in_pod else output.path).split("/")
+    return "/".join([store, *tracking.below_root(parts)])
+
+
 def copy(source: dsl.Artifact, output: dsl.Artifact) -> None:
     """Make an output artifact a copy of another folder, with its metadata."""
     shutil.copytree(*local(source), output.path)
@@ -48,8 +66,7 @@ def copy(source: dsl.Artifact, output: dsl.Artifact) -> None:
 
 def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, print them
-    for whoever follows the run, and upload the artifacts of a local run that was given a store; on
-    a cluster KFP does so.
+    for whoever follows the run, and upload what LATHE_STORE is given for; the rest KFP uploads.
 
     The metrics file is written too: an artifact without a file never hits KFP's cache.
     """
@@ -61,10 +78,9 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     for artifact in artifacts:
         artifact.metadata.update(figures)
     tracking.record(figures, *artifacts)
-    if store := os.environ.get(STORE):
-        for artifact in (metrics, *artifacts):
-            path = Path(artifact.path)
-            address = "/".join([store.rstrip("/"), *tracking.below_root(path.parts)])
+    for artifact in (metrics, *artifacts):
+        path, address = Path(artifact.path), address_of(artifact)
+        if address != artifact.uri:
             upload(path, address)
             artifact.uri = address
 

@@ -112,7 +112,10 @@ def this_task() -> Task | None:
 
 
 def below_root(parts: Sequence[str]) -> Sequence[str]:
-    """Of a path or an address on one machine: the run, the turns of its loops, task and output."""
+    """Of a path or an address: the run, the turns of its loops, task and output."""
+    run = os.environ.get("KFP_RUN_ID")
+    if run in parts:
+        return parts[parts.index(run) - 1 :]  # with the pipeline, and a part of Pipelines' own
     first = len(parts) - 3
     while TURN.fullmatch(parts[first]):
         first -= 1

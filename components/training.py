@@ -10,7 +10,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components.artifacts import copy
+from components.artifacts import address_of, copy
 from lathe import backends
 from lathe.artifacts.mirror import Mirror
 from lathe.config.settings import Recipe
@@ -42,30 +42,33 @@ def train(
     Returns:
         The figures of the finished checkpoint.
     """
+    address = address_of(output) if "KFP_RUN_ID" in os.environ else output.uri
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
         from lathe.launch.cluster.trainjob import run
 
-        machines = settings.Launch
+        machines = settings.Launch.of_step(str(command[0]))
         backend = backends.of(settings)
         if backend.starts_processes(str(command[0])):
             backend.check_environment()  # the pods have this pod's image
             runtime = machines.runtime or backend.TRAINJOB_RUNTIME
             machines = machines.model_copy(update={"runtime": runtime})
+        output.uri = address
         run([_address(part) for part in command], shape_of(settings), machines)
         with tempfile.TemporaryDirectory() as folder:
             for name in (MARKER, TRACE):
                 fetch(f"{output.uri}/{name}", Path(folder))
             return _finish(Path(folder), page)
-    mirror = None
-    if is_remote(output.uri):
-        mirror = Mirror.make(Path(output.path), output.uri)
+    mirror, path = None, Path(output.path)
+    if is_remote(address):
+        mirror = Mirror.make(path, address)
         mirror.restore()
     if not backends.start_workers([_path(part) for part in command], settings):
         stage()
-    figures = _finish(Path(output.path), page)
+    figures = _finish(path, page)
     if mirror:
         mirror.finish()
-        shutil.rmtree(output.path)  # KFP records the address, and has nothing left to upload
+        output.uri = address
+        shutil.rmtree(path)  # KFP records the address, and has nothing left to upload
     return figures
 
 
@@ -89,7 +92,7 @@ def _address(part: object) -> str:
         if not is_remote(part.uri):
             raise UserError(
                 f"{part.name}: {part.uri} is no address, and a TrainJob's pods share no disk",
-                "run the pipeline with a pipeline root in an object store",
+                "run the pipeline with a pipeline root in an object store, or on a volume (ROOT=)",
             )
         return part.uri
     return str(part)

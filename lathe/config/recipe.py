@@ -228,6 +228,10 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
     """The first mistake, in the recipe's words."""
     dotted = _setting(errors[0]["loc"])
     origin = place(tuple(dotted.split(".")), origins, shown)
+    if errors[0]["type"] == "extra_forbidden" and dotted in _known_keys(Recipe):
+        inner = ".".join(str(part) for part in errors[0]["loc"])
+        hint = f"`lathe recipe --explain {dotted}` prints what there is"
+        return UserError(f"{origin}: unknown key {printable(inner)}", hint)
     if errors[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"

@@ -143,7 +143,7 @@ def _check(
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_TEXT, _MERGE):
                 raise Mistake(f"a key{_of(path)}: not text", line)
-            if "." in key.value:
+            if "." in key.value and "/" not in key.value:  # a label of Kubernetes has both
                 raise Mistake(
                     f"a dot in the key {printable(key.value)}: write groups in groups", line
                 )

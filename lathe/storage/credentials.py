@@ -65,8 +65,13 @@ def explain_credentials() -> str:
 
 def _source() -> str:
     """The variable that says where the keys come from, AWS_PROFILE for the default profile too;
-    empty where none does. The file of profiles is read only if it is the one that counts."""
+    empty where none does. The file of profiles is read only if it is the one that counts.
+
+    A secret that is mounted if there is one gives way to an identity of the pod's own.
+    """
     found = next((name for name in (SECRET_DIR, *KEYS, IDENTITY) if os.environ.get(name)), "")
+    if found == SECRET_DIR and not Path(os.environ[SECRET_DIR], "accesskey").exists():
+        found = next((name for name in (IDENTITY, *CONTAINER) if os.environ.get(name)), found)
     if found:
         return found
     return PROFILE if _has_profile() else next(filter(os.environ.get, CONTAINER), "")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lathe.errors import UserError
-from lathe.storage.failures import explained
+from lathe.storage.failures import MISSING, StoreError, explained
 from lathe.storage.manifest import (
     MARKER,
     OWN_NAMES,
@@ -79,12 +79,22 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
                 entries[name] = _put_file(
                     store, prefix + name, files[name], before.get(name), p.advance
                 )
-    if store.get(prefix + UNFINISHED).decode() != token:
+    if _token(store, prefix) != token:
         raise UserError(
             f"{where}: another upload to it has started in the meantime", "run one upload at a time"
         )
     store.put(prefix + MARKER, to_json(entries).encode(), JSON)
     store.delete([prefix + UNFINISHED])
+
+
+def _token(store: ObjectStore, prefix: str) -> str | None:
+    """Of the upload that is changing the prefix; None where one that came later has finished."""
+    try:
+        return store.get(prefix + UNFINISHED).decode()
+    except StoreError as error:
+        if error.code not in MISSING:
+            raise
+        return None
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """Whether the cluster has room for a pipeline: the namespace's quota, and what its nodes have."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -9,16 +9,18 @@ from kfp.dsl.graph_component import GraphComponent
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
-from lathe.config.settings import LaunchSettings
+from lathe.config.settings import LaunchSettings, Placements
 from lathe.errors import UserError
 from lathe.launch.cluster.api import Cluster
 from lathe.launch.cluster.findings import Finding, State
+from lathe.launch.cluster.nodes import doubts, takes
 from pipelines.compiler.compile import containers_of
-from pipelines.compiler.resources import ACCELERATOR, NODE_POOL, Pool
+from pipelines.compiler.resources import Pool
 
 Amounts = dict[str, Decimal]
 """By the name of the resource: cpu in cores, memory in bytes, GPUs."""
 GIB = 1 << 30
+TRAINJOB = "the TrainJob"
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,21 @@ class Need:
     pods: int
     amounts: Amounts
 
+    @property
+    def gpus(self) -> Decimal:
+        """Number of GPUs, by whatever resource."""
+        return sum((n for name, n in self.amounts.items() if "/" in name), Decimal(0))
+
+    @property
+    def stage(self) -> str:
+        """What `Launch.steps` calls it; a TrainJob is of several."""
+        return "pretrain" if self.name == TRAINJOB else self.name.partition("-")[0]
+
     def __str__(self) -> str:
         words = [f"{self.amounts.get('cpu', 0)} CPUs"]
         words.append(f"{self.amounts.get('memory', Decimal(0)) / GIB:.3g} GiB")
-        if gpus := self.amounts.get(ACCELERATOR):
-            words.append(f"{gpus} GPUs")
+        if self.gpus:
+            words.append(f"{self.gpus} GPUs")
         return f"{self.name}: {f'{self.pods} pods with ' * (self.pods > 1)}{', '.join(words)}"
 
 
@@ -52,27 +64,32 @@ def needs_of(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
             needs.setdefault(key, Need(name, 1, amounts))
     found = list(needs.values())
     if launch.nodes > 1:
-        worker = {"cpu": Decimal(launch.cpus_per_node)}
-        worker["memory"] = parse_quantity(launch.memory_per_node)
-        if launch.gpus_per_node:
-            worker[ACCELERATOR] = Decimal(launch.gpus_per_node)
-        found.append(Need("the TrainJob", launch.nodes, worker))
+        own = launch.of_step("pretrain")
+        worker = {"cpu": Decimal(own.cpus_per_node)}
+        worker["memory"] = parse_quantity(own.memory_per_node)
+        if own.gpus_per_node:
+            worker[own.gpu_resource] = Decimal(own.gpus_per_node)
+        found.append(Need(TRAINJOB, launch.nodes, worker))
     return found
 
 
 def _amounts(resources: dict[str, Any]) -> Amounts:
+    accelerator = resources.get("accelerator", {})
     given = {
         "cpu": resources.get("resourceCpuRequest"),
         "memory": resources.get("resourceMemoryRequest"),
-        ACCELERATOR: resources.get("accelerator", {}).get("resourceCount"),
+        accelerator.get("resourceType"): accelerator.get("resourceCount"),
     }
     # A value may be an argument of the pipeline, which is not known here.
     known = {name: value for name, value in given.items() if value and "{{" not in value}
     return {name: parse_quantity(value) for name, value in known.items()}
 
 
-def capacity(cluster: Cluster, needs: list[Need], pool: Pool) -> Iterator[Finding]:
-    """Findings about quota and nodes; what the user may not read is a warning."""
+def capacity(
+    cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
+) -> Iterator[Finding]:
+    """Findings about quota, nodes and the placement on them; what the user may not read is a
+    warning."""
     core = kubernetes.CoreV1Api(cluster.api)
     try:
         quotas = cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items
@@ -84,12 +101,29 @@ def capacity(cluster: Cluster, needs: list[Need], pool: Pool) -> Iterator[Findin
     except UserError as error:
         yield Finding("nodes", "warning", f"not checked: {error.what}", error.hint)
         return
+    yield from _placement(nodes, placement, bool(pool.gpus))
     try:
         running = cluster.ask(core.list_pod_for_all_namespaces).items
         told = ""
     except UserError:
         running, told = [], " (not counting what runs there, which you may not list)"
-    yield from _room(nodes, running, needs, pool, told)
+    yield from _room(nodes, running, needs, pool, placement, told)
+
+
+def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
+    """What of the recipe's placement, or of a single step's, no node has."""
+    found = doubts(nodes, placement, has_gpus)
+    for name in placement.steps:
+        said = {finding.said for finding in found}
+        own = doubts(nodes, placement.of_step(name), has_gpus=False)
+        found += [
+            replace(finding, said=finding.said.replace("Launch.", f"Launch.steps.{name}.", 1))
+            for finding in own
+            if finding.said not in said
+        ]
+    if not found and placement != Placements():
+        found = [Finding("placement", "ok")]
+    yield from found
 
 
 def _quota(quotas: list[Any], needs: list[Need]) -> Finding:
@@ -115,33 +149,29 @@ def _refused(quota: Any, need: Need) -> Iterator[Finding]:
 
 
 def _room(
-    nodes: list[Any], running: list[Any], needs: list[Need], pool: Pool, told: str
+    nodes: list[Any],
+    running: list[Any],
+    needs: list[Need],
+    pool: Pool,
+    placement: Placements,
+    told: str,
 ) -> Iterator[Finding]:
     free = {node.metadata.name: _free(node, running) for node in nodes}
     short = False
     for need in needs:
-        with_gpus = ACCELERATOR in need.amounts
-        usable = [n.metadata.name for n in nodes if _takes(n, pool if with_gpus else None)]
+        own, node_pool = placement.of_step(need.stage), pool.node_pool if need.gpus else None
+        usable = [n.metadata.name for n in nodes if takes(n, own, node_pool, bool(need.gpus))]
         places = sum(_places(free[name], need.amounts) for name in usable)
         if places < need.pods:
             short = True
-            where = f"pool {pool.node_pool}" if with_gpus else f"{len(usable)} nodes"
+            in_pool = node_pool and not own.chooses_nodes
+            where = f"pool {node_pool}" if in_pool else f"{len(usable)} nodes"
             said = f"{need}: {where} has room for {places}{told}"
             hint = "pods wait until nodes are added or others end; or ask for less (GPUS=, NODES=)"
             yield Finding("room on nodes", "warning", said, hint)
     if not short:
         names = ", ".join(node.metadata.name for node in nodes)
         yield Finding("room on nodes", "ok", f"{names}{told}")
-
-
-def _takes(node: Any, pool: Pool | None) -> bool:
-    """Whether pods of a step may go to a node: with GPUs to its pool, and without to one that has
-    no taint."""
-    if node.spec.unschedulable:
-        return False
-    if pool:
-        return bool((node.metadata.labels or {}).get(NODE_POOL) == pool.node_pool)
-    return not any(taint.effect == "NoSchedule" for taint in node.spec.taints or [])
 
 
 def _free(node: Any, running: list[Any]) -> Amounts:

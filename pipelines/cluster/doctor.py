@@ -18,7 +18,7 @@ from rich.text import Text
 
 from lathe.backends import paddle_backend
 from lathe.config.recipe import load_recipe
-from lathe.config.settings import LaunchSettings
+from lathe.config.settings import LaunchSettings, Placements
 from lathe.errors import UserError
 from lathe.launch.cluster.access import pipeline_root
 from lathe.launch.cluster.api import Cluster
@@ -34,7 +34,7 @@ from pipelines.commands.arguments import recipe_names, takes_arguments
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.commands.summary import wide_console
 from pipelines.commands.told import told
-from pipelines.commands.variants import choose_variant, takes_machines
+from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.compile import build, images_of
 from pipelines.compiler.resources import Pool, Variant
 
@@ -53,6 +53,7 @@ class Doctor:
 
     Attributes:
         pool, launch: the machines that the run asks for, and how a TrainJob asks for them.
+        placement: where the pods of the steps run.
         root: the pipeline root; the namespace's where it is empty.
         inside: address of Pipelines' API within the cluster.
     """
@@ -60,6 +61,7 @@ class Doctor:
     cluster: Cluster
     pipeline: GraphComponent
     pool: Pool
+    placement: Placements
     launch: LaunchSettings
     root: str
     inside: str
@@ -70,7 +72,8 @@ class Doctor:
         yield _triton()
         if os.environ.get("AWS_ENDPOINT_URL"):
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
-        yield from capacity(self.cluster, needs_of(self.pipeline, self.launch), self.pool)
+        needs = needs_of(self.pipeline, self.launch)
+        yield from capacity(self.cluster, needs, self.pool, self.placement)
         try:
             yield from self._inside(self.pool.gpus)
         except NoRoom as error:
@@ -93,9 +96,11 @@ class Doctor:
         host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
         port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
         command = [*PROGRAM, "--pipelines", self.inside, "--metadata", f"{host}:{port}"]
-        command += ["--root", self.root, "--gpus", str(gpus)]
-        command += ["--launch", self.launch.model_dump_json()]
-        body = pod_of_step(images_of(self.pipeline), command, self.pool if gpus else None)
+        root = self.placement.store or self.root
+        command += ["--root", root, "--gpus", str(gpus)]
+        command += ["--launch", self.launch.model_dump_json(exclude_unset=True)]
+        pool = self.pool if gpus else None
+        body = pod_of_step(images_of(self.pipeline), command, pool, self.placement)
         return findings_of_pod(self.cluster, body)
 
 
@@ -157,11 +162,12 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end_with_exception)
     with told():
+        arguments, root = with_store(arguments, root)
         variant = choose_variant(pipeline, arguments)
         launch = launch_settings(pipeline, arguments, variant)
         cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW)
         built = build(pipeline, variant)
-        doctor = Doctor(cluster, built, variant.pool, launch, root, inside)
+        doctor = Doctor(cluster, built, variant.pool, variant.placement, launch, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
         found = list(doctor.findings())
     wide_console(COLUMNS).print(findings_table(found))

@@ -10,26 +10,24 @@ from typing import Any
 
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
+from lathe.config.settings import Placements
+from lathe.config.settings.placement import USER
 from lathe.errors import StageError, UserError
 from lathe.launch.cluster.api import LABELS, Cluster
 from lathe.launch.cluster.findings import Finding
 from lathe.launch.cluster.logs import LogFollower
+from lathe.launch.cluster.placement import place
 from lathe.launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
 from lathe.provenance.keys import MOUNTED
 from pipelines.cluster.pods import CONTAINER, STAGE
 from pipelines.compiler.resources import (
-    ACCELERATOR,
     CONFIG_MAP,
     KEYS,
-    NODE_POOL,
     POD_FIELDS,
     SECRET,
     SERVICE_ACCOUNT,
-    SESSION,
     SIGNING,
     STORE,
-    TAINT,
-    USER,
     Pool,
 )
 
@@ -43,19 +41,24 @@ LOG_SECONDS = 10.0
 OLD_IMAGE = "where the image is older than this checkout: make images, make push"
 
 
-def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) -> dict[str, Any]:
+def pod_of_step(
+    images: Sequence[str],
+    command: list[str],
+    pool: Pool | None,
+    placement: Placements = Placements(),  # noqa: B008
+) -> dict[str, Any]:
     """The pod to create.
 
     Args:
         images: of the pipeline's steps; `command` runs in the first, and the others are pulled.
         pool: whose GPUs the pod asks for; None for a pod without.
+        placement: what the recipe says of all pods.
     """
+    gpus = {placement.gpu_resource: str(pool.gpus)} if pool else {}
     fields: dict[str, dict[str, Any]] = {
         name: {"fieldRef": {"fieldPath": path}} for name, path in POD_FIELDS.items()
     }
     for key, name in KEYS.items():
-        fields[name] = {"secretKeyRef": {"name": SECRET, "key": key}}
-    for key, name in SESSION.items():
         fields[name] = {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}}
     for key, name in STORE.items():
         fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}
@@ -67,11 +70,11 @@ def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) ->
     }
     rest = [{"name": f"image-{i}", "command": ["true"]} for i in range(1, len(images))]
     containers = [
-        {**container, "image": image, **_bounds(pool if container is main else None)}
+        {**container, "image": image, **_bounds(gpus if container is main else {})}
         for container, image in zip([main, *rest], images, strict=True)
     ]
     spec: dict[str, Any] = {
-        "serviceAccountName": SERVICE_ACCOUNT,
+        "serviceAccountName": placement.service_account or SERVICE_ACCOUNT,
         "restartPolicy": "Never",
         "activeDeadlineSeconds": SECONDS,
         "terminationGracePeriodSeconds": 5,
@@ -84,20 +87,20 @@ def pod_of_step(images: Sequence[str], command: list[str], pool: Pool | None) ->
         "containers": containers,
         "volumes": [{"name": "signing-key", "secret": {"secretName": SIGNING, "optional": True}}],
     }
-    if pool:
-        spec["nodeSelector"] = {NODE_POOL: pool.node_pool}
-        spec["tolerations"] = [{"key": TAINT, "operator": "Exists", "effect": "NoSchedule"}]
-    metadata = {
+    if placement.priority_class:
+        spec["priorityClassName"] = placement.priority_class
+    metadata: dict[str, Any] = {
         "name": f"{DOCTOR}-{uuid.uuid4().hex[:8]}",
         "labels": STEP_LABELS,
         "annotations": {"sidecar.istio.io/inject": "false"},
     }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    place(pod, placement, pool.node_pool if pool else None, bool(pool))
+    return pod
 
 
-def _bounds(pool: Pool | None) -> dict[str, Any]:
+def _bounds(gpus: dict[str, str]) -> dict[str, Any]:
     """Little CPU and memory, GPUs, and what the pod-security level `restricted` demands."""
-    gpus = {ACCELERATOR: str(pool.gpus)} if pool else {}
     return {
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi", **gpus}, "limits": gpus},
         "securityContext": {
@@ -185,7 +188,8 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
                 hint = "docs/cluster.md, sections 4 and 5: manifests and secrets"
                 return Finding("secrets and settings", "broken", f"{reason}: {said}", hint)
         if waited > STARTING_SECONDS:
-            raise StageError(f"pod {name} has not started after {STARTING_SECONDS:.0f} s")
+            said = "; ".join(cluster.warnings(name)[-2:]) or "no event says why"
+            raise StageError(f"pod {name} has not started after {STARTING_SECONDS:.0f} s: {said}")
         time.sleep(POLL_SECONDS)
 
 

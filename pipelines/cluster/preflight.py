@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -61,12 +62,17 @@ class Preflight(Inputs):
             self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
         return None
 
-    def arguments(self, name: str, arguments: dict[str, Any]) -> None:
-        """Check argument names, and that addresses are reachable from a cluster."""
+    def arguments(self, name: str, arguments: dict[str, Any], mounts: Sequence[str] = ()) -> None:
+        """Check argument names, and that addresses are reachable from a cluster.
+
+        Args:
+            mounts: where pods have volumes.
+        """
+        self._mounts = mounts
         self.problems += wrong_names(name, arguments)
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
-                self.check(key, _check_reachable, key, value)
+                self.check(key, _check_reachable, key, value, self._mounts)
         self.goal(name, arguments)
 
     def recipes(self, name: str, arguments: dict[str, Any], variant: Variant) -> None:
@@ -92,7 +98,7 @@ class Preflight(Inputs):
             ("tokenizer", recipe.Prepare.tokenizer),
         ):
             if argument(name, key) is not None and not arguments.get(key):
-                self.check(key, _check_reachable, key, value)
+                self.check(key, _check_reachable, key, value, self._mounts)
 
     def images(self, pipeline: GraphComponent, pool: Pool) -> None:
         """Check that the pipeline's images exist in their registries, and that they are built for
@@ -100,12 +106,14 @@ class Preflight(Inputs):
         for image in images_of(pipeline):
             self.check(f"image {image}", _check_image, image, pool.gpus)
 
-    def nodes(self, pool: Pool, strict: bool) -> None:
+    def nodes(self, variant: Variant, strict: bool) -> None:
         """Warn of machines that are not there now, or if `strict` refuse to wait for them."""
+        pool = variant.pool
         if not pool.gpus:
             return
         context = os.environ.get("LATHE_KFP_CONTEXT")
-        wanted = (pool.node_pool, pool.nodes, pool.gpus, context)
+        placement = variant.placement.of_step("pretrain")
+        wanted = (pool.node_pool, pool.nodes, pool.gpus, context, placement)
         shortage = self.check(f"node pool {pool.node_pool}", node_pool_shortage, *wanted)
         if shortage and strict:
             self.problems.append(shortage)
@@ -139,9 +147,16 @@ class Preflight(Inputs):
             self.unchecked.append(f"object store: not checked: {error}")
 
 
-def _check_reachable(key: str, value: str) -> None:
+def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
     place = value.removeprefix(NEWEST)
     is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
+    if is_here and any(f"{place}/".startswith(f"file://{mount}/") for mount in mounts):
+        if key != "model":
+            return
+        raise UserError(
+            f"model {value}: Pipelines imports no model from a volume",
+            "upload it to Pipelines' own store, and give that address",
+        )
     if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(

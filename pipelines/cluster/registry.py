@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 import urllib3
 
-from lathe.errors import StageError, UserError
+from lathe.errors import StageError
 
 MANIFESTS = ", ".join(
     [
@@ -19,6 +19,11 @@ MANIFESTS = ", ".join(
     ]
 )
 DOCKER_HUB = "registry-1.docker.io"
+ALIASES = ("docker.io", "index.docker.io")
+"""Names of Docker Hub's in images, where no registry answers."""
+PARAMETER = r'(\w+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))'
+BEARER = re.compile(rf"(?:^|[\s,])bearer\s+((?:{PARAMETER}[\s,]*)+)", re.IGNORECASE)
+"""Of a WWW-Authenticate header, which may list several schemes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ def parse(image: str) -> Reference:
     if slash and ("." in first or ":" in first or first == "localhost"):
         registry, path = first, rest
     else:
-        registry, path = DOCKER_HUB, name if slash else f"library/{name}"
+        registry, path = DOCKER_HUB, name
+    if registry in (DOCKER_HUB, *ALIASES):
+        registry, path = DOCKER_HUB, path if "/" in path else f"library/{path}"
     path, _, tag = path.partition(":")
     return Reference(registry, path, digest or tag or "latest")
 
@@ -53,8 +60,7 @@ def check_image(image: str) -> None:
     """Ask the registry for the image's manifest, anonymously.
 
     Raises:
-        UserError: the registry has no such image.
-        StageError: it could not be asked; the message says why.
+        StageError: it does not show one; the message says why.
     """
     reference = parse(image)
     if reference.registry == "localhost":
@@ -63,10 +69,11 @@ def check_image(image: str) -> None:
 
 
 def image_labels(image: str) -> dict[str, str]:
-    """The labels of an image that the registry has, on amd64 if it is for several platforms.
+    """The labels of an image that the registry has, on amd64 or else on arm64 if it is for several
+    platforms.
 
     Raises:
-        UserError, StageError: as `check_image`.
+        StageError: as `check_image`.
     """
     reference = parse(image)
     manifest = _read(image, f"manifests/{reference.tag}")
@@ -76,10 +83,11 @@ def image_labels(image: str) -> dict[str, str]:
                 part.get("platform", {}).get("architecture"): part["digest"]
                 for part in manifest["manifests"]
             }
-            manifest = _read(image, f"manifests/{digests['amd64']}")
+            known = [digests[name] for name in ("amd64", "arm64") if name in digests]
+            manifest = _read(image, f"manifests/{known[0]}")
         config = _read(image, f"blobs/{manifest['config']['digest']}")
         return dict(config["config"].get("Labels") or {})
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, IndexError, TypeError, AttributeError):
         raise StageError(f"{reference.registry} does not give the image's configuration") from None
 
 
@@ -104,10 +112,10 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
             response = http.request(method, url, headers=headers)
     except (urllib3.exceptions.HTTPError, ssl.SSLError) as error:
         raise StageError(f"{reference.registry} cannot be reached from here: {error}") from None
-    if response.status == 404:
-        raise UserError(
-            f"image {image}: {reference.registry} does not have it",
-            f"make images && make push REGISTRY={image.rpartition('/')[0]}",
+    if response.status == 404:  # which is also what some say of a private image
+        raise StageError(
+            f"{reference.registry} does not have it, or shows it only to who has signed in: "
+            f"make images && make push REGISTRY={image.rpartition('/')[0]}"
         )
     if response.status in (401, 403):
         raise StageError(f"{reference.registry} tells it only to who has signed in")
@@ -118,8 +126,9 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
 
 def _token(http: urllib3.PoolManager, challenge: str) -> str:
     """An anonymous token for what `WWW-Authenticate: Bearer realm="...",service="..."` names."""
-    fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
-    if not challenge.startswith("Bearer ") or "realm" not in fields:
+    found = BEARER.search(challenge)
+    fields = {key.lower(): a or b for key, a, b in re.findall(PARAMETER, found[1] if found else "")}
+    if "realm" not in fields:
         return ""
     query = urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
     response = http.request("GET", f"{fields['realm']}?{query}")

@@ -28,7 +28,7 @@ from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.cluster.upload import experiment_id, upload, version_name
 from pipelines.commands.arguments import recipe_names, takes_arguments
 from pipelines.commands.told import told
-from pipelines.commands.variants import choose_variant, takes_machines
+from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.code import code_digests
 from pipelines.compiler.compile import FUNCTIONS, build, telling_its_digest
 from pipelines.compiler.finished import Outputs
@@ -39,7 +39,9 @@ EXPERIMENT = "lathe"
 Root = Annotated[
     str,
     typer.Option(
-        envvar="LATHE_PIPELINE_ROOT", help="Where artifacts go, s3://...; default: the server's."
+        envvar="LATHE_PIPELINE_ROOT",
+        help="Where artifacts go: s3://..., or for models and data sets file:///... on a volume of "
+        "Launch.volumes; default: the server's.",
     ),
 ]
 Strict = Annotated[
@@ -63,6 +65,7 @@ class Submission:
     experiment_id: str
     parameters: dict[str, Any]
     root: str
+    service_account: str
 
     def request(self) -> dict[str, Any]:
         """What a run and a recurring run have in common."""
@@ -75,7 +78,7 @@ class Submission:
             "runtime_config": models.V2beta1RuntimeConfig(
                 parameters=self.parameters, pipeline_root=self.root or None
             ),
-            "service_account": SERVICE_ACCOUNT,
+            "service_account": self.service_account,
         }
 
 
@@ -96,19 +99,18 @@ def prepare(
         ExceptionGroup: of UserErrors, everything that is wrong; nothing is on the server then.
         UserError, StageError: the server does not take it.
     """
+    arguments, root = with_store(arguments, root)
     preflight = Preflight()
     client = preflight.server()
-    preflight.arguments(name, arguments)
+    variant = _variant(name, arguments)
+    mounts = [volume.mount_path for volume in variant.placement.volumes]
+    preflight.arguments(name, arguments, mounts)
     preflight.store(root, client)
     if name not in FUNCTIONS:
         preflight.finish()
-    try:
-        variant = choose_variant(name, arguments)
-    except UserError:  # which the check of the recipes tells
-        variant = Variant()
     variant = replace(variant, finished=finished or {}, code=code_digests())
     preflight.recipes(name, arguments, variant)
-    preflight.nodes(variant.pool, strict)
+    preflight.nodes(variant, strict)
     pipeline = build(name, variant)
     preflight.images(pipeline, variant.pool)
     for line in preflight.unchecked:
@@ -132,7 +134,18 @@ def prepare(
     parameters = arguments | recipes | {"overrides": overrides}
     if model := arguments.get("model"):
         parameters["model"] = _importable(client, model, root)
-    return Submission(client, pipeline, pipeline_id, version_id, experiment, parameters, root)
+    account = variant.placement.service_account or SERVICE_ACCOUNT
+    return Submission(
+        client, pipeline, pipeline_id, version_id, experiment, parameters, root, account
+    )
+
+
+def _variant(name: str, arguments: dict[str, Any]) -> Variant:
+    """What to compile for; the usual where the checks will refuse the pipeline or its recipes."""
+    if name in FUNCTIONS:
+        with suppress(UserError):
+            return choose_variant(name, arguments)
+    return Variant()
 
 
 def _importable(client: Client, model: str, root: str) -> str:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe.config.settings import LaunchSettings, Placements, Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
-from lathe.storage import fetch
+from lathe.storage import fetch, scheme_of
 from lathe.train.shape import model_config
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
@@ -59,6 +59,16 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], str]:
+    """A pipeline root on a volume as the setting Launch.store, and Pipelines' own root.
+
+    Pipelines' launcher and driver (2.17) know S3 and Google's store only.
+    """
+    if scheme_of(root) != "file":
+        return arguments, root
+    return arguments | {"overrides": [*arguments["overrides"], f"Launch.store={root}"]}, ""
+
+
 def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
     """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is
     silent.
@@ -77,14 +87,22 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
         engine=_engine_of(names, overrides),
         cpus=launch.cpus_per_node if "cpus_per_node" in told else None,
         memory=launch.memory_per_node if "memory_per_node" in told else None,
+        shared_memory=launch.shared_memory,
     )
     machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
     return Variant(
         pool,
+        placement=_placement(launch),
         sizes=_sizes(arguments, machines),
         shards=launch.shards,
         notify=launch.notify,
     )
+
+
+def _placement(launch: LaunchSettings) -> Placements:
+    """What of the group is about all pods, and about single steps."""
+    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    return Placements.model_validate(given)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

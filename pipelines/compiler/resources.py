@@ -4,6 +4,7 @@ The local runner ignores them.
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,27 +14,30 @@ from typing import Any
 from kfp import kubernetes
 from kfp.dsl import PipelineTask
 
+from components import artifacts
 from components.images import PADDLE
+from lathe.config.settings import Placements
+from lathe.config.settings.placement import StepPlacement
+from lathe.config.settings.types import bytes_of
 from lathe.provenance.keys import MOUNTED, TRUSTED_MOUNTED
 from lathe.provenance.surroundings import IMAGE
-from pipelines.compiler.finished import Finished, Outputs, can_be_taken
-from pipelines.compiler.sizes import LIMIT, Sizes, quantity
+from pipelines.compiler.finished import Finished, Outputs, can_be_taken, is_on_volume
+from pipelines.compiler.sizes import GIB, LIMIT, Sizes, quantity
 
-ACCELERATOR = "nvidia.com/gpu"
-TAINT = ACCELERATOR
-NODE_POOL = "lathe/node-pool"
 QUEUE = "kueue.x-k8s.io/queue-name"
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
-KEYS = {"accesskey": "AWS_ACCESS_KEY_ID", "secretkey": "AWS_SECRET_ACCESS_KEY"}
-SESSION = {"sessiontoken": "AWS_SESSION_TOKEN"}
-"""Which temporary keys alone have."""
+KEYS = {
+    "accesskey": "AWS_ACCESS_KEY_ID",
+    "secretkey": "AWS_SECRET_ACCESS_KEY",
+    "sessiontoken": "AWS_SESSION_TOKEN",
+}
+"""Temporary keys alone have a session token; a workload's identity takes the place of all."""
 STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
 WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
 TRUST = "lathe-verification-keys"
 TOLD = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
 TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
 SERVICE_ACCOUNT = "lathe-pipeline"
-USER = 10001
 POD_FIELDS = {
     "POD_NAME": "metadata.name",
     "POD_UID": "metadata.uid",
@@ -44,7 +48,7 @@ RETRIES = 2
 HOUR = 3600
 CORES, MEMORY_GIB, SHARED_MEMORY_GIB = 4, 32, 8
 """Of a GPU; the memory where the model's size is not known."""
-CPU_MEMORY_GIB = 8
+CPU_MEMORY_GIB, WAITING_SHARED_MEMORY_GIB = 8, 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Pool:
         engine: Compress.engine; `paddle` if one recipe of the run says so.
         cpus: cores that every step which works asks for; by its kind where None.
         memory: the same of memory, which is its limit too; estimated where None.
+        shared_memory: size limit of /dev/shm; by the GPUs where None.
     """
 
     nodes: int = 1
@@ -68,6 +73,7 @@ class Pool:
     engine: str = "torch"
     cpus: int | None = None
     memory: str | None = None
+    shared_memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,11 @@ class Variant:
         shards: in which the corpus is tokenized, each by a step of its own.
         finished: outputs of the steps that an earlier run has finished, which are not done again.
         notify: whether somebody is told of the end of the run.
+        placement: where the pods of the steps run, and what else they get.
     """
 
     pool: Pool = Pool()
+    placement: Placements = field(default_factory=Placements)
     inputs: Mapping[str, Any] | None = None
     code: Mapping[str, str] = field(default_factory=dict)
     sizes: Sizes | None = None
@@ -94,8 +102,8 @@ class Variant:
 
     @property
     def overrides(self) -> list[str]:
-        """The pool's machines, and the shards, as recipe overrides, for the process that starts the
-        workers.
+        """The pool's machines, the shards and the placement, as recipe overrides, for the process
+        that starts the workers.
 
         The engine is not included, as the recipes of a run may have different ones.
         """
@@ -106,8 +114,12 @@ class Variant:
         settings |= {"shards": self.shards if self.shards > 1 else None}
         if pool.nodes > 1 and sizes:
             settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
-            settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training)
-        return [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+            shared = bytes_of(pool.shared_memory) / GIB if pool.shared_memory else 0.0
+            settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training + shared)
+        told = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+        # For the TrainJobs of the other recipes; JSON is YAML.
+        given = self.placement.model_dump(exclude_unset=True)
+        return told + [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]
 
 
 # KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
@@ -132,8 +144,10 @@ def compiled_variant() -> Variant:
 
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
     """The task of a step; in its place, the outputs of an earlier run that has finished it."""
-    found = _VARIANT.get().finished.get(component.name)
-    if found and can_be_taken(component, found):
+    variant = _VARIANT.get()
+    found = variant.finished.get(component.name)
+    is_elsewhere = variant.placement.store and is_on_volume(component)
+    if found and not is_elsewhere and can_be_taken(component, found):
         return Finished(component, found)
     return _with_code(component)(**inputs)
 
@@ -187,7 +201,7 @@ def waiting(task: PipelineTask, hours: float) -> PipelineTask:
     if isinstance(task, Finished):
         return task
     task.set_cpu_request("100m").set_memory_request("512Mi")
-    return _with_house_rules(task, hours, shared_memory_gib=2)
+    return _with_house_rules(task, hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
 
 
 def telling(task: PipelineTask) -> PipelineTask:
@@ -212,40 +226,49 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
     if isinstance(task, Finished):
         return task
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
+    own = _VARIANT.get().placement.steps.get(stage_of(task)) or StepPlacement()
     cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
-    task.set_cpu_request(str(pool.cpus or cores))
-    if pool.memory:
-        task.set_memory_request(pool.memory).set_memory_limit(pool.memory)
+    task.set_cpu_request(str(own.cpus or pool.cpus or cores))
+    shared = pool.shared_memory or f"{SHARED_MEMORY_GIB * gpus or WAITING_SHARED_MEMORY_GIB}Gi"
+    if memory := own.memory or pool.memory:
+        task.set_memory_request(memory).set_memory_limit(memory)
+        shared = min(shared, str(bytes_of(memory) // 4), key=bytes_of)
     elif gib is not None:
-        task.set_memory_request(quantity(gib)).set_memory_limit(quantity(LIMIT * gib))
+        # What is in /dev/shm counts towards the limit.
+        limit = LIMIT * gib + bytes_of(shared) / GIB
+        task.set_memory_request(quantity(gib)).set_memory_limit(quantity(limit))
     else:
         task.set_memory_request(f"{MEMORY_GIB * gpus or CPU_MEMORY_GIB}Gi")
     if gpus:
-        task.set_accelerator_type(ACCELERATOR).set_accelerator_limit(gpus)
-        kubernetes.add_node_selector(task, label_key=NODE_POOL, label_value=pool.node_pool)
-        kubernetes.add_toleration(task, key=TAINT, operator="Exists", effect="NoSchedule")
+        resource = _VARIANT.get().placement.of_step(stage_of(task)).gpu_resource
+        task.set_accelerator_type(resource).set_accelerator_limit(gpus)
         if pool.queue:
             kubernetes.add_pod_label(task, QUEUE, pool.queue)
-    return _with_house_rules(task, hours, SHARED_MEMORY_GIB * gpus or 2)
+    return _with_house_rules(task, hours, shared, gpus)
 
 
-def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) -> PipelineTask:
+def stage_of(task: PipelineTask) -> Any:
+    """What `Launch.steps` calls a step: `evaluate` of `evaluate-int8`."""
+    return task.component_spec.name.partition("-")[0]
+
+
+def _with_house_rules(
+    task: PipelineTask, hours: float, shared_memory: str, gpus: int = 0
+) -> PipelineTask:
     """Settings of every task: shared memory for worker processes, store credentials, the addresses
     of MLflow and a model registry if there are any, the key to sign with if there is one, the image
-    and the pod's identity, a non-root user, labels,
-    retries and a deadline."""
-    kubernetes.empty_dir_mount(
-        task, "shm", "/dev/shm", medium="Memory", size_limit=f"{shared_memory_gib}Gi"
-    )
-    kubernetes.use_secret_as_env(task, SECRET, KEYS)
-    kubernetes.use_secret_as_env(task, SECRET, SESSION, optional=True)
+    and the pod's identity, labels, the recipe's placement, retries and a deadline."""
+    kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=shared_memory)
+    kubernetes.use_secret_as_env(task, SECRET, KEYS, optional=True)
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
     kubernetes.use_config_map_as_env(task, TRACKING, TRACKED, optional=True)
     kubernetes.use_secret_as_volume(task, SIGNING, str(MOUNTED), optional=True)
     task.set_env_variable(IMAGE, task.container_spec.image)
+    if store := _VARIANT.get().placement.store:
+        task.set_env_variable(artifacts.STORE, store)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)
-    kubernetes.set_security_context(task, run_as_user=USER, run_as_non_root=True)
+    _placed(task, _VARIANT.get().pool.node_pool if gpus else None, bool(gpus))
     kubernetes.add_pod_label(task, "app.kubernetes.io/name", "lathe")
     kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "lathe")
     kubernetes.add_pod_label(task, "lathe/stage", task.component_spec.name)
@@ -253,3 +276,33 @@ def _with_house_rules(task: PipelineTask, hours: float, shared_memory_gib: int) 
     return task.set_retry(
         RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration="600s"
     )
+
+
+def _placed(task: PipelineTask, node_pool: str | None, has_gpus: bool) -> None:
+    """Apply the placement of the task's step, a non-root user included."""
+    settings = _VARIANT.get().placement.of_step(stage_of(task))
+    kubernetes.set_security_context(task, run_as_user=settings.run_as_user, run_as_non_root=True)
+    for key, value in settings.selector(node_pool).items():
+        kubernetes.add_node_selector(task, label_key=key, label_value=value)
+    for toleration in settings.tolerated(node_pool, has_gpus):
+        seconds = toleration.pop("tolerationSeconds", None)
+        kubernetes.add_toleration(task, **toleration, toleration_seconds=seconds)
+    if settings.affinity:
+        kubernetes.add_node_affinity_json(task, settings.affinity["nodeAffinity"])
+    for key, value in settings.labels.items():
+        kubernetes.add_pod_label(task, key, value)
+    for key, value in settings.annotations.items():
+        kubernetes.add_pod_annotation(task, key, value)
+    for key, value in settings.env.items():
+        task.set_env_variable(key, value)
+    if settings.image_pull_secrets:
+        kubernetes.set_image_pull_secrets(task, settings.image_pull_secrets)
+    for volume in settings.volumes:
+        if volume.claim:
+            kubernetes.mount_pvc(task, volume.claim, volume.mount_path)
+        elif volume.config_map:
+            kubernetes.use_config_map_as_volume(
+                task, volume.config_map, volume.mount_path, volume.optional
+            )
+        elif volume.secret:
+            kubernetes.use_secret_as_volume(task, volume.secret, volume.mount_path, volume.optional)

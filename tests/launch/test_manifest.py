@@ -61,7 +61,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert env["LATHE_PIPELINE"]["value"] == "full@sha256:12"
     assert env["LATHE_IMAGE"]["value"] == "lathe-train:1"
     reference = env["AWS_SECRET_ACCESS_KEY"]["valueFrom"]["secretKeyRef"]
-    assert reference == {"name": "lathe-s3", "key": "secretkey"}
+    assert reference == {"name": "lathe-s3", "key": "secretkey", "optional": True}
     patched = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
     pod = patched["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["nodeSelector"] == {"lathe/node-pool": "a100"}

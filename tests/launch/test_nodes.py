@@ -2,7 +2,7 @@
 
 import json
 from http.server import BaseHTTPRequestHandler
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -11,7 +11,7 @@ from kubernetes.config import kube_config
 from lathe.errors import StageError
 from lathe.launch.cluster.nodes import node_pool_shortage
 from pipelines.cluster.preflight import Preflight
-from pipelines.compiler.resources import Pool
+from pipelines.compiler.resources import Pool, Variant
 from tests.support.loopback import LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
@@ -24,15 +24,13 @@ def cluster(tmp_path, monkeypatch):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             address = urlsplit(self.path)
-            selector = parse_qs(address.query)["labelSelector"]
             allowed = self.headers["Authorization"] == "Bearer right"
-            nodes = POOL if selector == ["lathe/node-pool=a100"] else {}
             items = [
                 {
-                    "metadata": {"name": name},
+                    "metadata": {"name": name, "labels": {"lathe/node-pool": "a100"}},
                     "status": {"allocatable": {"cpu": "96"} | ({"nvidia.com/gpu": n} if n else {})},
                 }
-                for name, n in nodes.items()
+                for name, n in POOL.items()
             ]
             body = json.dumps({"kind": "NodeList", "apiVersion": "v1", "items": items}).encode()
             self.send_response(200 if allowed and address.path == "/api/v1/nodes" else 403)
@@ -77,7 +75,7 @@ def test_one_that_is_not_says_what_it_has(cluster):
     cluster("right")
     listed = "a100-1 has 8, a100-2 has 8, a100-3 has 4, a100-4 has 0"
     shortage = node_pool_shortage("a100", nodes=3, gpus=8)
-    assert shortage and f"3 pods with 8 GPUs each are wanted, and {listed}" in shortage.what
+    assert shortage and f"each (nvidia.com/gpu) are wanted, and {listed}" in shortage.what
 
 
 def test_no_such_pool(cluster):
@@ -90,12 +88,12 @@ def test_submit_warns_and_strict_refuses(cluster):
     cluster("right")
     pool = Pool(nodes=1, gpus=1, node_pool="scaled-to-zero")
     patient, strict = Preflight(), Preflight()
-    patient.nodes(pool, strict=False)
+    patient.nodes(Variant(pool), strict=False)
     (warning,) = patient.unchecked
     assert not patient.problems
     assert warning.startswith("warning: node pool scaled-to-zero: no node has the label")
     assert "pods wait until an autoscaler adds nodes" in warning
-    strict.nodes(pool, strict=True)
+    strict.nodes(Variant(pool), strict=True)
     (problem,) = strict.problems
     assert "no node has the label" in str(problem) and not strict.unchecked
 

@@ -18,6 +18,7 @@ JOBS = ("create", "get", "list", "delete", "enable", "disable")
 EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
+        (TRAINER, "clustertrainingruntimes", "get"),
         ("jobset.x-k8s.io", "jobsets", "get"),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
         ("argoproj.io", "workflows", "get"),
@@ -78,7 +79,7 @@ def test_no_more_and_no_less(objects: list[Object], account: str) -> None:
 
 def test_every_role_has_a_user_and_every_user_exists(objects: list[Object]) -> None:
     accounts = {name(o) for o in of_kind(objects, "ServiceAccount")}
-    assert accounts == set(EXPECTED)
+    assert accounts - {"lathe-train"} == set(EXPECTED)  # with workload-identity, and no rights
     bindings = of_kind(objects, "RoleBinding", "ClusterRoleBinding")
     used = {(b["roleRef"]["kind"], b["roleRef"]["name"]) for b in bindings}
     assert used == {(o["kind"], name(o)) for o in of_kind(objects, "Role", "ClusterRole")}

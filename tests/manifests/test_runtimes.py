@@ -53,8 +53,8 @@ def test_the_store_reaches_the_workers(production: list[Object]) -> None:
     assert references == {
         "AWS_ENDPOINT_URL": {"name": "lathe-store", "key": "endpoint"},
         "AWS_REGION": {"name": "lathe-store", "key": "region"},
-        "AWS_ACCESS_KEY_ID": {"name": "lathe-s3", "key": "accesskey"},
-        "AWS_SECRET_ACCESS_KEY": {"name": "lathe-s3", "key": "secretkey"},
+        "AWS_ACCESS_KEY_ID": {"name": "lathe-s3", "key": "accesskey", "optional": True},
+        "AWS_SECRET_ACCESS_KEY": {"name": "lathe-s3", "key": "secretkey", "optional": True},
         "AWS_SESSION_TOKEN": {"name": "lathe-s3", "key": "sessiontoken", "optional": True},
     }
     store = named(production, "ConfigMap", "lathe-store")
@@ -75,10 +75,13 @@ def test_gpu_pool_is_one_patch(
     production: list[Object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pool = {"lathe/node-pool": "gpu"}
-    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    tolerations = [
+        {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+        for key in ("lathe/node-pool", "nvidia.com/gpu")
+    ]
     for runtime in of_kind(production, "ClusterTrainingRuntime"):
         pod = job(runtime)["spec"]["template"]["spec"]
-        assert (pod["nodeSelector"], pod["tolerations"]) == (pool, [taint])
+        assert (pod["nodeSelector"], pod["tolerations"]) == (pool, tolerations)
     for runtime in of_kind(variant("kind", tmp_path_factory), "ClusterTrainingRuntime"):
         assert not {"nodeSelector", "tolerations"} & set(job(runtime)["spec"]["template"]["spec"])
 

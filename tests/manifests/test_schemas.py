@@ -19,7 +19,8 @@ from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, vari
 
 KUBERNETES = "1.32"
 CUSTOM = ("trainer.kubeflow.org", "serving.kserve.io", "pipelines.kubeflow.org")
-NO_SCHEMA = {"PodMonitor", "ClusterQueue", "LocalQueue", "ResourceFlavor"}  # kinds nobody gave us
+# Kinds nobody gave us.
+NO_SCHEMA = {"PodMonitor", "ClusterQueue", "LocalQueue", "ResourceFlavor", "Route"}
 
 
 def problems(thing: Object) -> list[str]:

@@ -239,6 +239,29 @@ def test_quota_and_nodes_that_are_too_small(kfp, cluster):
     assert findings(doctor(kfp, "--gpus", "0").output)["quota"][0] == "broken"
 
 
+def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
+    play(cluster, quick)
+    taint = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+    cluster.patch("nodes", "node-1", {"spec": {"taints": [taint]}}, "")
+    launch = {
+        "gpu_resource": "nvidia.com/mig-3g.40gb",
+        "node_selector": "{lathe/node-pool: gup}",
+        "tolerations": "[{key: nvidia.com/gup, operator: Exists}]",
+        "steps.export.node_selector": "{disk: ssd}",
+    }
+    options = [part for key, value in launch.items() for part in ("-o", f"Launch.{key}={value}")]
+    state, said = findings(doctor(kfp, "--gpus", "1", *options).output)["room on nodes"]
+    assert state == "warning" and "0 nodes has room for 0" in said
+    output = re.sub(r"[│\s]+", " ", doctor(kfp, "--gpus", "1", *options).output)
+    for words in (
+        "no node has nvidia.com/mig-3g.40gb: nvidia.com/gpu",
+        "Launch.node_selector: lathe/node-pool=gup is no node's: lathe/node-pool is gpu",
+        "nvidia.com/gup is the taint of no node: nvidia.com/gpu=present:NoSchedule",
+        "Launch.steps.export.node_selector: disk=ssd is no node's: no node has disk",
+    ):
+        assert words in output
+
+
 def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
     play(cluster, quick)
     cluster.denied |= {("list", "resourcequotas"), ("list", "nodes")}
@@ -282,10 +305,11 @@ def test_the_pod_is_like_that_of_a_step():
     (main,) = pod["spec"]["containers"]
     env = {v["name"]: v["valueFrom"] for v in main["env"]}
     for kind, key in (("secret", "secretKey"), ("configMap", "configMapKey")):
-        required = [source for source in step[f"{kind}AsEnv"] if not source["optional"]]
-        assert required
-        for source, wanted in ((s, w) for s in required for w in s["keyToEnv"]):
+        read = [s for s in step[f"{kind}AsEnv"] if s[f"{kind}Name"] != "lathe-tracking"]
+        assert read
+        for source, wanted in ((s, w) for s in read for w in s["keyToEnv"]):
             reference = {"name": source[f"{kind}Name"], "key": wanted[key]}
+            reference |= {"optional": True} if source["optional"] else {}
             assert env[wanted["envVar"]] == {f"{kind}KeyRef": reference}
     for field in step["fieldPathAsEnv"]:
         assert env[field["name"]] == {"fieldRef": {"fieldPath": field["fieldPath"]}}
@@ -301,12 +325,13 @@ def test_the_pod_is_like_that_of_a_step():
 
 
 def test_the_rights_asked_about_are_those_of_a_step():
-    (role, _) = yaml.safe_load_all(
+    objects = yaml.safe_load_all(
         (ROOT / "manifests" / "base" / "access" / "pipeline.yaml").read_text()
     )
     given = {
         (group, resource, name, verb)
-        for rule in role["rules"]
+        for role in objects
+        for rule in role.get("rules", [])
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for name in rule.get("resourceNames", [""])

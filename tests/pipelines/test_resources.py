@@ -87,7 +87,8 @@ def test_gpus_and_where_they_are(compiled, name, pool):
         assert resources["resourceMemoryRequest"] == f"{32 * gpus}Gi"
         assert settings["nodeSelector"] == {"labels": {"lathe/node-pool": machines.node_pool}}
         assert settings["tolerations"] == [
-            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+            {"key": key, "operator": "Exists", "effect": "NoSchedule"}
+            for key in ("lathe/node-pool", "nvidia.com/gpu")
         ]
         assert labels.get("kueue.x-k8s.io/queue-name") == machines.queue
 
@@ -107,14 +108,13 @@ def test_what_every_task_has(compiled, name, pool):
             {"volumeName": "shm", "mountPath": "/dev/shm", "medium": "Memory",
              "sizeLimit": f"{gib}Gi"}
         ]  # fmt: skip
-        (secret, session), (store, tracking) = settings["secretAsEnv"], settings["configMapAsEnv"]
-        assert session["secretName"] == "lathe-s3" and session["optional"]
-        (token,) = session["keyToEnv"]
-        assert token == {"secretKey": "sessiontoken", "envVar": "AWS_SESSION_TOKEN"}
-        assert secret["secretName"] == "lathe-s3" and store["configMapName"] == "lathe-store"
+        (secret,), (store, tracking) = settings["secretAsEnv"], settings["configMapAsEnv"]
+        assert secret["secretName"] == "lathe-s3" and secret["optional"]
+        assert store["configMapName"] == "lathe-store"
         assert {k["secretKey"]: k["envVar"] for k in secret["keyToEnv"]} == {
             "accesskey": "AWS_ACCESS_KEY_ID",
             "secretkey": "AWS_SECRET_ACCESS_KEY",
+            "sessiontoken": "AWS_SESSION_TOKEN",
         }
         assert {k["configMapKey"]: k["envVar"] for k in store["keyToEnv"]} == {
             "endpoint": "AWS_ENDPOINT_URL",

@@ -44,7 +44,8 @@ def test_every_step_of_the_default_run_fits_a_node_of_2_cores_and_8_gb(tmp_path:
         # The processes were measured to take up to 0.7 GiB.
         waits = cores == "100m"
         assert waits or 1000 < mib(amounts["resourceMemoryRequest"]) < 2048, step
-        assert waits or mib(amounts["resourceMemoryLimit"]) < 4096, step
+        # Twice as much, and what /dev/shm may hold.
+        assert waits or mib(amounts["resourceMemoryLimit"]) < 4096 + 2048, step
 
 
 def configs() -> Iterator[tuple[str, GPTConfig]]:

@@ -96,6 +96,27 @@ def test_keys_that_a_service_gives_out(
     assert read_text(file) == "A"  # kept while they are valid, though the service is away
 
 
+def test_a_secret_that_is_not_mounted_gives_way_to_an_identity(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the server's pods, whose secret is optional."""
+    folder = tmp_path / "secret"
+    folder.mkdir()
+    monkeypatch.setenv("LATHE_S3_SECRET_DIR", str(folder))
+    with pytest.raises(UserError, match="accesskey and secretkey: No such file"):
+        read_text(file)
+    (tmp_path / "token").write_text(TOKEN)
+    with running(Issuer) as issuer:
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/lathe")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
+        assert read_text(file) == "A"
+    (folder / "accesskey").write_text("wrong")
+    (folder / "secretkey").write_text("wrong")
+    with pytest.raises(UserError, match="LATHE_S3_SECRET_DIR"):
+        read_text(file)
+
+
 def test_a_token_that_is_refused(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

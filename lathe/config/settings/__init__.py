@@ -15,6 +15,7 @@ from lathe.config.settings.compression import (
 )
 from lathe.config.settings.data import DataPart, Dataset, DataSettings, PrepareSettings
 from lathe.config.settings.machines import DistributedSettings, LaunchSettings, Sharding
+from lathe.config.settings.placement import Placement, Placements
 from lathe.config.settings.quality import CardSettings, GateSettings, OfflineEvalSettings
 from lathe.config.settings.serving import (
     ExportSettings,
@@ -53,6 +54,8 @@ __all__ = [
     "ModelSettings",
     "OfflineEvalSettings",
     "OptimizerSettings",
+    "Placement",
+    "Placements",
     "PrepareSettings",
     "ProductionSettings",
     "PruneSettings",

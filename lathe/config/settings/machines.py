@@ -1,10 +1,11 @@
 """How training is divided among processes, and the machines that they run on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
+from lathe.config.settings.placement import Placements
 from lathe.config.settings.types import (
     Amount,
     KubernetesLabel,
@@ -12,7 +13,10 @@ from lathe.config.settings.types import (
     LabelValue,
     NonNegative,
     Processes,
+    bytes_of,
 )
+
+SHARED_MEMORY = "8Gi"
 
 
 class Sharding(Settings):
@@ -48,11 +52,12 @@ class DistributedSettings(Settings):
     it is 290, of the 300 that Kubernetes gives the pod."""
 
 
-class LaunchSettings(Settings):
-    """The machines that training runs on. The group is Lathe's own.
+class LaunchSettings(Placements):
+    """The machines that training runs on, and where a cluster's pods run. The group is Lathe's own.
 
     Several nodes are groups of processes on this machine or, within a cluster, the pods of a
-    Kubeflow TrainJob, which most other keys are about.
+    Kubeflow TrainJob. The keys from `node_selector` to `steps` are about all pods: those of steps,
+    of TrainJobs, of the server, of the janitor and of `make doctor`.
     """
 
     nodes: Processes = 1
@@ -60,15 +65,17 @@ class LaunchSettings(Settings):
     gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
     """GPUs of each node; 0 asks a cluster for none, and elsewhere counts those of this machine."""
     node_pool: LabelValue | None = None
-    """Value of the node label `lathe/node-pool` that the pods require; null takes any node."""
+    """Value of the node label `lathe/node-pool` that the pods require; null takes any node, and a
+    `node_selector` or an `affinity` replaces it."""
     runtime: KubernetesName | None = None
     """Name of the ClusterTrainingRuntime; null is that of the engine that trains."""
     cpus_per_node: Annotated[int, Field(gt=0, le=2**16)] = 4
     """CPU cores of each pod, as request and limit."""
     memory_per_node: Amount = "32Gi"
     """Memory of each pod, in bytes, as request and limit; it includes `shared_memory`."""
-    shared_memory: Amount = "8Gi"
-    """Size limit of /dev/shm in each pod, in bytes."""
+    shared_memory: Amount | None = None
+    """Size limit of /dev/shm in each pod, in bytes, which counts as its memory; null is 8Gi, or a
+    quarter of `memory_per_node` where that is less."""
     queue: KubernetesLabel | None = None
     """Kueue LocalQueue that the TrainJob waits in; null starts it at once."""
     priority: KubernetesName | None = None
@@ -83,3 +90,26 @@ class LaunchSettings(Settings):
     notify: bool = False
     """Whether a run of a pipeline on a cluster ends with a notice to the address in the Secret
     `lathe-webhook`."""
+
+    @model_validator(mode="after")
+    def _shared_memory_fits(self) -> Self:
+        if self.shared_memory and bytes_of(self.shared_memory) >= bytes_of(self.memory_per_node):
+            raise ValueError(
+                f"shared_memory, {self.shared_memory}, counts as memory, and memory_per_node is "
+                f"{self.memory_per_node}"
+            )
+        return self
+
+    @property
+    def shared_memory_limit(self) -> str:
+        """Size limit of /dev/shm, as Kubernetes writes it."""
+        if self.shared_memory:
+            return self.shared_memory
+        quarter = bytes_of(self.memory_per_node) // 4
+        return SHARED_MEMORY if bytes_of(SHARED_MEMORY) <= quarter else str(quarter)
+
+    def of_step(self, name: str) -> Self:
+        """The settings for one step, its TrainJob included."""
+        own, found = self.steps.get(name), super().of_step(name)
+        amounts = {"cpus_per_node": own.cpus, "memory_per_node": own.memory} if own else {}
+        return found.model_copy(update={key: value for key, value in amounts.items() if value})

@@ -71,11 +71,23 @@ LabelValue = Annotated[
 ]
 
 
+_AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kMGTPE]|[KMGTPE]i)?")
+
+
 def _is_amount(value: str) -> str:
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kMGTPE]|[KMGTPE]i)?", value)
+    match = _AMOUNT.fullmatch(value)
     if not match or not float(match[1]):
         raise ValueError("not an amount of memory, such as 32Gi")
     return value
+
+
+def bytes_of(amount: str) -> int:
+    """An `Amount` in bytes: `k` is 1000 and `Ki` 1024."""
+    match = _AMOUNT.fullmatch(amount)
+    assert match
+    number, unit = float(match[1]), match[2] or ""
+    base = 1024 if unit.endswith("i") else 1000
+    return int(number * base ** (" KMGTPE".index(unit[0].upper()) if unit else 0))
 
 
 Amount = Annotated[str, AfterValidator(_is_amount), _format("bytes, such as 32Gi")]

@@ -8,7 +8,7 @@ from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
-from lathe.launch.cluster.api import GROUP, JOBSETS, Cluster
+from lathe.launch.cluster.api import GROUP, JOBSETS, RUNTIMES, Cluster
 from lathe.launch.cluster.manifest import build, find_launcher, name_of_attempt
 from lathe.launch.shape import Shape
 
@@ -16,6 +16,7 @@ LAUNCHER = "kfp-launcher"
 SECONDS = 10.0
 RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     (GROUP, "trainjobs", ""): ("create", "get", "list", "patch", "delete"),
+    (GROUP, RUNTIMES, ""): ("get",),
     ("jobset.x-k8s.io", "jobsets", ""): ("get",),
     ("argoproj.io", "workflowtaskresults", ""): ("create", "patch"),
     ("argoproj.io", "workflows", ""): ("get",),
@@ -63,8 +64,9 @@ def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
     """Let the API server and Trainer's webhook validate a TrainJob, which is not created."""
     shape = Shape(settings.nodes, max(1, settings.gpus_per_node))
     deadline = datetime.now(UTC) + timedelta(hours=1)
-    name = name_of_attempt("pretrain", None)
-    job = build(["pretrain"], shape, settings, find_launcher(cluster), name, deadline)
+    stage = "pretrain"
+    settings, name = settings.of_step(stage), name_of_attempt(stage, None)
+    job = build([stage], shape, settings, find_launcher(cluster), name, deadline)
     custom = client.CustomObjectsApi(cluster.api)
     group, version = job["apiVersion"].split("/")
     place = (group, version, cluster.namespace, "trainjobs")

@@ -25,6 +25,7 @@ from lathe.errors import StageError, UserError
 log = logging.getLogger(__name__)
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
+RUNTIMES = "clustertrainingruntimes"
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
@@ -85,6 +86,11 @@ class Cluster:
         """
         deleting = self._custom.delete_namespaced_custom_object
         self.ask(deleting, *self._jobs, name, propagation_policy="Background", unless=404)
+
+    def runtime(self, name: str) -> Any:
+        """The ClusterTrainingRuntime of this name, or None."""
+        getting = self._custom.get_cluster_custom_object
+        return self.ask(getting, GROUP, VERSION, RUNTIMES, name, unless=404)
 
     def jobset(self, name: str) -> Any:
         """The JobSet that Trainer created for the TrainJob of this name, or None."""

@@ -4,12 +4,12 @@ The runtime defines the command (`lathe`), so that another runtime can have anot
 TrainJob defines its arguments. The runtime also defines what a TrainJob cannot set:
 `restartPolicy: Never`, `backoffLimit: 0` and `maxRestarts: 0` (restarts are up to
 `lathe.launch.cluster.trainjob`), gang scheduling (`podGroupPolicy`, where no Kueue queue admits a
-job as a whole), the pods' PriorityClass, service account (workers do not use the Kubernetes API)
-and image pull secrets.
+job as a whole) and the pods' PriorityClass.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -34,19 +34,22 @@ from lathe.launch.cluster.api import (
     Cluster,
     TrainJob,
 )
+from lathe.launch.cluster.placement import place
 from lathe.launch.shape import POD_GRACE_SECONDS, Shape
 from lathe.provenance.keys import MOUNTED
 from lathe.provenance.surroundings import IMAGE, PIPELINE
 
+log = logging.getLogger(__name__)
+
 RUNTIME = "lathe-torch"
-USER = 10001
 STORE_SECRET = "lathe-s3"
 STORE_KEYS = {
     "AWS_ACCESS_KEY_ID": "accesskey",
     "AWS_SECRET_ACCESS_KEY": "secretkey",
     "AWS_SESSION_TOKEN": "sessiontoken",
 }
-"""Variables, and the keys of the Secret; temporary keys alone have a session token."""
+"""Variables, and the keys of the Secret; temporary keys alone have a session token, and with a
+workload's identity there is no Secret."""
 SIGNING_SECRET = "lathe-signing"
 PASSED_ON = (
     *("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"),
@@ -120,8 +123,13 @@ def build(
     name: str,
     deadline: datetime,
     failures: int = 0,
+    runtime: TrainJob | None = None,
 ) -> TrainJob:
-    """The object to create; `failures` is the number of earlier attempts that failed.
+    """The object to create.
+
+    Args:
+        failures: number of earlier attempts that failed.
+        runtime: the ClusterTrainingRuntime, whose tolerations the pods keep.
 
     Raises:
         UserError: `priority` without a `queue`.
@@ -131,19 +139,24 @@ def build(
         "lathe/stage": _label(command[0]),
         WORK: work_of(command, shape, settings, launcher),
     }
+    template = _template(labels, settings, runtime)
+    env = _environment(launcher.image)
+    # Trainer refuses variables in a patch of the container that it runs, and takes them here.
+    env += template["spec"]["containers"][0].pop("env", [])
     job = m.TrainerV1alpha1TrainJob(
         api_version=f"{GROUP}/{VERSION}",
         kind="TrainJob",
         metadata=m.IoK8sApimachineryPkgApisMetaV1ObjectMeta(
             name=name,
-            labels=labels | _queue(settings),
-            annotations={FAILURES: str(failures), DEADLINE: deadline.isoformat(timespec="seconds")},
+            labels=dict(settings.labels) | labels | _queue(settings),
+            annotations=dict(settings.annotations)
+            | {FAILURES: str(failures), DEADLINE: deadline.isoformat(timespec="seconds")},
             owner_references=[
                 m.IoK8sApimachineryPkgApisMetaV1OwnerReference.from_dict(launcher.owner)
             ],
         ),
         spec=m.TrainerV1alpha1TrainJobSpec(
-            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=settings.runtime or RUNTIME),
+            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=runtime_of(settings)),
             active_deadline_seconds=max(1, int((deadline - datetime.now(UTC)).total_seconds())),
             trainer=m.TrainerV1alpha1Trainer(
                 image=launcher.image,
@@ -151,12 +164,17 @@ def build(
                 num_nodes=shape.nodes,
                 num_proc_per_node=shape.processes_per_node,
                 resources_per_node=_resources(settings),
-                env=_environment(launcher.image),
+                env=[m.IoK8sApiCoreV1EnvVar.from_dict(variable) for variable in _last_of_each(env)],
             ),
-            runtime_patches=[_patch(labels, settings)],
+            runtime_patches=[_patch(template)],
         ),
     )
     return dict(job.to_dict())
+
+
+def runtime_of(settings: LaunchSettings) -> str:
+    """Name of the ClusterTrainingRuntime."""
+    return settings.runtime or RUNTIME
 
 
 def _queue(settings: LaunchSettings) -> dict[str, str]:
@@ -176,73 +194,98 @@ def _resources(settings: LaunchSettings) -> Any:
     """Guaranteed QoS: requests equal limits; Trainer reads both."""
     amounts = {"cpu": str(settings.cpus_per_node), "memory": settings.memory_per_node}
     if settings.gpus_per_node:
-        amounts["nvidia.com/gpu"] = str(settings.gpus_per_node)
+        amounts[settings.gpu_resource] = str(settings.gpus_per_node)
     quantities = {name: _quantity(amount) for name, amount in amounts.items()}
     return m.IoK8sApiCoreV1ResourceRequirements(limits=quantities, requests=quantities)
 
 
-def _environment(image: str) -> list[Any]:
+def _environment(image: str) -> list[dict[str, Any]]:
     """What this process's environment says of the store and of the run and, by reference, the
     store's keys."""
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     passed |= {"HOME": "/tmp", IMAGE: image}
-    variables = [m.IoK8sApiCoreV1EnvVar(name=name, value=value) for name, value in passed.items()]
+    variables: list[dict[str, Any]] = [
+        {"name": name, "value": value} for name, value in passed.items()
+    ]
     for name, key in STORE_KEYS.items():
-        optional = True if key == "sessiontoken" else None
-        reference = m.IoK8sApiCoreV1SecretKeySelector(name=STORE_SECRET, key=key, optional=optional)
-        source = m.IoK8sApiCoreV1EnvVarSource(secret_key_ref=reference)
-        variables.append(m.IoK8sApiCoreV1EnvVar(name=name, value_from=source))
+        reference = {"name": STORE_SECRET, "key": key, "optional": True}
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     return variables
 
 
-def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
-    """Scheduling and security settings that override the runtime's."""
-    shared_memory = m.IoK8sApiCoreV1EmptyDirVolumeSource(
-        medium="Memory", size_limit=_quantity(settings.shared_memory)
-    )
-    scratch = m.IoK8sApiCoreV1EmptyDirVolumeSource()
-    signing = m.IoK8sApiCoreV1SecretVolumeSource(secret_name=SIGNING_SECRET, optional=True)
-    pod = m.TrainerV1alpha1PodSpecPatch(
-        node_selector=_node_selector(settings),
-        tolerations=_tolerations(settings),
-        termination_grace_period_seconds=POD_GRACE_SECONDS,
-        security_context=m.IoK8sApiCoreV1PodSecurityContext(
-            run_as_non_root=True,
-            run_as_user=USER,
-            run_as_group=USER,
-            fs_group=USER,
-            seccomp_profile=m.IoK8sApiCoreV1SeccompProfile(type="RuntimeDefault"),
-        ),
-        volumes=[
-            m.IoK8sApiCoreV1Volume(name="shared-memory", empty_dir=shared_memory),
-            m.IoK8sApiCoreV1Volume(name="scratch", empty_dir=scratch),
-            m.IoK8sApiCoreV1Volume(name="signing-key", secret=signing),
+def _last_of_each(variables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One variable a name, as Trainer wants it; the recipe's replaces the launcher's."""
+    return list({variable["name"]: variable for variable in variables}.values())
+
+
+def _template(
+    labels: dict[str, str], settings: LaunchSettings, runtime: TrainJob | None
+) -> dict[str, Any]:
+    """Scheduling and security settings of the pods, over the runtime's.
+
+    Trainer merges them as a strategic merge patch: volumes, mounts and pull secrets by name or
+    path, maps key by key; a list of tolerations replaces the runtime's, whose own it has to repeat.
+    """
+    shared_memory = {"medium": "Memory", "sizeLimit": settings.shared_memory_limit}
+    context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    context |= dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), settings.run_as_user)
+    node = {
+        "name": CONTAINER,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": [
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            {"name": "scratch", "mountPath": "/tmp"},
+            {"name": "signing-key", "mountPath": str(MOUNTED), "readOnly": True},
         ],
-        containers=[
-            m.TrainerV1alpha1ContainerPatch(
-                name=CONTAINER,
-                security_context=m.IoK8sApiCoreV1SecurityContext(
-                    allow_privilege_escalation=False,
-                    read_only_root_filesystem=True,
-                    capabilities=m.IoK8sApiCoreV1Capabilities(drop=["ALL"]),
-                ),
-                volume_mounts=[
-                    m.IoK8sApiCoreV1VolumeMount(name="shared-memory", mount_path="/dev/shm"),
-                    m.IoK8sApiCoreV1VolumeMount(name="scratch", mount_path="/tmp"),
-                    m.IoK8sApiCoreV1VolumeMount(
-                        name="signing-key", mount_path=str(MOUNTED), read_only=True
-                    ),
-                ],
-            )
+    }
+    spec: dict[str, Any] = {
+        "terminationGracePeriodSeconds": POD_GRACE_SECONDS,
+        "securityContext": context,
+        "volumes": [
+            {"name": "shared-memory", "emptyDir": shared_memory},
+            {"name": "scratch", "emptyDir": {}},
+            {"name": "signing-key", "secret": {"secretName": SIGNING_SECRET, "optional": True}},
         ],
+        "containers": [node],
+    }
+    template = {
+        "metadata": {"labels": labels | {"app.kubernetes.io/component": "train"}},
+        "spec": spec,
+    }
+    place(template, settings, settings.node_pool, bool(settings.gpus_per_node))
+    if settings.service_account:
+        spec["serviceAccountName"] = settings.service_account
+    inherited = _pod_of(runtime)
+    if "tolerations" in spec:
+        kept = [one for one in inherited.get("tolerations", []) if one not in spec["tolerations"]]
+        spec["tolerations"] = [*kept, *spec["tolerations"]]
+    if settings.priority_class not in (None, inherited.get("priorityClassName")):
+        log.warning(
+            "Launch.priority_class=%s: a TrainJob cannot say it; runtime %s has to: "
+            "make manifests RECIPE=, or order jobs by Launch.queue and Launch.priority",
+            settings.priority_class,
+            runtime_of(settings),
+        )
+    return template
+
+
+def _pod_of(runtime: TrainJob | None) -> dict[str, Any]:
+    """The specification of the runtime's pods; empty where it is not known."""
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"] if runtime else []
+    found = [job["template"]["spec"]["template"]["spec"] for job in jobs]
+    return dict(found[0]) if found else {}
+
+
+def _patch(template: dict[str, Any]) -> Any:
+    job = m.TrainerV1alpha1JobTemplatePatch(
+        spec=m.TrainerV1alpha1JobSpecPatch(
+            template=m.TrainerV1alpha1PodTemplatePatch.from_dict(template)
+        )
     )
-    template = m.TrainerV1alpha1PodTemplatePatch(
-        metadata=m.IoK8sApimachineryPkgApisMetaV1ObjectMeta(
-            labels=labels | {"app.kubernetes.io/component": "train"}
-        ),
-        spec=pod,
-    )
-    job = m.TrainerV1alpha1JobTemplatePatch(spec=m.TrainerV1alpha1JobSpecPatch(template=template))
     jobs = m.TrainerV1alpha1JobSetSpecPatch(
         replicated_jobs=[m.TrainerV1alpha1ReplicatedJobPatch(name=REPLICATED_JOB, template=job)]
     )
@@ -252,23 +295,6 @@ def _patch(labels: dict[str, str], settings: LaunchSettings) -> Any:
             template=m.TrainerV1alpha1JobSetTemplatePatch(spec=jobs)
         ),
     )
-
-
-def _node_selector(settings: LaunchSettings) -> dict[str, str] | None:
-    return {"lathe/node-pool": settings.node_pool} if settings.node_pool else None
-
-
-def _tolerations(settings: LaunchSettings) -> list[Any] | None:
-    """Tolerations of the taints that reserve the pool and its GPUs."""
-    taints = {
-        "lathe/node-pool": settings.node_pool,
-        "nvidia.com/gpu": settings.gpus_per_node or None,
-    }
-    return [
-        m.IoK8sApiCoreV1Toleration(key=taint, operator="Exists", effect="NoSchedule")
-        for taint, needed in taints.items()
-        if needed
-    ] or None
 
 
 def _quantity(amount: str) -> Any:

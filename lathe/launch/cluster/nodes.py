@@ -1,16 +1,136 @@
-"""What a node pool lacks."""
+"""Which nodes pods may go to, and what these lack."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
 
+from lathe.config.settings import Placement
+from lathe.config.settings.placement import NODE_POOL
 from lathe.errors import StageError, UserError
+from lathe.launch.cluster.findings import Finding
 
-LABEL = "lathe/node-pool"
-GPU = "nvidia.com/gpu"
+HARD = ("NoSchedule", "NoExecute")
+LABELS = "kubectl get nodes --show-labels"
+Node = Any  # the client's models have no types
+
+
+def takes(node: Node, settings: Placement, node_pool: str | None, has_gpus: bool) -> bool:
+    """Whether the scheduler may put a pod with this placement on a node, room aside."""
+    return (
+        not (node.spec and node.spec.unschedulable)
+        and has_labels(node, settings.selector(node_pool))
+        and has_affinity(node, settings.affinity)
+        and not untolerated(node, settings.tolerated(node_pool, has_gpus))
+    )
+
+
+def has_labels(node: Node, selector: Mapping[str, str]) -> bool:
+    """Whether a node has all these labels."""
+    return selector.items() <= _labels(node).items()
+
+
+def has_affinity(node: Node, affinity: Mapping[str, Any]) -> bool:
+    """Whether a node meets one of the required terms of `nodeAffinity`, where there are some."""
+    required = affinity.get("nodeAffinity", {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution", {}
+    )
+    terms = required.get("nodeSelectorTerms", [])
+    return not terms or any(_meets(node, term) for term in terms)
+
+
+def untolerated(node: Node, tolerations: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The taints that keep pods with these tolerations away."""
+    return [
+        taint.key
+        for taint in _taints(node)
+        if taint.effect in HARD and not any(tolerates(one, taint) for one in tolerations)
+    ]
+
+
+def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
+    """Whether a toleration is of a taint."""
+    return (
+        toleration.get("key") in (None, taint.key)
+        and toleration.get("effect") in (None, taint.effect)
+        and (
+            toleration.get("operator") == "Exists"
+            or (toleration.get("value") or "") == (taint.value or "")
+        )
+    )
+
+
+def _meets(node: Node, term: Mapping[str, Any]) -> bool:
+    fields = {"metadata.name": node.metadata.name}
+    demands = [(one, _labels(node)) for one in term.get("matchExpressions", [])]
+    demands += [(one, fields) for one in term.get("matchFields", [])]
+    return bool(demands) and all(_holds(one, values) for one, values in demands)
+
+
+def _holds(demand: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(demand["key"]), demand.get("values", [])
+    match demand.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator if value and value.isdigit() and values:
+            found, bound = int(value), int(values[0])
+            return found > bound if operator == "Gt" else found < bound
+    return False
+
+
+def _labels(node: Node) -> dict[str, str]:
+    return dict(node.metadata.labels or {})
+
+
+def _taints(node: Node) -> list[Any]:
+    return list((node.spec and node.spec.taints) or [])
+
+
+def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[Finding]:
+    """What of a placement no node has: each with the names that there are.
+
+    A warning, as an autoscaler may add other nodes.
+    """
+    found = []
+    for key, value in settings.node_selector.items():
+        values = sorted({labels[key] for labels in map(_labels, nodes) if key in labels})
+        if value not in values:
+            there = f"{key} is {', '.join(values)}" if values else f"no node has {key}"
+            found.append((f"Launch.node_selector: {key}={value} is no node's: {there}", LABELS))
+    if settings.affinity and not any(has_affinity(node, settings.affinity) for node in nodes):
+        names = ", ".join(node.metadata.name for node in nodes)
+        found.append((f"Launch.affinity: none of {names} meets it", LABELS))
+    taints = {_shown(taint): taint for node in nodes for taint in _taints(node)}
+    for one in settings.tolerations:
+        if not any(tolerates(one.manifest, taint) for taint in taints.values()):
+            there = ", ".join(sorted(taints)) or "there is none"
+            said = f"Launch.tolerations: {one.key} is the taint of no node: {there}"
+            found.append((said, "kubectl describe nodes | grep -A3 Taints"))
+    resources = {name for node in nodes for name in (node.status.allocatable or {}) if "/" in name}
+    if has_gpus and settings.gpu_resource not in resources:
+        there = ", ".join(sorted(resources)) or "there is none"
+        said = f"Launch.gpu_resource: no node has {settings.gpu_resource}: {there}"
+        found.append((said, "install the vendor's device plugin, or name what the nodes have"))
+    return [Finding("placement", "warning", said, hint) for said, hint in found]
+
+
+def _shown(taint: Any) -> str:
+    return f"{taint.key}{f'={taint.value}' if taint.value else ''}:{taint.effect}"
 
 
 def node_pool_shortage(
-    name: str, nodes: int, gpus: int, context: str | None = None
+    name: str,
+    nodes: int,
+    gpus: int,
+    context: str | None = None,
+    settings: Placement = Placement(),  # noqa: B008
 ) -> UserError | None:
     """What a pool lacks for this many pods with this many GPUs each, which may share a node.
 
@@ -18,6 +138,7 @@ def node_pool_shortage(
     node.
 
     Args:
+        name: of the pool, unless the settings choose nodes themselves.
         context: kube context; the current one if None.
 
     Raises:
@@ -25,25 +146,35 @@ def node_pool_shortage(
     """
     try:
         api = client.CoreV1Api(config.new_client_from_config(context=context))
-        found = api.list_node(label_selector=f"{LABEL}={name}", _request_timeout=10).items
+        listed = api.list_node(_request_timeout=10).items
     except config.ConfigException as error:
         raise StageError(f"no kube context: {error}") from None
     except client.ApiException as error:
         raise StageError(f"the cluster does not list its nodes: {error.reason}") from None
     except urllib3.exceptions.HTTPError as error:
         raise StageError(f"the cluster does not answer: {error}") from None
+    found = [node for node in listed if takes(node, settings, name, has_gpus=True)]
+    if not found and settings.chooses_nodes:
+        said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
+        return UserError(
+            f"no node is as the recipe's group Launch wants it: {said or 'taints, or labels'}",
+            "make doctor says which nodes there are",
+        )
     if not found:
         return UserError(
-            f"node pool {name}: no node has the label {LABEL}={name}",
-            f"kubectl label node NODE {LABEL}={name}, or name another pool (NODE_POOL=)",
+            f"node pool {name}: no node has the label {NODE_POOL}={name} and no other taint than "
+            f"{settings.gpu_taint}",
+            f"kubectl label node NODE {NODE_POOL}={name}, or name another pool (NODE_POOL=)",
         )
-    counts = [int((node.status.allocatable or {}).get(GPU, 0)) for node in found]
+    resource = settings.gpu_resource
+    counts = [int((node.status.allocatable or {}).get(resource, 0)) for node in found]
     if sum(count // gpus for count in counts) >= nodes:
         return None
-    listed = ", ".join(
+    has = ", ".join(
         f"{node.metadata.name} has {count}" for node, count in zip(found, counts, strict=True)
     )
+    where = "chosen nodes" if settings.chooses_nodes else f"node pool {name}"
     return UserError(
-        f"node pool {name}: {nodes} pods with {gpus} GPUs each are wanted, and {listed}",
+        f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are wanted, and {has}",
         "ask for fewer (NODES=, GPUS=), or for another pool (NODE_POOL=)",
     )

@@ -31,7 +31,14 @@ from lathe.config.settings import LaunchSettings
 from lathe.errors import Preempted, StageError, UserError
 from lathe.launch.cluster.api import DEADLINE, FAILURES, WORK, Cluster, TrainJob, connect
 from lathe.launch.cluster.follow import Follower, Patience
-from lathe.launch.cluster.manifest import Launcher, build, find_launcher, name_of_attempt, work_of
+from lathe.launch.cluster.manifest import (
+    Launcher,
+    build,
+    find_launcher,
+    name_of_attempt,
+    runtime_of,
+    work_of,
+)
 from lathe.launch.shape import Shape, WorkerFailed
 
 log = logging.getLogger(__name__)
@@ -102,6 +109,7 @@ class _Attempts:
         self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
         self._failures = self._pauses = 0
         self._work = work_of(command, shape, settings, launcher)
+        self._runtime = _runtime(cluster, settings)
         self.name: str | None = None
 
     def begin(self) -> TrainJob:
@@ -171,12 +179,23 @@ class _Attempts:
             self.name,
             self._deadline,
             self._failures,
+            self._runtime,
         )
         if not self._cluster.create(job):
             return None
         self._began = time.monotonic()
         log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
         return job
+
+
+def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
+    """The runtime; None where it is not there, which Trainer says, or may not be read."""
+    try:
+        found: TrainJob | None = cluster.runtime(runtime_of(settings))
+        return found
+    except UserError as error:
+        log.warning("tolerations of the training runtime are replaced: %s", error)
+        return None
 
 
 def _delete(cluster: Cluster, name: str) -> None:

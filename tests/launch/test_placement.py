@@ -1,0 +1,336 @@
+"""The group Launch on pods: TrainJobs, manifests, and which nodes they fit."""
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes.client import V1Node, V1NodeSpec, V1NodeStatus, V1ObjectMeta, V1Taint
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import LaunchSettings
+from lathe.errors import UserError
+from lathe.launch.cluster import placement
+from lathe.launch.cluster.nodes import doubts, takes
+from lathe.launch.cluster.placement import place
+from tests.support.crds import CRDS, validator
+from tests.support.fake_kubelet import RUNTIMES
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.launchers import launch, play, succeed
+from tests.support.rendered import MANIFESTS, Object, named, pods, variant
+
+KUBERNETES = "1.32"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+ZONE = "topology.kubernetes.io/zone"
+ON_A = {"matchExpressions": [{"key": ZONE, "operator": "In", "values": ["a"]}]}
+PLACED: dict[str, Any] = {
+    "node_selector": {"cloud.example.com/pool": "amd"},
+    "tolerations": [{"key": "team", "operator": "Equal", "value": "nlp", "effect": "NoExecute"}],
+    "affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [ON_A]}}},
+    "gpu_resource": "amd.com/gpu",
+    "run_as_user": 1000650000,
+    "labels": {"cost-center": "42", "lathe/stage": "mine"},
+    "annotations": {"sidecar.istio.io/inject": "false"},
+    "env": {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".svc"},
+    "image_pull_secrets": ["registry"],
+    "volumes": [
+        {"claim": "artifacts", "mount_path": "/pvc"},
+        {"config_map": "ca", "mount_path": "/etc/ca"},
+        {"secret": "token", "mount_path": "/etc/token", "optional": True},
+    ],
+    "service_account": "trainer",
+}
+
+
+def patched(job: Object) -> Object:
+    """The template of a TrainJob's pods."""
+    template: Object = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]
+    (replicated,) = template["spec"]["replicatedJobs"]
+    found: Object = replicated["template"]["spec"]["template"]
+    return found
+
+
+def runtime(server: FakeKubernetes, **pod: Any) -> None:
+    made = yaml.safe_load((MANIFESTS / "base" / "runtimes" / "torch.yaml").read_text())
+    (job,) = made["spec"]["template"]["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"] |= pod
+    server.create(RUNTIMES, made, "")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_trainjob_has_all_of_it(in_pod: FakeKubernetes) -> None:
+    own = {"key": "dedicated", "operator": "Exists"}
+    runtime(in_pod, tolerations=[own])
+    trainer = play(in_pod, succeed)
+    launch(nodes=2, gpus_per_node=4, node_pool="ignored", **PLACED)
+    (job,) = trainer.created
+    amounts = {"cpu": "4", "memory": "32Gi", "amd.com/gpu": "4"}
+    assert job["spec"]["trainer"]["resourcesPerNode"]["limits"] == amounts
+    env = {one["name"]: one.get("value") for one in job["spec"]["trainer"]["env"]}
+    assert env["HTTPS_PROXY"] == "http://proxy:3128"
+    template = patched(job)
+    spec = template["spec"]
+    assert spec["nodeSelector"] == PLACED["node_selector"]
+    assert [one["key"] for one in spec["tolerations"]] == [
+        *("dedicated", "lathe/node-pool", "amd.com/gpu", "team"),
+    ]
+    assert spec["affinity"] == PLACED["affinity"]
+    context = spec["securityContext"]
+    assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {1000650000}
+    assert context["runAsNonRoot"] is True
+    assert spec["serviceAccountName"] == "trainer"
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    names = [volume["name"] for volume in spec["volumes"]]
+    assert names[:3] == ["shared-memory", "scratch", "signing-key"] and len(names) == 6
+    assert spec["volumes"][3]["persistentVolumeClaim"] == {"claimName": "artifacts"}
+    (container,) = spec["containers"]
+    assert "env" not in container  # which Trainer refuses
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert mounts["/pvc"] == names[3] and "/dev/shm" in mounts
+    assert template["metadata"]["labels"]["cost-center"] == "42"
+    assert template["metadata"]["labels"]["lathe/stage"] == "pretrain"
+    assert template["metadata"]["annotations"] == PLACED["annotations"]
+    if (schema := validator("trainer.kubeflow.org", "trainjobs", "v1alpha1")) is None:
+        pytest.skip(f"development data absent: {CRDS}")
+    assert [error.message for error in schema.iter_errors(job)] == []
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_user_that_the_cluster_chooses(in_pod: FakeKubernetes) -> None:
+    trainer = play(in_pod, succeed)
+    launch(run_as_user=None)
+    (job,) = trainer.created
+    context = patched(job)["spec"]["securityContext"]
+    assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_priority_class_is_the_runtimes(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime(in_pod, priorityClassName="batch")
+    play(in_pod, succeed)
+    with caplog.at_level(logging.WARNING):
+        launch(priority_class="batch")
+        assert "priority_class" not in caplog.text
+        launch(priority_class="urgent")
+    assert "Launch.priority_class=urgent: a TrainJob cannot say it" in caplog.text
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_runtime_that_may_not_be_read(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_pod.denied.add(("get", "clustertrainingruntimes"))
+    trainer = play(in_pod, succeed)
+    launch()
+    assert len(trainer.created) == 1
+    assert "tolerations of the training runtime are replaced" in caplog.text
+
+
+def test_steps_have_their_own() -> None:
+    overrides = [
+        "Launch.steps.evaluate.cpus=2",
+        "Launch.steps.evaluate.memory=6Gi",
+        "Launch.steps.evaluate.gpu_resource=nvidia.com/mig-3g.40gb",
+        "Launch.steps.pretrain.tolerations=[]",
+        "Launch.tolerations=[{operator: Exists}]",
+        f"Launch.node_selector={{{ZONE}: a}}",
+    ]
+    found = load_recipe("tiny", overrides).Launch
+    own = found.of_step("evaluate")
+    assert (own.cpus_per_node, own.memory_per_node) == (2, "6Gi")
+    assert own.gpu_resource == "nvidia.com/mig-3g.40gb" and own.gpu_taint == "nvidia.com/gpu"
+    assert own.shared_memory_limit == str(6 * 2**30 // 4)
+    assert own.node_selector == {ZONE: "a"} and len(own.tolerations) == 1
+    assert found.of_step("pretrain").tolerations == []
+    assert found.of_step("gate").cpus_per_node == 4
+    assert found.shared_memory_limit == "8Gi"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("steps.evaluat.cpus=2", "no step 'evaluat'; there are analyze, "),
+        ("steps.evaluate.cpu=2", "unknown key Launch.steps.evaluate.cpu"),
+        ("tolerations=[{ky: x}]", "unknown key Launch.tolerations.0.ky"),
+        ("tolerations=[{key: x, operator: Exists, value: y}]", "Exists has no value"),
+        ("tolerations=[{value: y}]", "needs the operator Exists"),
+        ("tolerations=[{key: x, tolerationSeconds: 5}]", "needs the effect NoExecute"),
+        ("env={AWS_REGION: x}", "comes from the ConfigMap lathe-store"),
+        ("env={https_proxy: 'http://proxy:3128'}", "a proxy without NO_PROXY"),
+        ("env={a-b: x}", "'a-b' is not the name of a variable"),
+        ("volumes=[{claim: a, secret: b, mount_path: /x}]", "one of claim, config_map and secret"),
+        ("volumes=[{claim: a, mount_path: x}]", "not an absolute path"),
+        ("volumes=[{claim: a, mount_path: /tmp/x}]", "pods have something else there"),
+        ("volumes=[{secret: lathe-signing, mount_path: /x}]", "lathe-signing is mounted anyway"),
+        ("volumes=[{claim: a, mount_path: /x}, {claim: b, mount_path: /x/}]", "the same path"),
+        ("shared_memory=32Gi", "counts as memory, and memory_per_node is 32Gi"),
+        ("affinity={podAffinity: {}}", "only nodeAffinity"),
+        ("gpu_resource=gpu", "'gpu' is not a resource"),
+        ("labels={'a b': x}", "'a b' is not the key of a label"),
+        ("run_as_user=0", "greater than 0"),
+    ],
+)
+def test_a_mistake_is_told(override: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("tiny", [f"Launch.{override}"])
+    assert said in str(caught.value)
+
+
+def rewritten(
+    objects: list[Object], monkeypatch: pytest.MonkeyPatch, **launch: Any
+) -> list[Object]:
+    """What the program makes of manifests."""
+    output = io.StringIO()
+    monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump_all(objects)))
+    monkeypatch.setattr("sys.stdout", output)
+    placement.main("tiny", [f"Launch.{key}={yaml_of(value)}" for key, value in launch.items()])
+    return list(yaml.safe_load_all(output.getvalue()))
+
+
+def yaml_of(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n")
+
+
+@pytest.mark.parametrize("overlay", ["production", "kind+kserve+signed-releases"])
+def test_manifests(
+    overlay: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = variant(overlay, tmp_path_factory)
+    mine = PLACED | {"priority_class": "low", "steps": {"janitor": {"node_selector": {"a": "b"}}}}
+    after = rewritten(before, monkeypatch, **mine)
+    assert [(one["kind"], one["metadata"]["name"]) for one in after] == [
+        (one["kind"], one["metadata"]["name"]) for one in before
+    ]
+    for old, new in zip(pods(before), pods(after), strict=True):
+        spec = new.spec
+        own = {"a": "b"} if "janitor" in new.owner else PLACED["node_selector"]
+        assert own.items() <= spec["nodeSelector"].items()
+        assert spec["tolerations"][: len(old.spec.get("tolerations", []))] == old.spec.get(
+            "tolerations", []
+        )
+        assert spec["tolerations"][-1] == PLACED["tolerations"][0]
+        assert spec["priorityClassName"] == "low"
+        assert spec["securityContext"]["runAsUser"] == 1000650000
+        assert spec.get("serviceAccountName") == old.spec.get("serviceAccountName")
+        kept = {volume["name"] for volume in old.spec["volumes"]}
+        assert kept < {volume["name"] for volume in spec["volumes"]}
+        for container in new.containers:
+            assert {"name": "HTTPS_PROXY", "value": "http://proxy:3128"} in container["env"]
+            assert "/etc/ca" in {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert new.labels["cost-center"] == "42"
+        assert old.labels.items() <= new.labels.items()
+    for thing in after:
+        if thing["kind"] in ("Deployment", "CronJob"):
+            kubernetes_validate.validate(thing, KUBERNETES, strict=True)
+    if overlay == "production":
+        selector = named(after, "Deployment", "lathe-serve")["spec"]["selector"]["matchLabels"]
+        assert "cost-center" not in selector
+
+
+def test_manifests_without_settings_stay_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = variant("production", tmp_path_factory)
+    assert rewritten(before, monkeypatch) == before
+
+
+def test_manifests_that_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a: ["))
+    with pytest.raises(SystemExit) as caught:
+        placement.main("tiny", None)
+    assert caught.value.code == UserError.status
+
+
+def test_placing_twice_changes_nothing_more() -> None:
+    settings = LaunchSettings(**PLACED)
+    template: Object = {"spec": {"containers": [{"name": "a"}]}}
+    place(template, settings, has_gpus=True)
+    once = yaml.safe_dump(template)
+    place(template, settings, has_gpus=True)
+    assert yaml.safe_dump(template) == once
+
+
+def node(name: str, labels: Object, taints: list[V1Taint] | None = None, **amounts: str) -> V1Node:
+    resources = {name.replace("__", "/").replace("_", "."): n for name, n in amounts.items()}
+    return V1Node(
+        metadata=V1ObjectMeta(name=name, labels=labels),
+        spec=V1NodeSpec(taints=taints),
+        status=V1NodeStatus(allocatable={"cpu": "8"} | resources),
+    )
+
+
+GPU_TAINT = V1Taint(key="nvidia.com/gpu", value="present", effect="NoSchedule")
+TEAM = V1Taint(key="team", value="nlp", effect="NoExecute")
+NODES = [
+    node("cpu", {ZONE: "a"}),
+    node("gpu", {ZONE: "b", "lathe/node-pool": "gpu"}, [GPU_TAINT], nvidia_com__gpu="2"),
+    node("nlp", {ZONE: "a", "cores": "64"}, [TEAM, GPU_TAINT], amd_com__gpu="8"),
+]
+
+
+def fitting(settings: LaunchSettings, pool: str | None = None, has_gpus: bool = False) -> list[str]:
+    return [one.metadata.name for one in NODES if takes(one, settings, pool, has_gpus)]
+
+
+def test_nodes_that_take_a_pod() -> None:
+    assert fitting(LaunchSettings()) == ["cpu"]
+    assert fitting(LaunchSettings(), "gpu", has_gpus=True) == ["gpu"]
+    everywhere = LaunchSettings(tolerations=[{"operator": "Exists"}])
+    assert fitting(everywhere) == ["cpu", "gpu", "nlp"]
+    of_team = [{"key": "team", "value": "nlp"}, {"key": "nvidia.com/gpu", "operator": "Exists"}]
+    assert fitting(LaunchSettings(tolerations=of_team)) == ["cpu", "gpu", "nlp"]
+    assert fitting(LaunchSettings(tolerations=of_team, node_selector={ZONE: "a"}), "gpu") == [
+        *("cpu", "nlp"),
+    ]
+    terms: list[tuple[Object, list[str]]] = [
+        (ON_A, ["cpu", "nlp"]),
+        ({"matchExpressions": [{"key": "cores", "operator": "Gt", "values": ["32"]}]}, ["nlp"]),
+        ({"matchExpressions": [{"key": "cores", "operator": "Lt", "values": ["64"]}]}, []),
+        ({"matchExpressions": [{"key": "cores", "operator": "DoesNotExist"}]}, ["cpu", "gpu"]),
+        ({"matchExpressions": [{"key": ZONE, "operator": "NotIn", "values": ["a"]}]}, ["gpu"]),
+        ({"matchExpressions": [{"key": "cores", "operator": "Exists"}]}, ["nlp"]),
+        ({"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["gpu"]}]}, ["gpu"]),
+        ({}, []),
+    ]
+    for term, names in terms:
+        affinity = {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [term]}}}
+        settings = LaunchSettings(tolerations=[{"operator": "Exists"}], affinity=affinity)
+        assert fitting(settings) == names, term
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"node_selector": {ZONE: "c"}}, f"{ZONE}=c is no node's: {ZONE} is a, b"),
+        ({"node_selector": {"zone": "c"}}, "zone=c is no node's: no node has zone"),
+        (
+            {"tolerations": [{"key": "teem", "operator": "Exists"}]},
+            "teem is the taint of no node: nvidia.com/gpu=present:NoSchedule, team=nlp:NoExecute",
+        ),
+        (
+            {"gpu_resource": "nvidia.com/mig-3g.40gb"},
+            "no node has nvidia.com/mig-3g.40gb: amd.com/gpu, nvidia.com/gpu",
+        ),
+        (
+            {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{}]}}}},
+            "none of cpu, gpu, nlp meets it",
+        ),
+    ],
+)
+def test_what_no_node_has_is_doubted(settings: Object, said: str) -> None:
+    (found,) = doubts(NODES, LaunchSettings(**settings), has_gpus=True)
+    assert found.state == "warning" and said in found.said
+
+
+def test_nothing_to_doubt() -> None:
+    settings = LaunchSettings(
+        node_selector={ZONE: "a"}, tolerations=[{"key": "team", "operator": "Exists"}]
+    )
+    assert doubts(NODES, settings, has_gpus=True) == []

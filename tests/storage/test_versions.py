@@ -1,0 +1,142 @@
+"""Whole prefixes in buckets with versions and object lock, and two writers of one output."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lathe.errors import UserError
+from lathe.storage import (
+    exists,
+    fetch,
+    list_objects,
+    read_text,
+    remove,
+    replace_text,
+    upload,
+    write_text,
+)
+from lathe.storage.parts import PART_BYTES
+from lathe.storage.probe import StoreProbe
+from tests.support.fake_s3 import FakeS3
+
+KINDS = {"plain": {}, "versions": {"versioning": True}, "lock": {"lock": True}}
+PLACE = "s3://bucket/runs/model"
+
+
+@pytest.fixture(params=KINDS)
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with FakeS3(**KINDS[request.param]) as server:
+        for name in ("AWS_SESSION_TOKEN", "LATHE_S3_SECRET_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        yield server
+
+
+def folder(parent: Path, name: str, **files: str) -> Path:
+    made = parent / name
+    made.mkdir()
+    for file, text in files.items():
+        (made / file).write_text(text)
+    return made
+
+
+def contents(place: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in place.iterdir() if path.is_file()}
+
+
+def test_a_prefix_is_written_replaced_and_deleted(bucket: FakeS3, tmp_path: Path) -> None:
+    upload(folder(tmp_path, "one", a="1", b="1", c="1"), PLACE)
+    upload(folder(tmp_path, "two", a="2", b="1"), PLACE)
+    found = contents(fetch(f"{PLACE}/", tmp_path / "again"))
+    assert {name: found[name] for name in ("a", "b")} == {"a": "2", "b": "1"} and "c" not in found
+    remove(f"{PLACE}/")
+    assert not exists(f"{PLACE}/") and list_objects(f"{PLACE}/") == [] and bucket.visible() == []
+    # Nothing asked for a version to be destroyed, which a lock refuses.
+    assert not [one for one in bucket.requests if "versionId=" in one]
+    if bucket.versioning:
+        kept = [one.data for one in bucket.versions["runs/model/a"]]
+        assert kept[:2] == [b"1", b"2"] and kept[-1] is None
+    upload(folder(tmp_path, "three", a="3"), PLACE)  # where everything was deleted
+    assert contents(fetch(f"{PLACE}/", tmp_path / "third"))["a"] == "3"
+
+
+def test_a_large_file_in_parts(bucket: FakeS3, tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(2 * PART_BYTES + 7))
+    upload(path, "s3://bucket/large")
+    assert fetch("s3://bucket/large", tmp_path / "to").read_bytes() == path.read_bytes()
+    remove("s3://bucket/large")
+    assert bucket.visible() == []
+
+
+def test_the_doctors_requests(bucket: FakeS3) -> None:
+    """All of them, the conditional put too, and nothing is left to be seen."""
+    said = {name: ask() for name, ask in StoreProbe("s3://bucket/root").operations().items()}
+    assert list(said)[-1] == "delete" and bucket.visible() == []
+
+
+def test_a_pointer_is_moved_by_one_of_two(bucket: FakeS3) -> None:
+    write_text("s3://bucket/live", "old")
+    assert read_text("s3://bucket/live") == "old"
+
+    def step_in(method: str, key: str) -> None:
+        if method == "PUT":  # after the first one has looked
+            bucket.before = lambda method, key: None
+            replace_text("s3://bucket/live", "new", "old")
+
+    bucket.before = step_in
+    with pytest.raises(UserError, match="another process has changed it"):
+        replace_text("s3://bucket/live", "newer", "old")
+    assert read_text("s3://bucket/live") == "new"
+
+
+def test_a_second_writer_in_the_midst_of_the_first(bucket: FakeS3, tmp_path: Path) -> None:
+    """The first one notices, and a reader gets an error until one of them writes again."""
+    mine, theirs = folder(tmp_path, "mine", a="1", b="1"), folder(tmp_path, "theirs", a="2", b="2")
+
+    def step_in(method: str, key: str) -> None:
+        if method == "PUT" and key.endswith("/b"):
+            bucket.before = lambda method, key: None
+            upload(theirs, PLACE)
+
+    bucket.before = step_in
+    with pytest.raises(UserError, match="another upload to it has started in the meantime"):
+        upload(mine, PLACE)
+    with pytest.raises(UserError, match=r"damaged|digest|other bytes"):
+        fetch(f"{PLACE}/", tmp_path / "mixed")
+    upload(mine, PLACE)
+    found = contents(fetch(f"{PLACE}/", tmp_path / "whole"))
+    assert (found["a"], found["b"]) == ("1", "1")
+
+
+def test_two_writers_at_once(bucket: FakeS3, tmp_path: Path) -> None:
+    names = "abcdef"
+    sources = [folder(tmp_path, n, **dict.fromkeys(names, n)) for n in ("one", "two")]
+    failed: list[str] = []
+
+    def write(source: Path) -> None:
+        try:
+            upload(source, PLACE)
+        except UserError as error:
+            failed.append(str(error))
+
+    for turn in range(5):
+        threads = [threading.Thread(target=write, args=(source,)) for source in sources]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        try:
+            found = contents(fetch(f"{PLACE}/", tmp_path / f"found-{turn}"))
+        except UserError:
+            continue  # told, which is what a reader needs
+        assert len({found[name] for name in names}) == 1
+    assert all("another upload" in said or "in the meantime" in said for said in failed), failed
+    upload(sources[0], PLACE)
+    assert contents(fetch(f"{PLACE}/", tmp_path / "last"))["f"] == "one"
