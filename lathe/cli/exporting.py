@@ -85,21 +85,28 @@ def prove(
 
 @app.command("import", epilog="Example: lathe import SmolLM2-135M-Instruct.Q8_0.gguf")
 def import_file(
-    source: Annotated[Path, typer.Argument(help="GGUF file of llama.cpp.", parser=input_path)],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="GGUF file of llama.cpp, or folder of compressed-tensors.", parser=input_path
+        ),
+    ],
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: Output = RUN / "dense",
 ) -> None:
-    """Make a checkpoint folder of a GGUF file: weights, tokenizer and chat template.
+    """Make a checkpoint folder of a GGUF file or a folder of compressed-tensors.
 
     Llama (Mistral too), Qwen2, Qwen3, Gemma 3, SmolLM3, Phi-3, OLMo 2, StarCoder2 and GPT-2 models,
     in F32, F16, BF16 or quantized. Weights become float32; what quantization has rounded away does
     not come back.
     """
     settings = load(recipe, override)
+    from lathe.model.compressed_tensors import import_compressed_tensors
     from lathe.model.gguf import import_gguf
 
-    config = import_gguf(settings, source, output)
+    make = import_compressed_tensors if source.is_dir() else import_gguf
+    config = make(settings, source, output)
     show(model=output, layers=config.n_layer, parameters=config.n_params)
 
 

@@ -89,8 +89,9 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
         used = trained(recipe) if is_own else fingerprint(tokenizer)
 
         def encode(_: int) -> tuple[Tokenizer, Batches]:
-            are_whole = text is spool
-            return tokenizer, _tokens(shards) if are_whole else encoded(text, tokenizer, special)
+            if text is spool:
+                return tokenizer, _tokens(shards)
+            return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
         return write_data_set(work, output, recipe, Text(first.source, text, used, "join"), encode)
 

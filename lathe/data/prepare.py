@@ -101,7 +101,7 @@ def prepare(
 
         def encode(training: int) -> tuple[Tokenizer, Batches]:
             used = given or train_tokenizer(islice(spool, training), settings.vocab_size)
-            return used, encoded(spool, used, settings.special_tokens_in_text)
+            return used, encoded(spool, used, settings)
 
         origin = fingerprint(given) if given else trained(recipe)
         text = Text(named(source), spool, origin, "tokenize")

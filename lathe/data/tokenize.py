@@ -10,12 +10,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.artifacts.kinds import SHARD, read_intact
 from lathe.artifacts.metadata import TEXT, ShardMetadata
-from lathe.config.settings import Recipe
+from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
+from lathe.data.fast_tokenizer import Encoder
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.shard import Shard
@@ -118,7 +120,7 @@ def tokenize(
             return _result(output, metadata | {"tokens": tokens}, reused=True)
         save_tokenizer(used, work / "tokenizer.json")
         with MegatronWriter(work / "tokens", vocab_size(used)) as writer:
-            write_tokens(writer, encoded(spool, used, special), spool.documents, "tokenize")
+            write_tokens(writer, encoded(spool, used, settings), spool.documents, "tokenize")
         metadata["tokens"] = sum(writer.sizes)
         (work / SHARD.metadata_file).write_text(json.dumps(metadata) + "\n", encoding="utf-8")
     return _result(output, metadata, reused=False)
@@ -130,15 +132,13 @@ def use_threads(count: int) -> None:
         os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
-def encoded(texts: Iterable[str], tokenizer: Tokenizer, special_in_text: bool) -> Batches:
+def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSettings) -> Batches:
     """Yield the token ids of documents in batches, each after what the tokenizer puts before a
-    text, and with end-of-text appended.
-
-    Args:
-        special_in_text: whether the names of special tokens in a document are these tokens.
-    """
-    bos, eos, end = bos_ids(tokenizer), eos_id(tokenizer), end_token(tokenizer)
-    tokenizer.encode_special_tokens = not special_in_text
+    text, and with end-of-text appended."""
+    end = end_token(tokenizer)
+    bos, eos = (np.array(ids, np.int64) for ids in (bos_ids(tokenizer), [eos_id(tokenizer)]))
+    special_in_text = settings.special_tokens_in_text
+    encode = Encoder(tokenizer, special_in_text, settings.fast_tokenizer)
     for batch in _batches(texts):
         if end and not special_in_text and any(end in text for text in batch):
             log.warning(
@@ -147,8 +147,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, special_in_text: bool) -
                 end,
             )
             end = None
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        yield [[*bos, *encoding.ids, eos] for encoding in encodings]
+        yield [np.concatenate((bos, ids, eos)) for ids in encode(batch)]
 
 
 def write_tokens(

@@ -23,12 +23,11 @@ from lathe.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
+from lathe.model.compressed_tensors import METHOD, WORD, dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import LinearFormat
 
-FOLDER = "compressed-tensors"
-WORD = 32
-"""Bits of an integer that weights are packed into."""
+FOLDER = METHOD
 STRATEGIES = {"abs_max": "tensor", "channel_wise_abs_max": "channel", "group_wise": "group"}
 
 
@@ -138,31 +137,9 @@ def packed(values: Tensor, bits: int) -> Tensor:
 
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the folder in float32."""
-    tensors = load_file(folder / FOLDER / "model.safetensors")
-    for name, found in tensors.items():
-        path, _, kind = name.rpartition(".")
-        own = config.architecture.name_of(f"{path}.weight").removesuffix(".weight")
-        if kind == "weight_packed":
-            _, columns = tensors[f"{path}.weight_shape"].tolist()
-            values = unpacked(found, WORD * found.shape[1] // columns)[:, :columns]
-        elif kind == "weight" and f"{path}.weight_scale" in tensors:
-            values = found
-        elif kind in ("weight", "bias"):
-            yield f"{own}.{kind}", found.float()
-            continue
-        else:
-            continue
-        stored = tensors[f"{path}.weight_scale"]
-        scales = stored.reshape(-1, stored.shape[-1])
-        per_scale = values.shape[1] // scales.shape[1]
-        yield f"{own}.weight", values * scales.repeat_interleave(per_scale, 1)
-
-
-def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The inverse of `packed`, (O, words * 32 / bits)."""
-    apart = words[..., None].long() >> torch.arange(0, WORD, bits)
-    values: Tensor = (apart & (2**bits - 1)).flatten(1) - 2 ** (bits - 1)
-    return values
+    place = folder / FOLDER
+    for name, found in dequantized(load_file(place / "model.safetensors"), place):
+        yield config.architecture.name_of(name), found.float()
 
 
 def _quantization_config(
@@ -184,7 +161,7 @@ def _quantization_config(
         }
     formats = {group["format"] for group in groups.values()}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": METHOD,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,

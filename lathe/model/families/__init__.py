@@ -16,9 +16,20 @@ from lathe.model.families.smollm3 import SMOLLM3
 from lathe.model.families.starcoder2 import STARCODER2
 
 __all__ = [
-    *("ARCHITECTURES", "architecture_of"),
-    *("GEMMA3", "GPT2", "GPT_NEOX", "LLAMA", "MISTRAL", "OLMO2", "OPT", "PHI3"),
-    *("QWEN2", "QWEN3", "SMOLLM3", "STARCODER2"),
+    "ARCHITECTURES",
+    "GEMMA3",
+    "GPT2",
+    "GPT_NEOX",
+    "LLAMA",
+    "MISTRAL",
+    "OLMO2",
+    "OPT",
+    "PHI3",
+    "QWEN2",
+    "QWEN3",
+    "SMOLLM3",
+    "STARCODER2",
+    "architecture_of",
 ]
 
 _FAMILIES = (

@@ -1,0 +1,93 @@
+"""Token ids of many documents, by fastokens where it gives those of `tokenizers`.
+
+fastokens encodes tens of times as fast, but is young. `tokenizers` stays what is right: both encode
+a sample of hostile texts before the first document, and a part of every batch while they are read.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import fastokens  # type: ignore[import-untyped]
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from lathe.errors import StageError
+
+log = logging.getLogger("lathe")
+
+Ids = NDArray[np.int64]
+
+CHECKED_CHARACTERS = 2048
+"""Of every batch, which `tokenizers` encodes too: a thousandth of the text."""
+HOSTILE = (
+    "",
+    " \t\n\r\n  x \n\n\u00a0\u2003\u200b\ufeff",
+    " It's  they'LL\t don't I'M we'Ve\u2019s O'Neill's",
+    "1 22 333 4444 1,000,000.5e-7 x2y \u0663\u0664 \u00bd \u2167 \u00b2",
+    "na\u00efve cafe\u0301 \u00c5 A\u030a \ufb01 \u6f22\u5b57",
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \ud55c\uae00 \u0e20\u0e32\u0e29\u0e32",
+    "\U0001f917\U0001f469\u200d\U0001f469\u200d\U0001f467 !!?!...///\\\\ #@ \x00\x01\x7f\x85\u2028",
+    "a" * 300 + "B" * 9 + "camelCaseABCdef HTTPServer __init__ a_b-c" + " " * 70 + "\n" * 9,
+    "<|endoftext|> x<|endoftext|><|im_end|> <|endoftext|</s><unk><0x0A>\u2581\u0120",
+)
+
+
+class Encoder:
+    """Encodes documents without what a tokenizer puts before and behind a text.
+
+    Args:
+        special_in_text: whether the names of special tokens in a document are these tokens.
+        is_fast: whether to try fastokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special_in_text: bool, is_fast: bool = True) -> None:
+        tokenizer.encode_special_tokens = not special_in_text
+        self.tokenizer, self.splits_special = tokenizer, not special_in_text
+        self._fast = self._checked() if is_fast else None
+
+    def __call__(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each text.
+
+        Raises:
+            StageError: fastokens gives other ids than `tokenizers` for a part of a text.
+        """
+        if self._fast is None:
+            return self._exact(texts)
+        longest = max(texts, key=len)
+        begin = max(0, len(longest) - CHECKED_CHARACTERS) // 2
+        part = [longest[begin : begin + CHECKED_CHARACTERS]]
+        if not _equal(_encode(self._fast, part, self.splits_special), self._exact(part)):
+            raise StageError(
+                f"fastokens encodes {part[0][:40]!r}... otherwise than tokenizers: set "
+                "Prepare.fast_tokenizer=false, and report it"
+            )
+        return _encode(self._fast, texts, self.splits_special)
+
+    def _exact(self, texts: Sequence[str]) -> list[Ids]:
+        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in found]
+
+    def _checked(self) -> fastokens.Tokenizer | None:
+        """fastokens' version of the tokenizer; None if it cannot be had, or encodes otherwise."""
+        try:
+            fast = fastokens.Tokenizer.from_json_str(self.tokenizer.to_str())
+            if _equal(_encode(fast, HOSTILE, self.splits_special), self._exact(HOSTILE)):
+                return fast
+            why = "encodes a sample of texts otherwise"
+        except Exception as error:  # of no documented kind
+            why = f"does not take it: {error}"
+        log.info("the slower tokenizers encodes, as fastokens %s", why)
+        return None
+
+
+def _encode(fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: bool) -> list[Ids]:
+    raw, bounds = fast.encode_batch_flat(
+        list(texts), add_special_tokens=False, split_special_tokens=splits_special
+    )
+    ids = np.frombuffer(raw, np.uint32).astype(np.int64)
+    return np.split(ids, np.frombuffer(bounds, np.uint64)[1:-1].astype(np.int64))
+
+
+def _equal(found: Sequence[Ids], expected: Sequence[Ids]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
