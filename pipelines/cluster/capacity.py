@@ -113,9 +113,10 @@ def capacity(
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
     """What of the recipe's placement, or of a single step's, no node has."""
     found = doubts(nodes, placement, has_gpus)
-    for name in placement.steps:
+    for name, given in placement.steps.items():
         said = {finding.said for finding in found}
-        own = doubts(nodes, placement.of_step(name), has_gpus=False)
+        asks = has_gpus and "gpu_resource" in given.model_fields_set
+        own = doubts(nodes, placement.of_step(name), asks)
         found += [
             replace(finding, said=finding.said.replace("Launch.", f"Launch.steps.{name}.", 1))
             for finding in own

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from lathe.errors import StageError, UserError
 from lathe.launch.cluster.access import PIPELINES_ROOT
 from lathe.report.results import Results, read_results, rows
+from lathe.storage import scheme_of
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.pods import Pods
 from pipelines.cluster.server import Client
@@ -77,7 +78,8 @@ class ResultsReader:
         Raises:
             UserError: it is not known here.
         """
-        if given := os.environ.get(ROOT):
+        given = os.environ.get(ROOT, "")
+        if given and scheme_of(given) != "file":  # a volume has models and data sets only
             return given
         try:
             root = config_map(open_cluster(self._namespace), LAUNCHER).get("defaultPipelineRoot")

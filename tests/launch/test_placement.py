@@ -170,6 +170,8 @@ def test_steps_have_their_own() -> None:
         ("volumes=[{claim: a, mount_path: /x}, {claim: b, mount_path: /x/}]", "the same path"),
         ("shared_memory=32Gi", "counts as memory, and memory_per_node is 32Gi"),
         ("affinity={podAffinity: {}}", "only nodeAffinity"),
+        ("affinity={nodeAffinity: {required: {}}}", "nodeAffinity has requiredDuring"),
+        ("volumes=[{claim: a, mount_path: /x}, {secret: a, mount_path: /y}]", "the same name"),
         ("gpu_resource=gpu", "'gpu' is not a resource"),
         ("labels={'a b': x}", "'a b' is not the key of a label"),
         ("run_as_user=0", "greater than 0"),

@@ -248,6 +248,7 @@ def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
         "node_selector": "{lathe/node-pool: gup}",
         "tolerations": "[{key: nvidia.com/gup, operator: Exists}]",
         "steps.export.node_selector": "{disk: ssd}",
+        "steps.evaluate.gpu_resource": "amd.com/gpu",
     }
     options = [part for key, value in launch.items() for part in ("-o", f"Launch.{key}={value}")]
     state, said = findings(doctor(kfp, "--gpus", "1", *options).output)["room on nodes"]
@@ -258,6 +259,7 @@ def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
         "Launch.node_selector: lathe/node-pool=gup is no node's: lathe/node-pool is gpu",
         "nvidia.com/gup is the taint of no node: nvidia.com/gpu=present:NoSchedule",
         "Launch.steps.export.node_selector: disk=ssd is no node's: no node has disk",
+        "Launch.steps.evaluate.gpu_resource: no node has amd.com/gpu: nvidia.com/gpu",
     ):
         assert words in output
 

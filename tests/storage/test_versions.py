@@ -140,3 +140,13 @@ def test_two_writers_at_once(bucket: FakeS3, tmp_path: Path) -> None:
     assert all("another upload" in said or "in the meantime" in said for said in failed), failed
     upload(sources[0], PLACE)
     assert contents(fetch(f"{PLACE}/", tmp_path / "last"))["f"] == "one"
+
+
+def test_a_session_token_goes_with_every_request(
+    bucket: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "for-an-hour")
+    upload(folder(tmp_path, "one", a="1"), PLACE)
+    fetch(f"{PLACE}/", tmp_path / "found")
+    remove(f"{PLACE}/")
+    assert bucket.tokens == {"for-an-hour"}

@@ -46,6 +46,7 @@ class FakeS3:
         versions: of every key, the newest last; one at most without versioning.
         before: called with method and key before a request is carried out, for tests to step in.
         requests: method, path and query of every request that came.
+        tokens: the session tokens that they came with.
     """
 
     def __init__(self, versioning: bool = False, lock: bool = False) -> None:
@@ -53,6 +54,7 @@ class FakeS3:
         self.versions: dict[str, list[Version]] = {}
         self.before: Callable[[str, str], None] = lambda method, key: None
         self.requests: list[str] = []
+        self.tokens: set[str | None] = set()
         self._uploads: dict[str, tuple[str, dict[str, str], dict[int, bytes]]] = {}
         self._numbers, self._mutex = itertools.count(1), threading.RLock()
 
@@ -105,6 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = {k: v[0] for k, v in parse_qs(url.query, keep_blank_values=True).items()}
         _, _, key = unquote(url.path).lstrip("/").partition("/")
         self.fake.requests.append(f"{self.command} {self.path}")
+        self.fake.tokens.add(self.headers.get("X-Amz-Security-Token"))
         self.fake.before(self.command, key)
         try:
             with self.fake._mutex:

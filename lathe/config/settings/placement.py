@@ -16,6 +16,8 @@ from lathe.config.settings.types import (
 
 NODE_POOL = "lathe/node-pool"
 GPU = "nvidia.com/gpu"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 USER = 10001
 """The user of the images."""
 
@@ -91,6 +93,9 @@ def _is_folder(address: str) -> str:
 def _is_node_affinity(value: dict[str, Any]) -> dict[str, Any]:
     if value and set(value) != {"nodeAffinity"}:
         raise ValueError("only nodeAffinity: Pipelines gives its steps no other")
+    inner = value.get("nodeAffinity", {})
+    if not isinstance(inner, dict) or not set(inner) <= {REQUIRED, PREFERRED}:
+        raise ValueError(f"nodeAffinity has {REQUIRED} and {PREFERRED}")
     return value
 
 
@@ -109,7 +114,7 @@ ExtendedResource = Annotated[
 
 
 class Toleration(Settings):
-    """A taint that pods may be beside, as Kubernetes writes it."""
+    """A taint that pods tolerate, as Kubernetes writes it."""
 
     key: LabelKey | None = None
     operator: Literal["Exists", "Equal"] = "Equal"
@@ -144,14 +149,18 @@ class Volume(Settings):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        given = [name for name in (self.claim, self.config_map, self.secret) if name]
-        if len(given) != 1:
+        if sum(name is not None for name in (self.claim, self.config_map, self.secret)) != 1:
             raise ValueError("a volume has one of claim, config_map and secret")
-        if given[0] in OWN_OBJECTS:
-            raise ValueError(f"{given[0]} is mounted anyway")
+        if self.name in OWN_OBJECTS:
+            raise ValueError(f"{self.name} is mounted anyway")
         if self.claim and self.optional:
             raise ValueError("a claim cannot be optional")
         return self
+
+    @property
+    def name(self) -> str:
+        """Of the object, by which Pipelines calls the volume too."""
+        return self.claim or self.config_map or self.secret or ""
 
     @property
     def source(self) -> dict[str, Any]:
@@ -165,9 +174,9 @@ class Volume(Settings):
 
 def _are_apart(volumes: list[Volume]) -> list[Volume]:
     paths = [PurePosixPath(volume.mount_path) for volume in volumes]
-    sources = [str(volume.source) for volume in volumes]
-    if len(set(paths)) < len(paths) or len(set(sources)) < len(sources):
-        raise ValueError("two volumes of the same path, or of the same object")
+    names = [volume.name for volume in volumes]
+    if len(set(paths)) < len(paths) or len(set(names)) < len(names):
+        raise ValueError("two volumes of the same path, or of objects of the same name")
     return volumes
 
 

@@ -7,7 +7,7 @@ import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
 
 from lathe.config.settings import Placement
-from lathe.config.settings.placement import NODE_POOL
+from lathe.config.settings.placement import NODE_POOL, REQUIRED
 from lathe.errors import StageError, UserError
 from lathe.launch.cluster.findings import Finding
 
@@ -33,9 +33,7 @@ def has_labels(node: Node, selector: Mapping[str, str]) -> bool:
 
 def has_affinity(node: Node, affinity: Mapping[str, Any]) -> bool:
     """Whether a node meets one of the required terms of `nodeAffinity`, where there are some."""
-    required = affinity.get("nodeAffinity", {}).get(
-        "requiredDuringSchedulingIgnoredDuringExecution", {}
-    )
+    required = affinity.get("nodeAffinity", {}).get(REQUIRED, {})
     terms = required.get("nodeSelectorTerms", [])
     return not terms or any(_meets(node, term) for term in terms)
 

@@ -98,7 +98,10 @@ def not_startable(pod: Pod, image: str) -> UserError | None:
 def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError:
     """The error for pods that could not be scheduled in time."""
     pool = f"Launch.node_pool={settings.node_pool}" if settings.node_pool else "the cluster"
-    asked = [f"{settings.gpus_per_node} GPUs"] if settings.gpus_per_node else []
+    if settings.chooses_nodes:
+        pool = "the nodes of Launch.node_selector and Launch.affinity"
+    gpus = f"{settings.gpus_per_node} GPUs ({settings.gpu_resource})"
+    asked = [gpus] if settings.gpus_per_node else []
     asked += [f"{settings.cpus_per_node} CPUs", f"{settings.memory_per_node} of memory"]
     return UserError(
         f"no place for {settings.nodes} nodes after {seconds:.0f} s: {message}",
