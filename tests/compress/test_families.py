@@ -295,7 +295,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
         weight = model.get_parameter(f"{table}.weight")
         assert not torch.equal(model.get_submodule(table).table(), weight)  # type: ignore[operator]
     tokens = TokenDataset.open(small_data)
-    batches = EvalBatches(recipe, tokens, 4, 2)
+    batches = EvalBatches(recipe, tokens, 8, 2)
     with torch.no_grad():
         tensors = [torch.from_numpy(batches[i]) for i in range(len(batches))]
         losses = [float(next_token_loss(model, each)) for each in tensors]

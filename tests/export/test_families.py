@@ -11,6 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from lathe.compress.prune import prune
+from lathe.compress.quantize import quantize
+from lathe.config.recipe import load_recipe
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.export.export import export
 from lathe.export.proof import ProofError
@@ -18,9 +21,12 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.gpt import GPT
 from lathe.model.quantization import Bits
+from lathe.runtime.open_model import open_model
 from lathe.runtime.session import OnnxModel
+from lathe.train.pretrain import pretrain
 from tests.support.families import CASES, TOKENS, make, quantized, save
 from tests.support.small_export import write_held_out
+from tests.support.small_run import SMALL
 
 SETTINGS = ExportSettings(prompts=4, new_tokens=12)
 
@@ -161,3 +167,49 @@ def test_rotary_tables_are_not_in_the_file(tmp_path: Path, byte_tokenizer: Token
     with torch.inference_mode():
         expected = theirs(TOKENS[:1, :1], past_key_values=before).logits[0, -1:].numpy()
     np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+WHOLE_WAY = {
+    "gemma3_text": ("Model.num_layers=6", "Model.num_key_value_heads=2", "Model.sliding_window=9"),
+    **{name: ("Model.num_key_value_heads=2",) for name in ("olmo2", "starcoder2")},
+    **{
+        name: ("Model.num_key_value_heads=2", "Model.sliding_window=9")
+        for name in ("qwen3", "smollm3", "phi3")
+    },
+    **dict.fromkeys(("gpt_neox", "opt"), ()),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x == "gemma3_text" else pytest.param(x, marks=pytest.mark.slow) for x in WHOLE_WAY],
+)
+def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path) -> None:
+    """Trained, pruned, quantized, exported with proof, and computed by both runtimes."""
+    changes = (
+        *SMALL,
+        *WHOLE_WAY[name],
+        f"Model.architecture={name}",
+        "Engine.max_steps=8",
+        "Compress.Prune.ratio=0.25",
+        "Compress.Prune.scope=global",
+        "Compress.Prune.criterion=taylor",
+        "Compress.Quantization.quantize_embedding=True",
+        "Export.prompts=4",
+        "Export.new_tokens=8",
+    )
+    recipe = load_recipe("tiny", changes)
+    dense, pruned, int8, onnx_ = (tmp_path / x for x in ("dense", "pruned", "int8", "onnx"))
+    pretrain(recipe, small_data, dense)
+    prune(recipe, dense, small_data, pruned)
+    quantize(recipe, pruned, small_data, int8)
+    result = export(recipe, int8, small_data, onnx_)
+    assert result.flavour == "int8" and result.integer_kernels
+    shape = read_config(onnx_)
+    assert shape.n_params < read_config(dense).n_params
+    assert shape.kinds == read_config(dense).kinds
+    for runtime in ("onnxruntime", "openvino"):
+        opened = open_model(onnx_, threads=1, runtime=runtime)  # checked by the proof's limit
+        assert opened.model.runtime == runtime
+        texts = opened.model.greedy([TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()], 8)
+        assert all(texts)

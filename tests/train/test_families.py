@@ -166,6 +166,38 @@ def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone:
         np.testing.assert_allclose(ours[name], tensor, atol=1e-4, err_msg=name)
 
 
+OF_OTHERS = {
+    "gemma3_text": ("mp2-sequence-parallel", "pp2-tied"),
+    "olmo2": ("sharding2-stage3-recompute",),
+    "gpt_neox": ("mp2-sequence-parallel", "sharding2-stage3-recompute"),
+    "opt": ("mp2", "pp2-tied"),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.slow
+def test_other_families_trace_the_losses_of_one_process(
+    name: str, small_data: Path, tmp_path: Path
+) -> None:
+    steps = ("Engine.max_steps=6", "Global.global_batch_size=16", "Global.local_batch_size=")
+    shape = (*family(name), *steps, "Engine.save_load.save_steps=1000")
+    pretrain(load_recipe("tiny", shape), small_data, tmp_path / "one")
+    layouts = {tmp_path / layout: ("tiny", *shape, *TWO[layout]) for layout in OF_OTHERS[name]}
+    run_layouts(small_data, layouts, 2)
+    for run in layouts:
+        for key in ("loss", "grad_norm"):
+            one = records(tmp_path / "one", key)
+            np.testing.assert_allclose(records(run, key), one, atol=1e-4, err_msg=run.name)
+
+
+def test_norms_of_all_heads_that_tensor_parallelism_would_divide() -> None:
+    from lathe.train.layout import own_layout
+
+    recipe = load_recipe("tiny", (*family("olmo2"), MP))
+    with pytest.raises(UserError, match="OLMo 2 normalizes the queries of all heads together"):
+        own_layout(model_config(recipe, 257), recipe, 2)
+
+
 @pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
 def test_recompute_leaves_every_bit(
     granularity: str, small_data: Path, tmp_path: Path, alone: Path
