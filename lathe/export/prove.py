@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lathe.artifacts.kinds import EXPORT, read_metadata
-from lathe.artifacts.metadata import ExportMetadata
+from lathe.artifacts.kinds import open_export
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.export.engines import Engine, open_engine
@@ -54,7 +53,7 @@ def prove_in_engine(
         UserError: an export of another checkpoint; see also `open_engine` and `held_out_prompts`.
         StageError: the engine loses more than the rounding of the file explains.
     """
-    metadata = read_metadata(exported / EXPORT.metadata_file, ExportMetadata, "export it again")
+    metadata = open_export(exported)
     checkpoint = load_checkpoint(model)
     if metadata.source != checkpoint.digest:
         raise UserError(f"{exported}: is not an export of {model}", "give its own checkpoint")

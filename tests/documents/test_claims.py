@@ -88,6 +88,13 @@ CLAIMS = {
     "`lathe verify --chain` checks a model back to its corpus": [
         "tests/provenance/test_chain.py::test_it_leads_from_the_export_to_the_corpus",
     ],
+    "**Exports** to ONNX, GGUF (llama.cpp, Ollama) and compressed-tensors (vLLM, transformers)": [
+        "tests/export/test_formats.py::test_transformers_reads_the_gguf_file_that_was_written",
+        "tests/export/test_formats.py::test_transformers_computes_what_compressed_tensors_holds",
+    ],
+    "and proves each file in the engine that reads it": [
+        "tests/export/test_formats.py::test_a_proof_in_an_engine",
+    ],
     "**Serves** on Triton, with onnxruntime or OpenVINO": [
         "tests/serve/test_backend.py::test_greedy_is_the_checkpoints_own",
         "tests/serve/test_openvino.py::test_triton_serves_with_openvino",
