@@ -26,8 +26,8 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.lambada import read_cloze, score_cloze
 from lathe.evaluate.open_model import open_model
+from lathe.evaluate.tasks.cloze import read_cloze, score_cloze
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

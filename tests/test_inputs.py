@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from lathe import inputs
 from lathe.data.sources import documents
 from lathe.errors import StageError, UserError
-from lathe.evaluate import lambada, wikitext
+from lathe.evaluate.tasks import cloze
+from lathe.evaluate.tasks.text import read_text
 from lathe.export.prompts import held_out_prompts
 from lathe.inputs import argument_text, parse_json, require_text
 from lathe.production.deploy import _prompts
@@ -69,8 +70,8 @@ def readers(tokenizer: Tokenizer) -> dict[str, tuple[str, Callable[[Path], objec
     return {
         "corpus": ("c.txt", lambda p: list(documents(str(p)))),
         "JSON corpus": ("c.jsonl", lambda p: list(documents(str(p)))),
-        "cloze": ("cloze.jsonl", lambda p: lambada.read_cloze(p, tokenizer)),
-        "text": ("wiki.tokens", lambda p: wikitext.read_text(p, tokenizer)),
+        "cloze": ("cloze.jsonl", lambda p: cloze.read_cloze(p, tokenizer)),
+        "text": ("wiki.tokens", lambda p: read_text(p, tokenizer)),
         "load": ("prompts.txt", _lines),
         "held out": ("heldout.txt", lambda p: held_out_prompts(tokenizer, p.parent, 4, 16)),
         "deploy": ("heldout.txt", lambda p: _prompts(p.parent)),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.evaluate.lambada import read_cloze
+from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.families import architecture_of

@@ -141,7 +141,7 @@ def write_data_set(
         write_tokens(writer, batches, spool.documents, text.doing)
     metadata = {
         "source": text.source,
-        **_stated(settings),
+        **({"license": settings.license} if settings.license else {}),
         "made_from": made_from,
         "boundaries": boundaries,
         "format": settings.format,
@@ -190,10 +190,6 @@ def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
             require_sample(f"{source}: {part} part", end - first, tokens, seq_len)
         elif 0 < tokens <= seq_len:
             log.warning("%s part: %d tokens, fewer than one sample", part, tokens)
-
-
-def _stated(settings: PrepareSettings) -> dict[str, str]:
-    return {"license": settings.license} if settings.license else {}
 
 
 def _whole(

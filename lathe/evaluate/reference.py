@@ -19,7 +19,7 @@ from lathe.artifacts.journal import Journal
 from lathe.errors import UserError
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Resumable, Scores, Targets, answer
-from lathe.evaluate.wikitext import BlockLoss, Text, windows_of
+from lathe.evaluate.tasks.text import BlockLoss, Text, windows_of
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 

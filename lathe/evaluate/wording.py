@@ -16,15 +16,12 @@ def outcome(verdict: str, passed: bool) -> str:
 def sentence(check: Check, confidence: float) -> str:
     """What was found, and by how much, for the reasons of a verdict."""
     shown = formats(check)
+    needed = f"; {decisive(check)} would decide it if the change stays" if check.needed else ""
     return (
         f"{PAST[check.verdict]}: {check.measure} {shown['baseline']} -> {shown['candidate']}: "
         f"a change of {shown['change']}, {100 * confidence:.6g}% interval {shown['low']} to "
-        f"{shown['high']}, {shown['limit']} allowed; {units(check)}{_needed(check)}"
+        f"{shown['high']}, {shown['limit']} allowed; {units(check)}{needed}"
     )
-
-
-def _needed(check: Check) -> str:
-    return f"; {decisive(check)} would decide it if the change stays" if check.needed else ""
 
 
 def decisive(check: Check) -> str:

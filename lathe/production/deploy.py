@@ -193,7 +193,7 @@ def _rehearsed(
             near_ties=len(prompts) - divergences.count(None),
             start_seconds=start_seconds,
             first_token_ms=1e3 * statistics.median(a.first_token_seconds for a in answers),
-            tokens_per_second=_n_tokens(answers) / sum(a.seconds for a in answers),
+            tokens_per_second=sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers),
             tokens_per_second_together=sum(map(len, ways[TOGETHER])) / together_seconds,
         )
         _check(prompts, divergences, tolerance)
@@ -350,10 +350,6 @@ def _fit(checkpoint: Checkpoint, prompt: str, n_tokens: int) -> str:
     offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
     room = n_tokens - len(bos_ids(checkpoint.tokenizer))
     return prompt if len(offsets) <= room else prompt[: offsets[room][0]]
-
-
-def _n_tokens(answers: Sequence[Answer]) -> int:
-    return sum(len(answer.tokens) for answer in answers)
 
 
 def _write_report(

@@ -235,7 +235,7 @@ def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
             yield from _part(name, item) if isinstance(item, tuple) else materials(name, item)
     elif value and Path(value).exists():
         path = Path(value)
-        yield material(name, path), path if _has_attestations(path) else None
+        yield material(name, path), path if path.is_dir() or _is_verdict(path) else None
     elif value and is_remote(str(value)):
         yield Resource(name=name, uri=shown(str(value)), annotations={"kind": "address"}), None
 
@@ -302,10 +302,6 @@ def _with_digest(resource: Resource) -> Resource:
         return resource
     listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
     return resource.model_copy(update={"digest": Digests(sha256=digest(listed))})
-
-
-def _has_attestations(path: Path) -> bool:
-    return path.is_dir() or _is_verdict(path)
 
 
 def _is_verdict(path: Path) -> bool:

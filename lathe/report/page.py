@@ -76,7 +76,8 @@ def report(
         curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
         sensitivity=ranked,
         samples=_samples(candidates),
-        deployment=_deployment(deployed) if deployed else None,
+        deployment=deployed
+        and read_metadata(deployed / "deploy.json", DeploymentMetadata, HINT).raw,
         proofs=_proofs(candidates),
         engines=_engines(candidates, sensitivity),
         recipes=_recipes(candidates),
@@ -112,10 +113,6 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
         alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
         pictures.append(picture(title, alt, partial(comparison, measure)))
     return pictures
-
-
-def _deployment(folder: Path) -> dict[str, Any]:
-    return read_metadata(folder / "deploy.json", DeploymentMetadata, HINT).raw
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -15,7 +15,7 @@ from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate.evaluation_folder import METRICS
-from lathe.evaluate.lambada import check_cloze
+from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import write_costs

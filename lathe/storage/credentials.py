@@ -46,7 +46,8 @@ def provider(is_amazon: bool) -> Provider | None:
         return AWSConfigProvider()
     if source:
         return _temporary(source, tuple(os.environ.get(name) for name in TEMPORARY))
-    return _of_instance() if is_amazon and _may_ask_instance() else None
+    may_ask = os.environ.get(NO_METADATA, "").lower() != "true"
+    return _of_instance() if is_amazon and may_ask else None
 
 
 def explain_credentials() -> str:
@@ -145,10 +146,6 @@ def _of_instance() -> Provider | None:
     except (urllib3.exceptions.HTTPError, OSError, ValueError, KeyError):
         return None
     return made
-
-
-def _may_ask_instance() -> bool:
-    return os.environ.get(NO_METADATA, "").lower() != "true"
 
 
 def _profile() -> str:

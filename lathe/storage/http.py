@@ -13,6 +13,7 @@ from lathe.storage.failures import StoreError, retried, shown
 from lathe.storage.files import atomic_file
 from lathe.storage.network import pool
 
+READ_BYTES = 1 << 20
 MOST_REDIRECTS = 10
 NO_HEAD = ("403", "405", "501")
 """What servers answer that do not let a request ask for the headers alone."""
@@ -42,7 +43,7 @@ def fetch_http(uri: str, folder: Path) -> Path:
     _require_address(uri)
     target = folder / (PurePosixPath(urlsplit(uri).path).name or "download")
     with _answer("GET", uri) as response, atomic_file(target) as work, work.open("wb") as file:
-        shutil.copyfileobj(response, file)
+        shutil.copyfileobj(response, file, READ_BYTES)
     return target
 
 

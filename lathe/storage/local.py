@@ -145,7 +145,7 @@ class LocalStore:
     def _place(self, work: Path, path: Path, etag: str, if_match: str | None = None) -> None:
         """Record the file `work` in the journal, then rename it to `path`."""
         with _journal(path) as journal:
-            found = self.stat(_key(path))
+            found = self.stat(path.as_posix().removeprefix("/"))
             if if_match is not None and (found.etag if found else "") != if_match:
                 raise StoreError(f"{path}: changed", "PreconditionFailed")
             if os.path.lexists(path):
@@ -189,10 +189,6 @@ class _Journal:
 
 def _path(key: str) -> Path:
     return Path("/", key)
-
-
-def _key(path: Path) -> str:
-    return path.as_posix().removeprefix("/")
 
 
 def _etag(state: os.stat_result) -> str:

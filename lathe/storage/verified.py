@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from lathe.errors import UserError
@@ -30,7 +29,7 @@ def require_intact(folder: Path, files: Mapping[str, str], metadata: str, hint: 
 
 def is_intact(path: Path, expected: str) -> bool:
     """Whether a file has this SHA-256; see `once`."""
-    return once(path, expected, partial(_has_digest, expected))
+    return once(path, expected, lambda file: _read(file) == expected)
 
 
 def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
@@ -94,10 +93,6 @@ def _remember(note: Path | None, state: Sequence[object]) -> None:
         if note:
             with atomic_file(note) as work:
                 work.write_text(json.dumps(state), encoding="utf-8")
-
-
-def _has_digest(expected: str, path: Path) -> bool:
-    return _read(path) == expected
 
 
 def _read(path: Path) -> str:

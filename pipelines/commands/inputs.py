@@ -14,7 +14,7 @@ from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import StageError, UserError, explain
-from lathe.evaluate.lambada import check_cloze
+from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.folder import require_checkpoint
 from lathe.production.release import releases_of
 from lathe.search.goal import parse_goal

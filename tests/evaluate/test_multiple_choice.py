@@ -19,7 +19,7 @@ from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
 from lathe.evaluate.measure_model import task_files
-from lathe.evaluate.questions import read_questions
+from lathe.evaluate.tasks.multiple_choice import read_questions
 from tests.evaluate.conftest import SENTENCES
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.evaluate import open_model as opened
-from lathe.evaluate.lambada import ClozeExample, score_cloze
 from lathe.evaluate.open_model import TorchScorer, onnx_scorer, open_model
 from lathe.evaluate.score_requests import Targets
-from lathe.evaluate.wikitext import token_losses, windows
+from lathe.evaluate.tasks.cloze import ClozeExample, score_cloze
+from lathe.evaluate.tasks.text import token_losses, windows
 from lathe.model.checkpoint import load_checkpoint
 from lathe.runtime.exported_model import pad
 from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven

@@ -1,23 +1,179 @@
-"""Cloze accuracy: whether a model predicts the last word of a passage; see
-`lathe.evaluate.lambada`."""
+"""Cloze accuracy: whether a model predicts the last word of a passage (Paperno et al. 2016).
 
+The strict protocol of Megatron-LM's `--strict-lambada` and PaddleFleetX's `cloze_eval`: every BPE
+token of the last word must be the teacher-forced argmax. Nothing is detokenized, no stop words
+are filtered. The last word is what follows the last space, as in lm-eval's `lambada_openai`; a line
+break before it (7 of LAMBADA's 5,153 passages) is part of it; Megatron replaces it with a space.
+"""
+
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
+from lathe.errors import UserError
 from lathe.evaluate.comparison import Accuracy, Perplexity
-from lathe.evaluate.lambada import (
-    ClozeExample,
-    ClozeResult,
-    ExampleScore,
-    read_cloze,
-    score_cloze,
-    summarize_cloze,
-)
-from lathe.evaluate.score_requests import Limits, Scorer
+from lathe.evaluate.intervals import mean_stderr
+from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
+from lathe.inputs import lines, open_file, parse_json, require_text
+from lathe.runtime.prompt import encode_pairs
+
+
+@dataclass(frozen=True)
+class ClozeExample:
+    """Token ids of a passage without its last word, and of that word; and the document that the
+    passage is from, where the file says so."""
+
+    context: list[int]
+    label: list[int]
+    document: int | str | None = None
+
+
+@dataclass(frozen=True)
+class ExampleScore:
+    """The score of one example.
+
+    Attributes:
+        index: line of the file, from 0.
+        correct: every label token is the argmax.
+        last_token_correct: the last label token is the argmax (the non-strict protocol).
+        log_likelihood: of the whole word, nats.
+        label_tokens: length of the word in tokens.
+        truncated: tokens cut from the left to fit the model.
+        document: that the passage is from, if that is known.
+    """
+
+    index: int
+    correct: bool
+    last_token_correct: bool
+    log_likelihood: float
+    label_tokens: int
+    truncated: int
+    document: int | str | None = None
+
+
+@dataclass(frozen=True)
+class ClozeResult:
+    """Means over the examples with their standard errors.
+
+    `target_perplexity` is exp(-mean log-likelihood of a word), as in lm-eval's `lambada_openai`;
+    its error is the delta method's. `truncated` counts the examples that were cut.
+    """
+
+    examples: int
+    accuracy: float
+    accuracy_stderr: float
+    last_token_accuracy: float
+    last_token_accuracy_stderr: float
+    log_likelihood: float
+    log_likelihood_stderr: float
+    target_perplexity: float
+    target_perplexity_stderr: float
+    truncated: int
+
+
+def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
+    """Read and encode a LAMBADA-format JSONL file, one `{"text": ...}` per line, perhaps with a
+    number or name as its `document`.
+
+    Raises:
+        UserError: no such file, no examples in it, or a broken line (with its number, from 1).
+    """
+    pairs, documents = [], []
+    with open_file(path, "give a LAMBADA-format JSONL file") as file:
+        for number, line in enumerate(lines(file, path), start=1):
+            if line.strip():
+                context, label, document = _split(line, f"{path}:{number}")
+                pairs.append((context, label))
+                documents.append(document)
+    if not pairs:
+        raise UserError(f"{path}: no examples", 'give lines of {"text": "..."}')
+    encoded = encode_pairs(tokenizer, pairs)
+    return [ClozeExample(*ids, name) for ids, name in zip(encoded, documents, strict=True)]
+
+
+def check_cloze(path: Path) -> None:
+    """Check every line without the model's tokenizer; raises as `read_cloze` does."""
+    read_cloze(path, Tokenizer(models.BPE()))
+
+
+def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
+    """The passage before its last word, the word with the white space before it, and the
+    document."""
+    hint = 'a line is {"text": "at least two words"}'
+    try:
+        values = parse_json(line, f"{where}: broken line", hint)
+        text, document = values["text"].strip(), values.get("document")
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", hint) from None
+    require_text(text, where)
+    if " " not in text:
+        raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", hint)
+    context = text[: text.rindex(" ")].rstrip()
+    return context, text[len(context) :], document if isinstance(document, int | str) else None
+
+
+def score_cloze(
+    scorer: Scorer, examples: Sequence[ClozeExample], max_length: int, token_budget: int
+) -> list[ExampleScore]:
+    """Score every example, in the order given.
+
+    Args:
+        max_length: longest input of the model, tokens; a longer example is truncated on the left.
+        token_budget: padded tokens per batch.
+
+    Raises:
+        UserError: a label alone does not fit `max_length`.
+    """
+    for index, example in enumerate(examples):
+        if len(example.label) > max_length:
+            raise UserError(
+                f"example {index}: its last word is {len(example.label)} tokens long, "
+                f"the model reads {max_length} at most",
+                "remove it from the file",
+            )
+    requests = [
+        Request(example.context + example.label, len(example.label)) for example in examples
+    ]
+    answers = answer(scorer, requests, max_length, token_budget, "cloze")
+    return [
+        ExampleScore(
+            index=i,
+            correct=bool(found.greedy.all()),
+            last_token_correct=bool(found.greedy[-1]),
+            log_likelihood=float(found.log_likelihoods.sum()),
+            label_tokens=len(found.greedy),
+            truncated=found.truncated,
+            document=example.document,
+        )
+        for i, (example, found) in enumerate(zip(examples, answers, strict=True))
+    ]
+
+
+def summarize_cloze(scores: Sequence[ExampleScore]) -> ClozeResult:
+    """Means and standard errors over per-example scores."""
+    rows = [asdict(score) for score in scores]
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    accuracy, accuracy_stderr = mean_stderr(columns["correct"].astype(float))
+    last, last_stderr = mean_stderr(columns["last_token_correct"].astype(float))
+    log_likelihood, log_likelihood_stderr = mean_stderr(columns["log_likelihood"])
+    perplexity = math.exp(min(-log_likelihood, 700.0))  # below the largest float
+    return ClozeResult(
+        examples=len(scores),
+        accuracy=accuracy,
+        accuracy_stderr=accuracy_stderr,
+        last_token_accuracy=last,
+        last_token_accuracy_stderr=last_stderr,
+        log_likelihood=log_likelihood,
+        log_likelihood_stderr=log_likelihood_stderr,
+        target_perplexity=perplexity,
+        target_perplexity_stderr=perplexity * log_likelihood_stderr,
+        truncated=int((columns["truncated"] > 0).sum()),
+    )
 
 
 class Cloze(Task[list[ClozeExample], ExampleScore]):

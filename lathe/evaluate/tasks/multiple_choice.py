@@ -1,23 +1,157 @@
-"""Multiple choice: whether the right answer is the most likely one; `lathe.evaluate.questions`
-reads the files.
+"""Multiple choice: whether the right answer is the most likely one.
 
-Both accuracies are lm-evaluation-harness's: `acc` takes the choice with the largest log-likelihood,
-`acc_norm` the one with the largest log-likelihood per character.
+The files are JSONL in HellaSwag's form (Zellers et al. 2019) or ARC's (Clark et al. 2018), with the
+prompts of lm-evaluation-harness's tasks `hellaswag`, `arc_easy` and `arc_challenge`, zero-shot.
+Both accuracies are its own: `acc` takes the choice with the largest log-likelihood, `acc_norm` the
+one with the largest log-likelihood per character.
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from lathe.artifacts.kinds import checked
 from lathe.errors import UserError
 from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.intervals import mean_stderr
-from lathe.evaluate.questions import Question, read_questions
-from lathe.evaluate.score_requests import Limits, Scorer, answer
+from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
+from lathe.inputs import lines, open_file, parse_json, require_text
+from lathe.runtime.prompt import encode_prompts
+
+HINT = (
+    'a line is HellaSwag\'s {"ctx": "...", "endings": ["...", "..."], "label": 0} or ARC\'s '
+    '{"question": "...", "choices": {"text": ["...", "..."], "label": ["A", "B"]}, '
+    '"answerKey": "A"}'
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """An encoded question.
+
+    Attributes:
+        where: file and line.
+        requests: one per choice: the prompt and the choice, of which the choice is scored.
+        characters: length of every choice.
+        right: index of the right choice.
+        document: what the question is about, if its line has a `document`.
+    """
+
+    where: str
+    requests: list[Request]
+    characters: list[int]
+    right: int
+    document: int | str | None = None
+
+
+def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
+    """Read and encode a file.
+
+    Raises:
+        UserError: no such file, no questions in it, or a broken line (with its number, from 1).
+    """
+    found = []
+    with open_file(path, "give a multiple-choice JSONL file") as file:
+        for number, line in enumerate(lines(file, path), start=1):
+            if line.strip():
+                where = f"{path}:{number}"
+                values = parse_json(line, f"{where}: broken line", HINT)
+                question = _encode(*_parse(values, where), where, tokenizer)
+                document = values.get("document")
+                known = document if isinstance(document, int | str) else None
+                found.append(replace(question, document=known))
+    if not found:
+        raise UserError(f"{path}: no questions", HINT)
+    return found
+
+
+@dataclass(frozen=True)
+class HellaSwagLine:
+    """A line as published; files with only the first three keys are read too."""
+
+    ctx: str
+    endings: list[str]
+    label: int
+    ctx_a: str | None = None
+    ctx_b: str | None = None
+    activity_label: str | None = None
+
+    def prompt(self) -> str:
+        """The text before the endings."""
+        prompt = self.ctx
+        if self.ctx_a is not None and self.ctx_b is not None:
+            prompt = f"{self.ctx_a} {self.ctx_b.capitalize()}"
+        return f"{self.activity_label}: {prompt}" if self.activity_label is not None else prompt
+
+
+@dataclass(frozen=True)
+class ArcChoices:
+    """The choices of an ARC question."""
+
+    text: list[str]
+    label: list[str]
+
+
+@dataclass(frozen=True)
+class ArcLine:
+    """A line of the data set `allenai/ai2_arc`."""
+
+    question: str
+    choices: ArcChoices
+    answerKey: str
+
+
+def _parse(values: Any, where: str) -> tuple[str, list[str], int]:
+    """Prompt, choices, and the index of the right one."""
+    keys = values.keys() if isinstance(values, dict) else set()
+    if "endings" in keys:
+        swag = checked(values, HellaSwagLine, where, HINT)
+        prompt, right = _without_markup(swag.prompt()), swag.label
+        choices = [_without_markup(ending) for ending in swag.endings]
+        if not 0 <= right < len(choices):
+            raise UserError(f"{where}: label {right} of {len(choices)} endings", HINT)
+    elif "choices" in keys:
+        arc = checked(values, ArcLine, where, HINT)
+        prompt, choices = f"Question: {arc.question}\nAnswer:", arc.choices.text
+        if len(arc.choices.label) != len(choices) or arc.answerKey not in arc.choices.label:
+            raise UserError(
+                f"{where}: answerKey {arc.answerKey!r} with {len(choices)} choices labelled "
+                f"{arc.choices.label}",
+                HINT,
+            )
+        right = arc.choices.label.index(arc.answerKey)
+    else:
+        raise UserError(f"{where}: neither endings nor choices in {str(values)[:60]!r}", HINT)
+    for text in (prompt, *choices):
+        if not require_text(text, where).strip():
+            raise UserError(f"{where}: an empty prompt or choice", HINT)
+    if len(choices) < 2:
+        raise UserError(f"{where}: fewer than two choices", HINT)
+    return prompt, choices, right
+
+
+def _without_markup(text: str) -> str:
+    """Remove WikiHow's markup in brackets, as lm-eval's `preprocess` for HellaSwag does."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _encode(
+    prompt: str, choices: list[str], right: int, where: str, tokenizer: Tokenizer
+) -> Question:
+    """White space at the end of the prompt belongs to the choice, as in lm-eval."""
+    texts = [prompt.rstrip(), *(f"{prompt} {choice}" for choice in choices)]
+    known, *whole = encode_prompts(tokenizer, texts)
+    requests = [Request(tokens, len(tokens) - len(known)) for tokens in whole]
+    if not known or min(request.scored for request in requests) < 1:
+        raise UserError(f"{where}: a prompt or choice without a token of its own", HINT)
+    return Question(where, requests, [len(choice) for choice in choices], right)
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,228 @@
-"""Perplexity of a text; see `lathe.evaluate.wikitext`."""
+"""Perplexity of a text, as Megatron-LM and PaddleFleetX measure WikiText.
 
+The whole file is one token stream, read in windows of `seq_len` inputs that advance by `overlap`
+tokens. After the first window, only the last `overlap` targets of each are scored, so that every
+token is scored once, and nearly all of them with a long context. What a tokenizer puts before a
+text, such as `<s>`, begins the text, and not the later windows.
+
+`Offline_Eval.windows: lm_eval` reads it as lm-evaluation-harness does: see `rolling_windows`.
+"""
+
+import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from lathe import inputs
+from lathe.data.tokenizer import eos_id
+from lathe.errors import UserError
 from lathe.evaluate.comparison import Perplexity
-from lathe.evaluate.score_requests import Limits, Scorer
+from lathe.evaluate.intervals import ratio_stderr
+from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
-from lathe.evaluate.wikitext import (
-    BlockLoss,
-    PerplexityResult,
-    Text,
-    read_text,
-    split_blocks,
-    summarize_perplexity,
-    token_losses,
-    windows_of,
-)
+from lathe.runtime.prompt import bos_ids, encode_prompts
+
+MAX_LOSS = 20.0  # the reference caps exp at e^20
+MIN_BLOCKS = 10
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenized text.
+
+    Attributes:
+        tokens: with what the tokenizer puts before a text.
+        words: of the original file, split at single spaces.
+        prefix: what comes before the first token where that is scored too: the token that the
+            tokenizer puts before a text, or else the one that ends a document.
+        begins_with_prefix: whether `tokens` begin with it.
+    """
+
+    tokens: list[int]
+    words: int
+    detokenized: bool
+    prefix: int = 0
+    begins_with_prefix: bool = False
+
+    @property
+    def own(self) -> list[int]:
+        """The tokens without the prefix."""
+        return self.tokens[self.begins_with_prefix :]
+
+
+@dataclass(frozen=True)
+class BlockLoss:
+    """Summed loss, nats, of `tokens` consecutive targets of a text, from token `start + 1` on.
+
+    Attributes:
+        agreed, divergence: beside a reference; see `lathe.evaluate.reference`. The number of
+            targets at which both rate the same token highest, and summed nats.
+    """
+
+    start: int
+    tokens: int
+    loss: float
+    agreed: int | None = None
+    divergence: float | None = None
+
+
+@dataclass(frozen=True)
+class PerplexityResult:
+    """Perplexity of a text with its standard error.
+
+    Neighbouring tokens are correlated, so the error of the mean loss treats blocks of `seq_len`
+    consecutive targets (at least 10 blocks) as the independent units; that of a perplexity follows
+    by the delta method. The adjusted perplexity is per word of the original text, comparable
+    between tokenizers.
+
+    Attributes:
+        loss: mean nats per token.
+        blocks: independent units behind the standard errors.
+    """
+
+    tokens: int
+    words: int
+    detokenized: bool
+    loss: float
+    loss_stderr: float
+    perplexity: float
+    perplexity_stderr: float
+    adjusted_perplexity: float
+    adjusted_perplexity_stderr: float
+    blocks: int
+
+
+def read_text(path: Path, tokenizer: Tokenizer) -> Text:
+    """Read and encode a text file; WikiText's tokenized form is detokenized first.
+
+    Raises:
+        UserError: no such file, or fewer than two words in it.
+    """
+    original = inputs.read_text(path, "give a UTF-8 text file")
+    words = len(original.strip().split(" "))
+    tokenized_form = any(mark in original for mark in (" @-@ ", " @,@ ", " @.@ "))
+    text = detokenize(original) if tokenized_form else original
+    tokens = encode_prompts(tokenizer, [text])[0]
+    if words < 2 or len(tokens) < 2:
+        raise UserError(f"{path}: {words} words, too short to score", "give a longer text")
+    bos = bos_ids(tokenizer)
+    return Text(tokens, words, tokenized_form, bos[0] if bos else eos_id(tokenizer), bool(bos))
+
+
+def detokenize(text: str) -> str:
+    """Undo WikiText's tokenization; Megatron-LM's `wikitext_detokenizer`, rule by rule."""
+    text = text.replace("s '", "s'")
+    text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
+    for old, new in ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")):
+        text = text.replace(old, new)
+    for mark in ":;.!?,":
+        text = text.replace(f" {mark} ", f"{mark} ")
+    text = re.sub(r"\(\s*([^\)]*?)\s*\)", r"(\1)", text)
+    text = re.sub(r"\[\s*([^\]]*?)\s*\]", r"[\1]", text)
+    text = re.sub(r"{\s*([^}]*?)\s*}", r"{\1}", text)
+    text = re.sub(r"\"\s*([^\"]*?)\s*\"", r'"\1"', text)
+    text = re.sub(r"'\s*([^']*?)\s*'", r"'\1'", text)
+    for old, new in (
+        ("= = = =", "===="),
+        ("= = =", "==="),
+        ("= =", "=="),
+        (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+        (" \n", "\n"),
+        ("\n ", "\n"),
+        (" N ", " 1 "),
+        (" 's", "'s"),
+    ):
+        text = text.replace(old, new)
+    return text
+
+
+def token_losses(
+    scorer: Scorer, requests: Sequence[Request], seq_len: int, token_budget: int
+) -> NDArray[np.float64]:
+    """Negative log-likelihood of every token that the windows score, in order, nats.
+
+    Args:
+        seq_len: inputs per window.
+        token_budget: tokens per batch.
+    """
+    answers = answer(scorer, requests, seq_len, token_budget, "perplexity")
+    return -np.concatenate([found.log_likelihoods for found in answers])
+
+
+def windows_of(text: Text, limits: Limits) -> list[Request]:
+    """The windows over a text, by the rule that `Offline_Eval.windows` names."""
+    if limits.rolling:
+        return rolling_windows(text.own, text.prefix, limits.max_length)
+    return windows(text.tokens, limits.max_length, limits.overlap)
+
+
+def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
+    """The windows over a text; together they score every token but the first, once and in order."""
+    overlap = min(overlap, seq_len)
+    stream, n = np.asarray(tokens, np.int64), len(tokens) - 1
+    requests = []
+    for start in range(0, max(n - seq_len, 0) + overlap, overlap):
+        window = stream[start : start + seq_len + 1]
+        known = seq_len - overlap if start else 0
+        requests.append(Request(window, len(window) - 1 - known))
+    return requests
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Request]:
+    """The windows of lm-evaluation-harness's rolling log-likelihood.
+
+    They score `seq_len` tokens each, all of them and the first one too, which comes after `prefix`;
+    later windows begin with the token before them, and the last one with as many as fit.
+
+    Source: `lm_eval/utils.py::get_rolling_token_windows` with `context_len=1`.
+    """
+    stream, requests = np.asarray([prefix, *tokens], np.int64), []
+    for scored in range(0, len(tokens), seq_len):
+        end = min(scored + seq_len, len(tokens))
+        begin = max(0, end - seq_len)
+        requests.append(Request(stream[begin : end + 1], end - scored))
+    return requests
+
+
+def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:
+    """Sum per-token losses over blocks of about `size` targets, at least 10 blocks."""
+    n = len(losses)
+    parts = np.array_split(losses, min(n, max(n // size, MIN_BLOCKS)))
+    starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
+    return [
+        BlockLoss(start, len(part), float(part.sum()))
+        for start, part in zip(starts.tolist(), parts, strict=True)
+    ]
+
+
+def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityResult:
+    """Perplexities and standard errors of a text from the losses of its blocks."""
+    sums = np.array([block.loss for block in blocks])
+    counts = np.array([block.tokens for block in blocks], dtype=float)
+    n = counts.sum()
+    stderr = ratio_stderr(sums, counts)
+    loss = float(sums.sum() / n)
+    # As the reference, which counts no word for the first token, unless that is scored.
+    per_word = float(n / (text.words - (n < len(text.own))))
+    perplexity = math.exp(min(MAX_LOSS, loss))
+    adjusted = math.exp(min(MAX_LOSS, loss * per_word))
+    return PerplexityResult(
+        tokens=len(text.tokens),
+        words=text.words,
+        detokenized=text.detokenized,
+        loss=loss,
+        loss_stderr=stderr,
+        perplexity=perplexity,
+        perplexity_stderr=perplexity * stderr,
+        adjusted_perplexity=adjusted,
+        adjusted_perplexity_stderr=adjusted * per_word * stderr,
+        blocks=len(blocks),
+    )
 
 
 class TextPerplexity(Task[Text, BlockLoss]):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from cyclonedx.model.bom_ref import BomRef
 from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
 
@@ -151,7 +150,7 @@ def _model_card(evidence: Evidence, card: CardSettings, data: list[Component]) -
         "task": TASK,
         "architectureFamily": "transformer",
         "modelArchitecture": config.to_json()["architectures"][0],
-        "datasets": [{"ref": _ref(component.bom_ref)} for component in data],
+        "datasets": [{"ref": str(component.bom_ref.value)} for component in data],
         "inputs": text,
         "outputs": text,
     }
@@ -191,7 +190,3 @@ def _considerations(evidence: Evidence, card: CardSettings) -> dict[str, Any]:
     if card.intended_use:
         found["useCases"] = [card.intended_use]
     return found
-
-
-def _ref(ref: BomRef) -> str:
-    return str(ref.value)

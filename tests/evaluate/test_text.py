@@ -16,7 +16,7 @@ from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
-from lathe.evaluate.wikitext import (
+from lathe.evaluate.tasks.text import (
     Text,
     detokenize,
     read_text,

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
-from lathe.evaluate.lambada import ClozeExample, read_cloze, score_cloze, summarize_cloze
 from lathe.evaluate.open_model import TorchScorer
+from lathe.evaluate.tasks.cloze import ClozeExample, read_cloze, score_cloze, summarize_cloze
 
 Logits = Callable[[list[int]], torch.Tensor]
 
