@@ -25,13 +25,13 @@ import numpy as np
 from export import write
 from streams import STREAMS, complete
 
-from lathe.runtime import text_generator
-from lathe.runtime.batcher import ENDED, PREFILL_CHUNK, Batcher
-from lathe.runtime.params import Params
-from lathe.runtime.protocol import Chunk
-from lathe.runtime.sequence_group import Receiver
-from lathe.runtime.text_generator import TextGenerator
-from lathe.serve.load import Objective, Request, Summary, summarize
+from lathe.serve.client.load import Objective, Request, Summary, summarize
+from lathe.serve.runtime import text_generator
+from lathe.serve.runtime.batcher import ENDED, PREFILL_CHUNK, Batcher
+from lathe.serve.runtime.params import Params
+from lathe.serve.runtime.protocol import Chunk
+from lathe.serve.runtime.sequence_group import Receiver
+from lathe.serve.runtime.text_generator import TextGenerator
 
 SHARED, OWN = 200, 24
 MORE = 24  # slots, for arrivals that would wait for one of STREAMS

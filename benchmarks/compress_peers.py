@@ -40,8 +40,8 @@ from lathe.data.tokens import TokenDataset
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.runtime.exported_model import METADATA, MODEL
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.exported_model import METADATA, MODEL
+from lathe.serve.runtime.session import OnnxModel
 from lathe.storage import sha256
 from lathe.train.batches import first_batches
 

@@ -24,10 +24,10 @@ from export import write
 from streams import STREAMS, complete, load
 
 from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.runtime.protocol import Chunk
 from lathe.serve.client import Client
-from lathe.serve.load import Summary
+from lathe.serve.client.load import Summary
 from lathe.serve.repository import write_repository
+from lathe.serve.runtime.protocol import Chunk
 from lathe.serve.server import ANY_PORTS, start
 from lathe.serve.state import HOST, ServerState
 

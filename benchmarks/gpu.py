@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from train import WARM_UP, Shape, machine, overrides, steps_of, write_tokens
 
-from lathe.artifacts.kinds import STATE
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.storage import sha256
+from lathe.storage.artifacts.kinds import STATE
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
 from lathe.train.pretrain import pretrain

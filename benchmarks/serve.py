@@ -24,8 +24,8 @@ from transformers import GPT2LMHeadModel
 from lathe.config.settings import Recipe
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.runtime.batcher import PREFILL_CHUNK
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.batcher import PREFILL_CHUNK
+from lathe.serve.runtime.session import OnnxModel
 
 NEW = 48
 PROMPTS = (128, 512)

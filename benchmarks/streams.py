@@ -25,15 +25,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.export.proof import QUANTIZATION_SHARE
-from lathe.runtime.open_model import Runtime, mean_difference
-from lathe.runtime.params import Params, parse
-from lathe.runtime.protocol import Chunk
-from lathe.runtime.sequence_group import Receiver
-from lathe.runtime.session import OnnxModel
-from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.client import Client
-from lathe.serve.load import Load, Objective, Summary, run_load, summarize
+from lathe.serve.client.load import Load, Objective, Summary, run_load, summarize
 from lathe.serve.repository import write_repository
+from lathe.serve.runtime.open_model import Runtime, mean_difference
+from lathe.serve.runtime.params import Params, parse
+from lathe.serve.runtime.protocol import Chunk
+from lathe.serve.runtime.sequence_group import Receiver
+from lathe.serve.runtime.session import OnnxModel
+from lathe.serve.runtime.text_generator import TextGenerator
 from lathe.serve.server import ANY_PORTS, start
 from lathe.storage import sha256
 

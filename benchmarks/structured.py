@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from arrivals import Mixed
 
-from lathe.runtime import text_generator
-from lathe.runtime.grammar import Grammars
-from lathe.runtime.params import Params
-from lathe.runtime.sequence_group import Receiver
-from lathe.runtime.text_generator import TextGenerator
+from lathe.serve.runtime import text_generator
+from lathe.serve.runtime.grammar import Grammars
+from lathe.serve.runtime.params import Params
+from lathe.serve.runtime.sequence_group import Receiver
+from lathe.serve.runtime.text_generator import TextGenerator
 
 TEXTS, MOST, NEW = 6, 150, 100
 PERSON: dict[str, Any] = {

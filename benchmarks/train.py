@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
-from lathe.artifacts.kinds import DATA
 from lathe.data.megatron import MegatronWriter
 from lathe.data.tokenizer import EOS
+from lathe.storage.artifacts.kinds import DATA
 
 WARM_UP = 3  # steps that do not count
 

@@ -20,8 +20,8 @@ from typing import Any
 from kfp import dsl
 
 from components import tracking
-from lathe.artifacts.remote import bring
 from lathe.storage import is_remote, upload
+from lathe.storage.artifacts.remote import bring
 
 FIGURES = "figures: "
 """Opens the line of a step's log that has its figures, as JSON."""

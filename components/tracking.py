@@ -16,8 +16,8 @@ from kfp import dsl
 from lathe.config.settings import Recipe
 from lathe.config.settings.base import flat
 from lathe.errors import StageError, UserError
+from lathe.production.tracking.runs import URI, Task, TrackedStep, open_step
 from lathe.storage import fetch, is_remote
-from lathe.tracking.runs import URI, Task, TrackedStep, open_step
 
 TRACE = "train.jsonl"
 SUFFIXES = {"system.HTML": ".html", "system.Artifact": ".json"}

@@ -12,13 +12,13 @@ from kfp import dsl
 
 from components.artifacts import address_of, copy
 from lathe import backends
-from lathe.artifacts.mirror import Mirror
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.launch.shape import shape_of
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page
 from lathe.storage import fetch, is_remote
+from lathe.storage.artifacts.mirror import Mirror
 from lathe.train.trace import TRACE
 
 

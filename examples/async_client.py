@@ -9,7 +9,7 @@ import argparse
 import asyncio
 
 from lathe.errors import UserError
-from lathe.serve.async_client import AsyncClient
+from lathe.serve.client.async_client import AsyncClient
 
 
 async def answer(client: AsyncClient, prompt: str, max_tokens: int) -> str:

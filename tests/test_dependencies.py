@@ -102,11 +102,12 @@ def test_every_import_is_declared() -> None:
         declared = names(base())
         if path.startswith(NEEDS_CLUSTER):
             declared |= names(extra("cluster"))
-        if path.startswith(("lathe/gateway/", "lathe/runtime/openvino_", "lathe/runtime/grammar_")):
+        runtime = "lathe/serve/runtime/"
+        if path.startswith(("lathe/serve/gateway/", f"{runtime}openvino_", f"{runtime}grammar_")):
             declared |= names(extra("serve"))
-        if path.startswith("lathe/tracking/"):
+        if path.startswith("lathe/production/tracking/"):
             declared |= names(extra("tracking"))
-        if path.startswith("lathe/paddle/") or path in ALSO_IN_PADDLE:
+        if path.startswith("lathe/backends/paddle/") or path in ALSO_IN_PADDLE:
             declared |= names(group("paddle"))
         undeclared += [f"{path}: {package}" for package in sorted(packages - declared)]
     assert undeclared == []

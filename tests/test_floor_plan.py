@@ -10,58 +10,59 @@ LATHE = Path(__file__).resolve().parents[1] / "lathe"
 LAYERS = (
     {"errors"},
     {"console", "progress", "inputs"},
-    {"config", "storage", "runtime", "pages"},
-    {"artifacts", "tracking"},
+    {"config", "storage", "serve.runtime", "report.pages"},
+    {"storage.artifacts", "production.tracking"},
     {"provenance"},
     {"data", "serve"},
-    {"model", "gateway"},
-    {"train", "export"},
+    {"model", "serve.client"},
+    {"train", "export", "serve.gateway", "serve.async_client"},
     {"launch", "evaluate"},
     {"compress"},
     {"backends", "report"},
     {"production", "search"},
     {"cli"},
-    {"paddle", "__main__"},
+    {"backends.paddle", "__main__"},
 )
-"""A package imports from the layers above its line, never from its own or from those below."""
+"""A package imports from the layers above its line, never from its own or from those below; one
+that is named with the package that it is in has a place of its own."""
 
 LIBRARIES = {
     "torch": {
         *{"model", "train", "export", "evaluate", "compress", "launch", "cli", "production"},
         "search",
     },
-    "paddle": {"paddle"},
-    "paddleslim": {"paddle"},
-    "paddle2onnx": {"paddle"},
+    "paddle": {"backends.paddle"},
+    "paddleslim": {"backends.paddle"},
+    "paddle2onnx": {"backends.paddle"},
     "kfp": set[str](),
     "kubernetes": {"launch.cluster"},
     "kubeflow_trainer_api": {"launch.cluster"},
     "gguf": {"model", "export"},
-    "onnxruntime": {"runtime", "export", "paddle"},
-    "onnx": {"export", "paddle", "runtime", "production.certify"},
-    "openvino": {"runtime"},
-    "llguidance": {"runtime"},
+    "onnxruntime": {"serve.runtime", "export", "backends.paddle"},
+    "onnx": {"export", "backends.paddle", "serve.runtime", "production.certify"},
+    "openvino": {"serve.runtime"},
+    "llguidance": {"serve.runtime"},
     "minio": {"storage"},
     "tenacity": {"storage", "launch"},
     "urllib3": {"storage", "launch"},
-    "matplotlib": {"pages", "compress", "report", "search", "serve"},
-    "jinja2": {"pages", "gateway"},
+    "matplotlib": {"report.pages", "compress", "report", "search", "serve.client"},
+    "jinja2": {"report.pages", "serve.gateway"},
     "cyclonedx": {"report.cards"},
     "packageurl": {"report.cards"},
-    "tritonclient": {"serve", "gateway", "production"},
-    "grpc": {"serve", "gateway", "production"},
-    "httpx2": {"serve"},
-    "aiohttp": {"gateway"},
-    "starlette": {"gateway"},
-    "uvicorn": {"gateway"},
-    "prometheus_client": {"gateway"},
-    "mlflow": {"tracking"},
-    "model_registry": {"tracking"},
+    "tritonclient": {"serve", "production"},
+    "grpc": {"serve", "production"},
+    "httpx2": {"serve.client"},
+    "aiohttp": {"serve.gateway"},
+    "starlette": {"serve.gateway"},
+    "uvicorn": {"serve.gateway"},
+    "prometheus_client": {"serve.gateway"},
+    "mlflow": {"production.tracking"},
+    "model_registry": {"production.tracking"},
     "cryptography": {"provenance"},
     "in_toto_attestation": {"provenance"},
     "model_signing": {"provenance"},
     "securesystemslib": {"provenance"},
-    "typer": {"cli", "launch", "paddle"},
+    "typer": {"cli", "launch", "backends.paddle"},
 }
 """Libraries that belong to some packages; whoever else imports one is in the wrong place."""
 
@@ -95,8 +96,13 @@ def imported(path: Path, at_import: bool = False) -> Iterator[str]:
             yield from ([name for name in inside if name in NAMES] or [node.module])
 
 
+PLACES = sorted(set[str]().union(*LAYERS), key=len, reverse=True)
+
+
 def package(module: str) -> str:
-    return module.split(".")[1] if "." in module else ""
+    """The place of a module: the longest name of a layer that it is in."""
+    path = module.removeprefix("lathe.")
+    return next((name for name in PLACES if f"{path}.".startswith(f"{name}.")), path)
 
 
 def reached(files: list[str]) -> dict[str, set[str]]:
@@ -140,14 +146,16 @@ def test_a_library_is_imported_where_it_belongs() -> None:
 
 def test_the_server_needs_only_what_its_environment_has() -> None:
     modules = reached(["serve/backend.py", "serve/score_backend.py"])
-    assert "lathe.runtime.session" in modules
+    assert "lathe.serve.runtime.session" in modules
     assert set().union(*modules.values()) <= SERVER | sys.stdlib_module_names
 
 
 def test_the_gateway_needs_only_what_its_environment_has() -> None:
     """Which may be that of NVIDIA's Triton, with little beside the backend's own packages."""
-    modules = reached([f"gateway/{path.name}" for path in (LATHE / "gateway").glob("*.py")])
-    assert "lathe.serve.grpc_messages" in modules
+    modules = reached(
+        [f"serve/gateway/{path.name}" for path in (LATHE / "serve" / "gateway").glob("*.py")]
+    )
+    assert "lathe.serve.client.grpc_messages" in modules
     needed = set().union(*modules.values()) - sys.stdlib_module_names
     lock = (LATHE.parent / "images" / "serve" / "cuda.lock").read_text(encoding="utf-8")
     packages = {PACKAGES.get(name, name).replace("_", "-") for name in needed}
@@ -155,7 +163,9 @@ def test_the_gateway_needs_only_what_its_environment_has() -> None:
 
 
 def test_the_environment_of_paddle_needs_no_torch() -> None:
-    modules = reached([f"paddle/{path.name}" for path in (LATHE / "paddle").glob("*.py")])
+    modules = reached(
+        [f"backends/paddle/{path.name}" for path in (LATHE / "backends" / "paddle").glob("*.py")]
+    )
     assert "lathe.compress.plan" in modules
     assert "torch" not in set().union(*modules.values())
 

@@ -22,7 +22,7 @@ from lathe.evaluate.tasks.text import read_text
 from lathe.export.prompts import held_out_prompts
 from lathe.inputs import argument_text, parse_json, require_text
 from lathe.production.deploy import _prompts
-from lathe.serve.bench import _lines
+from lathe.serve.client.bench import _lines
 
 DEEP = b"[" * 100_000
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from lathe.errors import UserError
-from lathe.runtime.exported_model import METADATA
-from lathe.runtime.open_model import mean_difference
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.exported_model import METADATA
+from lathe.serve.runtime.open_model import mean_difference
+from lathe.serve.runtime.session import OnnxModel
 from peers.lathe import Lathe
 from peers.lathe_openvino import LatheOpenVINO
 from peers.lathe_single_stream import LatheSingleStream

@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from lathe.runtime.batcher import PREFILL_CHUNK
-from lathe.runtime.exported_model import ExportedModel
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.batcher import PREFILL_CHUNK
+from lathe.serve.runtime.exported_model import ExportedModel
+from lathe.serve.runtime.session import OnnxModel
 from peers.engine import Engine, Ids, log_likelihoods
 
 CALIBRATION_BATCH = 8

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import openvino
 
-from lathe.runtime.openvino_model import OpenVINOModel
+from lathe.serve.runtime.openvino_model import OpenVINOModel
 from peers.lathe import Lathe
 
 

@@ -30,8 +30,8 @@ def join(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.artifacts.remote import input_path
     from lathe.data.join import join
+    from lathe.storage.artifacts.remote import input_path
 
     with stage(recipe, overrides) as settings:
         folders = [*map(input_path, finished), *local(*(shards or []))]

@@ -26,8 +26,8 @@ def notify(
 
     from components.stage import log_plainly
     from lathe.launch.cluster.workflow import final_state
+    from lathe.production.tracking.webhook import post
     from lathe.report.notice import notice_of
-    from lathe.tracking.webhook import post
 
     log_plainly()
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")

@@ -35,9 +35,9 @@ def prepare(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.artifacts.remote import input_path
     from lathe.data.contents import require_unchanged
     from lathe.data.prepare import prepare
+    from lathe.storage.artifacts.remote import input_path
 
     with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lathe.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
 from lathe.backends import torch_backend
 from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
@@ -14,6 +13,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
+from lathe.storage.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
 from lathe.backends.pdparams import read_pdparams, write_pdparams
 from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
@@ -37,6 +36,7 @@ from lathe.model.folder import (
 )
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
 
 PART = "mp_00_sharding_00_pp_00"
 FILE = "model.pdparams"

@@ -22,7 +22,7 @@ log = logging.getLogger("lathe")
 ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
 PYTHON_VARIABLE = "LATHE_PADDLE_PYTHON"
 MARK_VARIABLE = "LATHE_PADDLE_MARK"
-MARK = "[lathe.paddle] "
+MARK = "[lathe.backends.paddle] "
 """Prefix of Lathe's own lines on the child's stdout: Paddle writes a lot to both streams."""
 
 LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
@@ -49,7 +49,7 @@ def find_python() -> Path:
 
 
 def start(verb: str, recipe: Recipe, *arguments: object) -> None:
-    """Run `python -m lathe.paddle VERB ARGUMENTS` with this recipe, and forward its log lines.
+    """Run `python -m lathe.backends.paddle VERB ARGUMENTS` with this recipe; forward its log lines.
 
     Raises:
         UserError, Preempted, StageError: what the stage itself raised.
@@ -58,7 +58,7 @@ def start(verb: str, recipe: Recipe, *arguments: object) -> None:
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as scratch:
         settings = Path(scratch) / "recipe.yaml"
         settings.write_text(json.dumps(recipe.model_dump(mode="json")), encoding="utf-8")
-        command = [str(python), "-m", "lathe.paddle", verb, "--recipe", str(settings)]
+        command = [str(python), "-m", "lathe.backends.paddle", verb, "--recipe", str(settings)]
         _run([*command, *map(str, arguments)])
 
 
@@ -94,7 +94,7 @@ def _run(command: list[str]) -> None:
 
 
 def leave_outcome(error: UserError | StageError) -> bool:
-    """Report the error to `lathe.paddle.launch`; False if that did not start this process."""
+    """Report the error to `lathe.backends.paddle.launch`; False if another started this process."""
     logs = os.environ.get(LOGS_VARIABLE)
     if logs is None:
         return False

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lathe.artifacts.remote import input_path
 from lathe.cli.app import app
 from lathe.cli.options import RUN, Output, OutputBeside, Overrides, RecipeName, load
 from lathe.console import show
+from lathe.storage.artifacts.remote import input_path
 
 if TYPE_CHECKING:
     from lathe.data.prepare import PreparedData

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from lathe.artifacts.remote import input_path
 from lathe.cli.app import app
 from lathe.cli.options import (
     RUN,
@@ -21,6 +20,7 @@ from lathe.cli.options import (
 )
 from lathe.console import show
 from lathe.errors import UserError
+from lathe.storage.artifacts.remote import input_path
 
 
 @app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")

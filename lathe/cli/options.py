@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lathe.artifacts.remote import input_path, is_first_node, output_path
 from lathe.errors import UserError, printable
+from lathe.storage.artifacts.remote import input_path, is_first_node, output_path
 
 if TYPE_CHECKING:
-    from lathe.artifacts.mirror import Mirror
     from lathe.config.settings import Recipe
+    from lathe.storage.artifacts.mirror import Mirror
 
 RUN = Path("run")
 

@@ -106,7 +106,7 @@ def client(
     OpenAI's from its API. LATHE_API_KEY is sent to an OpenAI interface.
     """
     from lathe.serve.client import Client, connect
-    from lathe.serve.conversation import ask, lines
+    from lathe.serve.client.conversation import ask, lines
 
     parameters = {
         "max_tokens": max_tokens,
@@ -160,8 +160,8 @@ def playground(
     It shows tokens as they come, how likely each was, and what else was likely. With EXPORTs, a
     server of their own runs as long as the page. ?prompt=... in the page's address asks.
     """
-    from lathe.serve.comparison import serve_exports
-    from lathe.serve.playground import playground, running_endpoint
+    from lathe.serve.client.comparison import serve_exports
+    from lathe.serve.client.playground import playground, running_endpoint
 
     urls = list(url or [])
     with ExitStack() as stack:
@@ -207,7 +207,7 @@ def bench_serve(
     A closed loop of --clients, each asking again when it is answered; with --rate an open loop, in
     which requests come whether or not the server keeps up. Writes load.json and load.html.
     """
-    from lathe.serve.bench import bench
+    from lathe.serve.client.bench import bench
 
     low, high = _span("--tokens", tokens)
     shape = {"clients": clients, "rate": rate, "requests": requests, "seed": seed}
@@ -254,7 +254,7 @@ def generate(
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
     from lathe.progress import bar
-    from lathe.runtime.prompt import encode_prompts
+    from lathe.serve.runtime.prompt import encode_prompts
 
     checkpoint = load_checkpoint(model)
     tokens = encode_prompts(checkpoint.tokenizer, prompts)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import DATA
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage.artifacts.kinds import DATA
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
 MOST_PARTS = 255  # a part's number is one byte

@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import TOKENIZER, read_intact
-from lathe.artifacts.metadata import TokenizerMetadata
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.samples import split_boundaries
@@ -26,6 +24,8 @@ from lathe.data.tokenizer import (
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder, is_remote
+from lathe.storage.artifacts.kinds import TOKENIZER, read_intact
+from lathe.storage.artifacts.metadata import TokenizerMetadata
 from lathe.storage.ownership import Kind
 
 HINT = "make the tokenizer again: lathe tokenizer"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import DATA, SHARD, read_intact
-from lathe.artifacts.metadata import TEXT, ShardMetadata
 from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import trained_on
 from lathe.data.ids import check_ids
@@ -22,6 +20,8 @@ from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage.artifacts.kinds import DATA, SHARD, read_intact
+from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
 
 SAME = {
     "of": "number of shards",

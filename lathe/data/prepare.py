@@ -10,8 +10,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import DATA, read_intact
-from lathe.artifacts.metadata import DataMetadata
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cloze import cloze_passages
 from lathe.data.corpus_tokenizer import claim_apart
@@ -32,6 +30,8 @@ from lathe.data.tokens import HINT, WRITERS
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder
+from lathe.storage.artifacts.kinds import DATA, read_intact
+from lathe.storage.artifacts.metadata import DataMetadata
 
 log = logging.getLogger("lathe")
 

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import SHARD, read_intact
-from lathe.artifacts.metadata import TEXT, ShardMetadata
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
 from lathe.data.fast_tokenizer import Encoder
@@ -34,8 +32,10 @@ from lathe.data.tokenizer import (
 from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.provenance.step import attested
-from lathe.runtime.prompt import bos_ids
+from lathe.serve.runtime.prompt import bos_ids
 from lathe.storage import atomic_folder
+from lathe.storage.artifacts.kinds import SHARD, read_intact
+from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
 
 log = logging.getLogger("lathe")
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from lathe.artifacts.kinds import DATA, check_files, read_metadata
-from lathe.artifacts.metadata import DataMetadata
 from lathe.data.ids import check_ids
 from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
 from lathe.data.tokenizer import eos_id, load_tokenizer, vocab_size
 from lathe.errors import UserError
 from lathe.storage import digest
+from lathe.storage.artifacts.kinds import DATA, check_files, read_metadata
+from lathe.storage.artifacts.metadata import DataMetadata
 from lathe.storage.ownership import REPLACED
 from lathe.storage.verified import once
 

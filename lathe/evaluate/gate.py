@@ -15,7 +15,6 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe.artifacts.kinds import VERDICT, read_json
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.comparison import Check, Verdict
@@ -28,6 +27,7 @@ from lathe.evaluate.shown import Shown, shown_figures
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file
+from lathe.storage.artifacts.kinds import VERDICT, read_json
 
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
 

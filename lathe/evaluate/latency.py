@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.progress import bar
-from lathe.runtime.exported_model import MODEL
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.exported_model import MODEL
+from lathe.serve.runtime.session import OnnxModel
 
 
 def measure(

@@ -15,9 +15,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from lathe.artifacts.journal import Journal
-from lathe.artifacts.kinds import EVALUATION
-from lathe.artifacts.metadata import TASK_NAME
 from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
@@ -30,6 +27,9 @@ from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
 from lathe.storage import atomic_folder, digest, sha256
+from lathe.storage.artifacts.journal import Journal
+from lathe.storage.artifacts.kinds import EVALUATION
+from lathe.storage.artifacts.metadata import TASK_NAME
 from lathe.storage.ownership import real_path
 
 log = logging.getLogger("lathe")

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lathe.artifacts.kinds import open_export
 from lathe.config.settings import ExportSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import UserError
@@ -28,12 +27,13 @@ from lathe.model.config import read_config
 from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.runtime.exported_model import MODEL
-from lathe.runtime.protocol import TokenScores
-from lathe.runtime.score import score_tokens
-from lathe.runtime.session import OnnxModel
 from lathe.serve.client import Client
+from lathe.serve.runtime.exported_model import MODEL
+from lathe.serve.runtime.protocol import TokenScores
+from lathe.serve.runtime.score import score_tokens
+from lathe.serve.runtime.session import OnnxModel
 from lathe.storage import sha256
+from lathe.storage.artifacts.kinds import open_export
 from lathe.train.workers import choose_device
 
 log = logging.getLogger("lathe")
@@ -82,7 +82,7 @@ class IndexedScorer:
     """Scores with an exported folder or a server, which take a rectangle of targets per batch.
 
     Args:
-        score_tokens: see `lathe.runtime.score.score_tokens`.
+        score_tokens: see `lathe.serve.runtime.score.score_tokens`.
     """
 
     def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe.config.settings import GenerationSettings
-from lathe.runtime.prompt import encode_prompts
+from lathe.serve.runtime.prompt import encode_prompts
 
 N_SAMPLES = 4
 NEW_TOKENS = 48

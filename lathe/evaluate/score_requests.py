@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.artifacts.journal import Journal
 from lathe.progress import bar
-from lathe.runtime.exported_model import pad
+from lathe.serve.runtime.exported_model import pad
+from lathe.storage.artifacts.journal import Journal
 
 log = logging.getLogger("lathe")
 

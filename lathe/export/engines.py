@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 from lathe.export.fidelity import Logits
 from lathe.export.formats import compressed_tensors, gguf
-from lathe.runtime.exported_model import MODEL
-from lathe.runtime.open_model import open_model
+from lathe.serve.runtime.exported_model import MODEL
+from lathe.serve.runtime.open_model import open_model
 
 Array = NDArray[np.float32]
 

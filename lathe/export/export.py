@@ -12,8 +12,6 @@ import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
 
-from lathe.artifacts.kinds import EXPORT, read_metadata
-from lathe.artifacts.metadata import ExportMetadata
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
 from lathe.errors import UserError
@@ -26,8 +24,10 @@ from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
 from lathe.provenance.step import attested
-from lathe.runtime.exported_model import METADATA, MODEL, PREFIX
+from lathe.serve.runtime.exported_model import METADATA, MODEL, PREFIX
 from lathe.storage import atomic_folder, claim_output_folder, require_utf8, sha256
+from lathe.storage.artifacts.kinds import EXPORT, read_metadata
+from lathe.storage.artifacts.metadata import ExportMetadata
 
 log = logging.getLogger("lathe")
 

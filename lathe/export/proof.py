@@ -24,9 +24,9 @@ from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.progress import Bar, bar
-from lathe.runtime.exported_model import MODEL, pad
-from lathe.runtime.open_session import ROUNDED_INPUT, open_session
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.exported_model import MODEL, pad
+from lathe.serve.runtime.open_session import ROUNDED_INPUT, open_session
+from lathe.serve.runtime.session import OnnxModel
 
 log = logging.getLogger("lathe")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lathe.artifacts.kinds import open_export
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.export.engines import Engine, open_engine
@@ -20,6 +19,7 @@ from lathe.export.fidelity import Fidelity, compare_with_float, without_quantiza
 from lathe.export.prompts import held_out_prompts
 from lathe.model.checkpoint import load_checkpoint
 from lathe.progress import track
+from lathe.storage.artifacts.kinds import open_export
 
 
 @dataclass(frozen=True)

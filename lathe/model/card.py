@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lathe.artifacts.origin import Corpus, Origin
 from lathe.config.settings import CardSettings, QuantizationSettings, ServingSettings
 from lathe.config.text import write
 from lathe.model.config import GPTConfig
 from lathe.model.formats import formats_of
-from lathe.pages.markdown import render_markdown
-from lathe.pages.seal import is_sealed
+from lathe.report.pages.markdown import render_markdown
+from lathe.report.pages.seal import is_sealed
+from lathe.storage.artifacts.origin import Corpus, Origin
 from lathe.storage.ownership import FileKind
 
 README = "README.md"

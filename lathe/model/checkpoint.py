@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.data.tokenizer import eos_id
 from lathe.errors import UserError
@@ -32,6 +31,7 @@ from lathe.model.folder import (
 )
 from lathe.model.fused import join, split
 from lathe.model.gpt import GPT
+from lathe.storage.artifacts.origin import Origin
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,6 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
-from lathe.artifacts.metadata import CheckpointMetadata
-from lathe.artifacts.origin import Origin
 from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
@@ -30,6 +27,9 @@ from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.config_json import GENERATION
 from lathe.storage import digest, sha256
+from lathe.storage.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
+from lathe.storage.artifacts.metadata import CheckpointMetadata
+from lathe.storage.artifacts.origin import Origin
 from lathe.storage.verified import require_intact
 
 HUB = "hf://"

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import CHECKPOINT
 from lathe.config.settings import Recipe
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_of
@@ -40,6 +39,7 @@ from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage.artifacts.kinds import CHECKPOINT
 
 KEYS = {
     "context_length": "n_positions",

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from lathe.artifacts.kinds import checked
-from lathe.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 from lathe.data.tokens import TokenDataset
 from lathe.model.folder import MARKER, checkpoint_digest, read_marker, resolve
+from lathe.storage.artifacts.kinds import checked
+from lathe.storage.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 
 SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
 """The end of the path of a model in the cache of the Hugging Face hub."""

@@ -15,7 +15,7 @@ from lathe.production.release import Releases
 from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
 from lathe.serve.client import Client
-from lathe.serve.load import Load, Objective, Summary, run_load, summarize
+from lathe.serve.client.load import Load, Objective, Summary, run_load, summarize
 from lathe.serve.server import ANY_PORTS, start
 
 log = logging.getLogger("lathe")

@@ -5,7 +5,6 @@ import logging
 import tempfile
 from pathlib import Path
 
-from lathe.artifacts.kinds import VERDICT
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
@@ -13,6 +12,7 @@ from lathe.evaluate.gate import GateResult, gate
 from lathe.production.publish import Production, publish_release
 from lathe.production.release import releases_of
 from lathe.storage import atomic_file, claim_output_file
+from lathe.storage.artifacts.kinds import VERDICT
 
 log = logging.getLogger("lathe")
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from lathe.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
-from lathe.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
 from lathe.config.settings import GenerationSettings, Recipe, ServingSettings
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import StageError, UserError
@@ -29,16 +27,18 @@ from lathe.model.generate import generate
 from lathe.production.rehearsal import Answer, ask, ask_http, ask_together, greedy
 from lathe.progress import track
 from lathe.provenance.step import attested
-from lathe.runtime.open_model import Runtime
-from lathe.runtime.prompt import bos_ids, encode_prompts
 from lathe.serve import state as serve_state
 from lathe.serve.client import Client
+from lathe.serve.client.load import OPENINGS
 from lathe.serve.environment import find_environment
-from lathe.serve.load import OPENINGS
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
+from lathe.serve.runtime.open_model import Runtime
+from lathe.serve.runtime.prompt import bos_ids, encode_prompts
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
 from lathe.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
+from lathe.storage.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
+from lathe.storage.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
 from lathe.storage.ownership import Source, in_the_way, scratch_prefix
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)

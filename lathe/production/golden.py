@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from lathe.artifacts.kinds import read_json
 from lathe.errors import StageError, UserError
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.inputs import first_mistake
 from lathe.production.rehearsal import ask, greedy
 from lathe.serve.client import Client
+from lathe.storage.artifacts.kinds import read_json
 
 log = logging.getLogger("lathe")
 

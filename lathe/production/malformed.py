@@ -9,7 +9,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from lathe.errors import StageError
-from lathe.serve.grpc_messages import CHANNEL_OPTIONS, request
+from lathe.serve.client.grpc_messages import CHANNEL_OPTIONS, request
 from lathe.serve.state import LOOPBACK, ServerState
 
 TIMEOUT_SECONDS = 60.0

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lathe.artifacts.release import content_of
 from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import UserError
 from lathe.launch.cluster.deployment import Deployment, has_cluster
@@ -24,13 +23,14 @@ from lathe.launch.cluster.rollout import roll
 from lathe.production.acceptance import Acceptance, accept, provenance_of
 from lathe.production.golden import golden_of
 from lathe.production.release import SHORT, Releases, releases_of
+from lathe.production.tracking.models import register_release
 from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
 from lathe.provenance.step import attest, materials, now
 from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
 from lathe.serve.repository import remove_bytecode, require_whole
-from lathe.tracking.models import register_release
+from lathe.storage.artifacts.release import content_of
 
 log = logging.getLogger("lathe")
 

@@ -9,8 +9,8 @@ from typing import Any
 from urllib.request import Request
 
 from lathe.serve.client import Client
+from lathe.serve.client.transport import Parameter
 from lathe.serve.state import LOOPBACK, ServerState
-from lathe.serve.transport import Parameter
 
 HTTP_TIMEOUT_SECONDS = 300.0
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lathe.artifacts.release import NAME, name_of
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.inputs import first_mistake
@@ -32,6 +31,7 @@ from lathe.storage import (
     upload,
     write_text,
 )
+from lathe.storage.artifacts.release import NAME, name_of
 
 log = logging.getLogger("lathe")
 

@@ -8,12 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
-from lathe.artifacts.release import NAME, name_of
 from lathe.console import end_cleanly_on_sigterm, print_any_text
 from lathe.errors import ENDINGS, StageError, explain
 from lathe.provenance.keys import TRUSTED, trusted_keys
 from lathe.provenance.policy import require
 from lathe.storage import fetch
+from lathe.storage.artifacts.release import NAME, name_of
 
 REQUIRE = "LATHE_REQUIRE"
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlparse
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
-from lathe.artifacts.metadata import Sha256
+from lathe.storage.artifacts.metadata import Sha256
 
 STATEMENT: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
 PROVENANCE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/provenance/v1"
@@ -41,7 +41,7 @@ class Resource(Part):
         name: of a subject, the file's; of a material, the stage's parameter.
         digest: of a folder that Lathe wrote, its metadata file's, which lists all others.
         annotations: `kind`, which says what it is; for a folder that Lathe wrote, one of
-            `lathe.artifacts.kinds`, and then a statement with this digest must exist.
+            `lathe.storage.artifacts.kinds`, and then a statement with this digest must exist.
     """
 
     name: str

@@ -10,7 +10,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from lathe.artifacts import kinds
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.provenance import bundle, surroundings
@@ -28,6 +27,7 @@ from lathe.provenance.statement import (
     Statement,
 )
 from lathe.storage import digest, is_remote, sha256
+from lathe.storage.artifacts import kinds
 from lathe.storage.attested import NAMES, SIGNATURE
 from lathe.storage.failures import shown
 from lathe.storage.files import files_below

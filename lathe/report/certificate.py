@@ -9,11 +9,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from pydantic import BaseModel
 
-from lathe.artifacts.kinds import PAGE, checked, read_json
 from lathe.errors import UserError
-from lathe.pages.html import Picture, picture, render
-from lathe.pages.style import Theme, draw
+from lathe.report.pages.html import Picture, picture, render
+from lathe.report.pages.style import Theme, draw
 from lathe.storage import atomic_file, claim_output_file
+from lathe.storage.artifacts.kinds import PAGE, checked, read_json
 
 HINT = "give the JSON file that `lathe certify-resume` writes"
 ROW_INCHES, FRAME_INCHES = 0.13, 1.0

@@ -7,25 +7,16 @@ from typing import Any
 
 import yaml
 
-from lathe.artifacts.kinds import (
-    EVALUATION,
-    EXPORT,
-    SENSITIVITY,
-    checked,
-    read_json,
-    read_metadata,
-)
-from lathe.artifacts.metadata import DeploymentMetadata
 from lathe.compress.sensitivity.page import Achieved, section
 from lathe.compress.sensitivity.result import analysis_digest, read_analysis
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.gate import GateResult
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
-from lathe.pages.html import Picture, picture, render
 from lathe.report.certificate import read_certificate
 from lathe.report.chain import chain_of
 from lathe.report.figures import Measure, comparison
+from lathe.report.pages.html import Picture, picture, render
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -35,6 +26,15 @@ from lathe.report.summary import (
 )
 from lathe.report.training import HINT, checkpoint_metadata, curve
 from lathe.storage import atomic_file
+from lathe.storage.artifacts.kinds import (
+    EVALUATION,
+    EXPORT,
+    SENSITIVITY,
+    checked,
+    read_json,
+    read_metadata,
+)
+from lathe.storage.artifacts.metadata import DeploymentMetadata
 
 
 def report(

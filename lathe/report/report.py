@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.artifacts.kinds import PAGE, open_export
 from lathe.config.settings import Recipe
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
@@ -11,6 +10,7 @@ from lathe.model.folder import read_marker, resolve
 from lathe.report.page import report
 from lathe.report.summary import Candidate, Row
 from lathe.storage import claim_output_file
+from lathe.storage.artifacts.kinds import PAGE, open_export
 
 
 def report_run(

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import CHECKPOINT, read_json
 from lathe.errors import UserError
-from lathe.pages.html import Picture, picture, render
 from lathe.report.figures import loss_curve
+from lathe.report.pages.html import Picture, picture, render
 from lathe.storage import atomic_file
+from lathe.storage.artifacts.kinds import CHECKPOINT, read_json
 from lathe.train.trace import TRACE
 
 HINT = "give the folder that the stage wrote, or run the stage again"

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lathe import backends
-from lathe.artifacts.kinds import EXPORT as EXPORTED
-from lathe.artifacts.kinds import read_as
 from lathe.compress.enabled import require_enabled
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
@@ -27,6 +25,8 @@ from lathe.search.proposals import write_designs
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import atomic_file, digest, sha256
+from lathe.storage.artifacts.kinds import EXPORT as EXPORTED
+from lathe.storage.artifacts.kinds import read_as
 from lathe.train.result import FREE, Identity, begin, claimed
 
 log = logging.getLogger("lathe")

@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from lathe.artifacts.journal import Journal
-from lathe.artifacts.kinds import read_as
 from lathe.compress.criteria import gate_slopes
 from lathe.compress.sensitivity.analyze import TorchModel
 from lathe.config.settings import Recipe
@@ -26,6 +24,8 @@ from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.storage import atomic_file
+from lathe.storage.artifacts.journal import Journal
+from lathe.storage.artifacts.kinds import read_as
 
 HINT = "delete the file: the costs are estimated again"
 

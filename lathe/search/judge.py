@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.artifacts.kinds import PAGE as HTML
-from lathe.artifacts.kinds import SEARCH
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluation_folder import read_metrics
@@ -16,6 +14,8 @@ from lathe.search.goal import Goal
 from lathe.search.result import PAGE, RESULT, conclude
 from lathe.search.trial import SearchResult, Trial
 from lathe.storage import claim_output_file
+from lathe.storage.artifacts.kinds import PAGE as HTML
+from lathe.storage.artifacts.kinds import SEARCH
 
 
 def choose(

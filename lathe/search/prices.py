@@ -17,7 +17,6 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 import torch
 
-from lathe.artifacts.kinds import checked, read_json
 from lathe.compress.plan import make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
 from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
@@ -34,6 +33,7 @@ from lathe.progress import track
 from lathe.search.costs import read_costs
 from lathe.search.design import Design
 from lathe.storage import atomic_file
+from lathe.storage.artifacts.kinds import checked, read_json
 
 ROUNDS = 9
 PROMPT = 128  # tokens

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from lathe.artifacts.journal import Journal
-from lathe.artifacts.kinds import checked, open_export, read_json
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import load_checkpoint
@@ -17,6 +15,8 @@ from lathe.search.goal import EXACT, Goal
 from lathe.search.prices import measure_design, read_prices
 from lathe.search.program import Problem
 from lathe.storage import atomic_file
+from lathe.storage.artifacts.journal import Journal
+from lathe.storage.artifacts.kinds import checked, open_export, read_json
 
 log = logging.getLogger("lathe")
 

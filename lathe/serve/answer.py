@@ -12,10 +12,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
-from lathe.runtime.grammar import GrammarError
-from lathe.runtime.params import Params
-from lathe.runtime.protocol import Chunk
-from lathe.runtime.sequence_group import Receiver
+from lathe.serve.runtime.grammar import GrammarError
+from lathe.serve.runtime.params import Params
+from lathe.serve.runtime.protocol import Chunk
+from lathe.serve.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
 

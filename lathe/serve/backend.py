@@ -14,11 +14,11 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe.errors import UserError
-from lathe.runtime.params import FIELDS, Params, parse
-from lathe.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
-from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
+from lathe.serve.runtime.params import FIELDS, Params, parse
+from lathe.serve.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
+from lathe.serve.runtime.text_generator import TextGenerator
 
 log = logging.getLogger("lathe")
 

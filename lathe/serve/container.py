@@ -37,7 +37,7 @@ async def run(repository: str) -> int:
     gateway = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "lathe.gateway",
+        "lathe.serve.gateway",
         repository,
         f"--triton-http=127.0.0.1:{TRITON_PORT}",
         "--host=0.0.0.0",

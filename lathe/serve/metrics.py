@@ -5,7 +5,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
-from lathe.runtime.watcher import Watcher
+from lathe.serve.runtime.watcher import Watcher
 
 TELL_SECONDS = 0.2  # each update is a message to Triton's process
 SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]

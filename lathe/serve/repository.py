@@ -15,13 +15,20 @@ from typing import Any
 from google.protobuf import text_format  # type: ignore[import-untyped]
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
-from lathe.artifacts.kinds import EXPORT, REPOSITORY, check_files, checked, open_export, read_json
-from lathe.artifacts.metadata import ExportMetadata, Files
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.runtime.params import FIELDS
-from lathe.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
+from lathe.serve.runtime.params import FIELDS
+from lathe.serve.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
 from lathe.storage import atomic_folder
+from lathe.storage.artifacts.kinds import (
+    EXPORT,
+    REPOSITORY,
+    check_files,
+    checked,
+    open_export,
+    read_json,
+)
+from lathe.storage.artifacts.metadata import ExportMetadata, Files
 from lathe.storage.files import files_below
 from lathe.storage.outputs import remove_files
 from lathe.storage.ownership import bytecode

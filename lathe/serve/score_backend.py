@@ -11,9 +11,9 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.protocol import TEXTS, TOKENS, TokenScores, decode, model_settings
-from lathe.runtime.score import score_text, score_tokens
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.protocol import TEXTS, TOKENS, TokenScores, decode, model_settings
+from lathe.serve.runtime.score import score_text, score_tokens
+from lathe.serve.runtime.session import OnnxModel
 
 
 class TritonPythonModel:

@@ -184,7 +184,7 @@ def _gateway(
     return [
         str(environment.python),
         "-m",
-        "lathe.gateway",
+        "lathe.serve.gateway",
         str(repository),
         f"--triton={HOST}:{ports['grpc_port']}",
         f"--triton-http={HOST}:{ports[TRITON_PORT]}",

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.artifacts.kinds import STATE
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import Preempted, UserError
 from lathe.progress import bar
+from lathe.storage.artifacts.kinds import STATE
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group

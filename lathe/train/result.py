@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe.config.settings import LearningRate, Recipe
 from lathe.config.settings.base import flat
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.folder import MARKER, read_marker
 from lathe.storage import atomic_file, digest, locked, require_apart, require_utf8
+from lathe.storage.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe.storage.attested import NAMES
 from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files

@@ -11,12 +11,12 @@ from kfp.dsl.importer_component import ImporterComponent
 from kfp.dsl.placeholders import InputValuePlaceholder
 from kfp.dsl.types.type_utils import create_bundled_artifact_type, is_parameter_type
 
-from lathe.artifacts.kinds import SHARD, checked
-from lathe.artifacts.metadata import ShardMetadata
 from lathe.errors import UserError
 from lathe.inputs import parse_json
 from lathe.search.design import Proposal
 from lathe.storage import read_text
+from lathe.storage.artifacts.kinds import SHARD, checked
+from lathe.storage.artifacts.metadata import ShardMetadata
 
 METRICS = "metrics"
 """Artifact of every step, which Pipelines stores last, when the step has succeeded."""

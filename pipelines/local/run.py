@@ -26,10 +26,10 @@ from lathe.config.settings import Recipe
 from lathe.data.run_inputs import RunInputs, look_up
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import tied
+from lathe.production.tracking.webhook import ADDRESS, post
 from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe.provenance.surroundings import RUN
 from lathe.report.notice import notice_of
-from lathe.tracking.webhook import ADDRESS, post
 from pipelines.commands.arguments import takes_arguments
 from pipelines.commands.inputs import (
     CACHE,

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lathe.artifacts.journal import Journal
 from lathe.compress.criteria import importance
 from lathe.compress.plan import formats, named_formats
 from lathe.compress.widths import KeptUnits, largest_units, shrink
@@ -30,6 +29,7 @@ from lathe.search.goal import Goal
 from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
 from lathe.search.program import Problem
 from lathe.search.proposals import CLOSE, propose
+from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import calibration_batches
 from tests.support.massive import MASSIVE, SCALE, gpt2, massive_reader, plant
 from tests.support.small_export import save

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
-from lathe.artifacts.journal import Journal
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
@@ -34,6 +33,7 @@ from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
+from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import EvalBatches, calibration_batches
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from lathe.artifacts.kinds import DATA
 from lathe.cli import app
 from lathe.data.blend import blend, parse_part
 from lathe.data.blended_samples import BlendedSamples, Share, blending_indices, draw
@@ -22,6 +21,7 @@ from lathe.data.megatron import TokenArrays
 from lathe.data.samples import Samples
 from lathe.data.tokens import WRITERS, TokenBlend, TokenDataset, TokenSequences
 from lathe.errors import UserError
+from lathe.storage.artifacts.kinds import DATA
 
 
 def greedy(weights: list[float], n: int) -> tuple[list[int], list[int]]:

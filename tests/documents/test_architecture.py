@@ -12,7 +12,8 @@ def rows() -> dict[str, int]:
     """The row of every package in the table of the floor plan."""
     found = {}
     for row, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", SHEET, re.M):
-        for name in re.findall(r"`(\w+)`", names):
+        for name in re.findall(r"`([\w/]+)`", names):
+            name = name.replace("/", ".")
             assert name not in found, f"{name} is there twice"
             found[name] = int(row)
     return found

@@ -15,7 +15,7 @@ from lathe.evaluate.score_requests import Targets
 from lathe.evaluate.tasks.cloze import ClozeExample, score_cloze
 from lathe.evaluate.tasks.text import token_losses, windows
 from lathe.model.checkpoint import load_checkpoint
-from lathe.runtime.exported_model import pad
+from lathe.serve.runtime.exported_model import pad
 from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
 
 

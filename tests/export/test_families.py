@@ -21,8 +21,8 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.gpt import GPT
 from lathe.model.quantization import Bits
-from lathe.runtime.open_model import open_model
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.open_model import open_model
+from lathe.serve.runtime.session import OnnxModel
 from lathe.train.pretrain import pretrain
 from tests.support.families import CASES, TOKENS, make, quantized, save
 from tests.support.small_export import write_held_out

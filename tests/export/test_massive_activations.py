@@ -18,7 +18,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
-from lathe.runtime.open_model import Runtime, mean_difference, open_model
+from lathe.serve.runtime.open_model import Runtime, mean_difference, open_model
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
 

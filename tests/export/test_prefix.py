@@ -19,9 +19,9 @@ from lathe.model.config import GPTConfig
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan
-from lathe.runtime.exported_model import MODEL, PREFIX, pad
-from lathe.runtime.open_model import OPENERS, mean_difference
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.exported_model import MODEL, PREFIX, pad
+from lathe.serve.runtime.open_model import OPENERS, mean_difference
+from lathe.serve.runtime.session import OnnxModel
 from tests.support.massive import gpt2, llama
 from tests.support.small_export import save, write_held_out, write_unproven
 

@@ -19,8 +19,8 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.runtime.openvino_model import OpenVINOModel
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.openvino_model import OpenVINOModel
+from lathe.serve.runtime.session import OnnxModel
 from lathe.storage import sha256
 from lathe.storage.attested import ATTESTATIONS
 from tests.support.small_export import (

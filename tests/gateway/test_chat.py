@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lathe.errors import UserError
-from lathe.gateway import renderer
-from lathe.gateway.limits import Limits
-from lathe.gateway.models import read_models
-from lathe.gateway.renderer import Renderer
-from lathe.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
 from lathe.model.chat_template import read_chat_template
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
 from lathe.production.deploy import greedy_tokens
-from lathe.runtime.prefix_cache import BLOCK
+from lathe.serve.gateway import renderer
+from lathe.serve.gateway.limits import Limits
+from lathe.serve.gateway.models import read_models
+from lathe.serve.gateway.renderer import Renderer
+from lathe.serve.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
+from lathe.serve.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
 from tests.support.gateways import chatting, opened
 from tests.support.small_models import small_config

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe.gateway import connections, generation
-from lathe.gateway.app import Gateway
-from lathe.gateway.connections import raise_file_limit
-from lathe.gateway.limits import Limits
-from lathe.gateway.models import read_models
 from lathe.serve.client import Client
+from lathe.serve.gateway import connections, generation
+from lathe.serve.gateway.app import Gateway
+from lathe.serve.gateway.connections import raise_file_limit
+from lathe.serve.gateway.limits import Limits
+from lathe.serve.gateway.models import read_models
 from lathe.serve.server import TritonServer
 from tests.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import connected, read_all, read_until, request

@@ -19,9 +19,9 @@ import requests
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from lathe.config.settings import ServingSettings
-from lathe.gateway.limits import Limits
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
+from lathe.serve.gateway.limits import Limits
 from lathe.serve.process import Process
 from lathe.serve.server import TritonServer, start
 from tests.gateway.test_hostile import chunks

@@ -12,12 +12,12 @@ import pytest
 import requests
 
 from lathe.errors import UserError
-from lathe.gateway import limits
-from lathe.gateway.__main__ import main
-from lathe.gateway.app import Gateway
-from lathe.gateway.keys import ApiKeys
-from lathe.gateway.limits import Limits
-from lathe.gateway.models import read_models
+from lathe.serve.gateway import limits
+from lathe.serve.gateway.__main__ import main
+from lathe.serve.gateway.app import Gateway
+from lathe.serve.gateway.keys import ApiKeys
+from lathe.serve.gateway.limits import Limits
+from lathe.serve.gateway.models import read_models
 from lathe.serve.server import TritonServer
 from tests.support.connection import HEAD, connected, request
 from tests.support.gateways import opened, running

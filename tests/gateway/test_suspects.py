@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from lathe.errors import UserError
-from lathe.gateway import suspects
-from lathe.gateway.suspects import Died, Suspects
+from lathe.serve.gateway import suspects
+from lathe.serve.gateway.suspects import Died, Suspects
 
 
 async def die(of: Suspects, *digests: bytes) -> None:

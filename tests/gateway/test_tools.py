@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe.gateway.template import BREAK, ChatTemplate, ChatTokenizer
-from lathe.gateway.tools import (
+from lathe.serve.gateway.template import BREAK, ChatTemplate, ChatTokenizer
+from lathe.serve.gateway.tools import (
     HERMES,
     LLAMA,
     CallReader,
@@ -25,7 +25,7 @@ from lathe.gateway.tools import (
     grammar_of,
     message_of,
 )
-from lathe.runtime.grammar import Grammars
+from lathe.serve.runtime.grammar import Grammars
 from lathe.serve.server import TritonServer
 from tests.gateway.test_chat import TEMPLATE as PLAIN
 from tests.support.gateways import chatting, opened

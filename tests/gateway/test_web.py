@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from lathe.gateway import endpoint
-from lathe.gateway.limits import Limits
 from lathe.serve.client import Client
+from lathe.serve.gateway import endpoint
+from lathe.serve.gateway.limits import Limits
 from lathe.serve.server import TritonServer
 from tests.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request

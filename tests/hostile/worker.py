@@ -30,7 +30,12 @@ LIMIT_SECONDS = 20.0
 BUILD_SECONDS = 120.0
 NOT_OURS = ("tmp/.ses",)  # Triton's
 # These bring a client's threads, or belong to another environment.
-NOT_IMPORTED = ("lathe.__main__", "lathe.paddle", "lathe.serve.triton", "lathe.storage.__main__")
+NOT_IMPORTED = (
+    "lathe.__main__",
+    "lathe.backends.paddle",
+    "lathe.serve.triton",
+    "lathe.storage.__main__",
+)
 
 
 class Bench:

@@ -38,7 +38,7 @@ def test_a_step_starts_beside_it(images: dict[str, str]) -> None:
 
 
 def test_the_runtimes_command(images: dict[str, str]) -> None:
-    shown = run(images["paddle"], "/opt/paddle/python", "-m", "lathe.paddle", "--help")
+    shown = run(images["paddle"], "/opt/paddle/python", "-m", "lathe.backends.paddle", "--help")
     assert "prune" in shown and "quantize" in shown
 
 

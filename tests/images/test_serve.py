@@ -51,7 +51,7 @@ def test_it_fetches_a_release(images: dict[str, str]) -> None:
 def test_it_has_the_gateway(images: dict[str, str]) -> None:
     options = ["--entrypoint=python", "--env=LATHE_API_KEYS="]
     assert "--max-requests" in run(
-        images["serve"], "-m", "lathe.gateway", "--help", options=options
+        images["serve"], "-m", "lathe.serve.gateway", "--help", options=options
     )
 
 

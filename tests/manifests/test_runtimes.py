@@ -38,7 +38,7 @@ def test_both_runtimes_have_the_same_pods(production: list[Object]) -> None:
     )
     theirs = json.loads(json.dumps(paddle))
     container = theirs["spec"]["template"]["spec"]["containers"][0]
-    assert container["command"] == ["/opt/paddle/python", "-m", "lathe.paddle"]
+    assert container["command"] == ["/opt/paddle/python", "-m", "lathe.backends.paddle"]
     container["command"] = ["lathe"]
     container["image"] = container["image"].replace("paddle", "train")
     assert theirs == torch

@@ -23,7 +23,7 @@ from lathe.data.gguf_tokenizer import SPLITS, WHOLE_FIRST, tokenizer_of
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gguf import import_gguf
-from lathe.runtime.prompt import encode_prompts
+from lathe.serve.runtime.prompt import encode_prompts
 from tests.support.families import FAMILIES, LLAMA3, make
 from tests.support.gguf_files import real_gguf, vocabulary, write_gguf
 

@@ -48,7 +48,7 @@ def test_logits_and_files_are_the_same(
         save(model, tmp_path / shape, byte_tokenizer)
     out = in_paddle(
         """
-        from lathe.paddle.checkpoint import load_checkpoint, save_checkpoint
+        from lathe.backends.paddle.checkpoint import load_checkpoint, save_checkpoint
         from lathe.config.recipe import load_recipe
         for shape in ("full", "pruned"):
             checkpoint = load_checkpoint(folder / shape)
@@ -78,8 +78,8 @@ def test_paddleslim_prunes_the_same_heads_and_channels(
     save(model, tmp_path / "model", byte_tokenizer)
     out = in_paddle(
         f"""
-        from lathe.paddle.checkpoint import load_checkpoint
-        from lathe.paddle.prune import cut
+        from lathe.backends.paddle.checkpoint import load_checkpoint
+        from lathe.backends.paddle.prune import cut
         from lathe.config.settings import PruneSettings
         model = load_checkpoint(folder / "model").model
         small, kept = cut(model, PruneSettings(criterion="{criterion}", ratio=0.4), folder)
@@ -107,7 +107,7 @@ def test_fake_quantization_is_the_same_at_the_same_scales(in_paddle: Callable) -
     scale = float(np.abs(x).max() / 127)
     out = in_paddle(
         f"""
-        from lathe.paddle import fake_quant
+        from lathe.backends.paddle import fake_quant
         from paddle.nn.quant.quant_layers import (
             FakeQuantAbsMax, FakeQuantChannelWiseAbsMax, FakeQuantMovingAverageAbsMax)
         x = paddle.to_tensor(given["x"])
@@ -149,8 +149,8 @@ def test_a_quantized_checkpoint_has_the_same_logits(
     save(model, tmp_path / "model", byte_tokenizer)
     out = in_paddle(
         """
-        from lathe.paddle import fake_quant
-        from lathe.paddle.checkpoint import load_checkpoint
+        from lathe.backends.paddle import fake_quant
+        from lathe.backends.paddle.checkpoint import load_checkpoint
         model = load_checkpoint(folder / "model").model
         fake_quant.insert(model, model.config.quantization)
         model.eval()

@@ -13,12 +13,12 @@ from tests.support import small_run
 from tests.support.stages import prune
 
 PREAMBLE = """
-from lathe.paddle.environment import prepare
+from lathe.backends.paddle.environment import prepare
 prepare()
 from pathlib import Path
 import numpy as np, paddle
-from lathe.paddle import fake_quant, parallel, workers
-from lathe.paddle.gpt import GPT, next_token_loss
+from lathe.backends.paddle import fake_quant, parallel, workers
+from lathe.backends.paddle.gpt import GPT, next_token_loss
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
 from lathe.config.recipe import load_recipe
@@ -108,7 +108,7 @@ def test_with_that_kernel_divided_linears_compute_what_whole_ones_do(
 
 
 TRAINED = """
-from lathe.paddle.prune import prune
+from lathe.backends.paddle.prune import prune
 data, model, output = {paths!r}
 recipe = load_recipe("tiny-prune-paddle", {overrides!r})
 prune(recipe, Path(model), Path(data), Path(output))

@@ -306,7 +306,8 @@ def test_a_wrong_version_is_named(paddle_python: Path, tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paddle2onnx\nVersion: 1.3.1\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"from lathe.paddle.__main__ import main\nsys.argv[1:] = ['prune', '--help']\nmain()\n"
+        "from lathe.backends.paddle.__main__ import main\n"
+        "sys.argv[1:] = ['prune', '--help']\nmain()\n"
     )
     script = tmp_path / "script.py"
     script.write_text(code)

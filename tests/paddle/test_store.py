@@ -47,7 +47,7 @@ def machine(
     store: str, disk: Path, *overrides: str, node: Node | None = None
 ) -> subprocess.Popen[str]:
     """By itself, or a pod of the runtime lathe-paddle."""
-    python, module = (find_python(), "lathe.paddle") if node else (sys.executable, "lathe")
+    python, module = (find_python(), "lathe.backends.paddle") if node else (sys.executable, "lathe")
     command = (str(python), "-m", module, "prune", f"{store}/dense", "-r", "tiny-prune-paddle")
     return start(store, disk, *ENGINE, *overrides, node=node, command=command)
 

@@ -83,7 +83,7 @@ def changed_by(root: Path, components: list[str], path: str, added: str) -> set[
     [
         ("lathe/train/optimizer.py", {"pretrain", "prune", "quantize"}),
         ("lathe/compress/prune.py", {"prune"}),
-        ("lathe/paddle/prune.py", {"prune"}),
+        ("lathe/backends/paddle/prune.py", {"prune"}),
         ("lathe/data/join.py", {"join"}),
         ("lathe/serve/triton_model.py", {"deploy", "release"}),
     ],

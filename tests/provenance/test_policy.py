@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lathe.artifacts.release import name_of
 from lathe.config.settings import ProductionSettings, Recipe, ServingSettings
 from lathe.errors import StageError, UserError
 from lathe.evaluate.gate import gate
@@ -22,6 +21,7 @@ from lathe.provenance.signature import Signer, sign
 from lathe.serve.environment import find_environment
 from lathe.serve.server import ANY_PORTS
 from lathe.storage import sha256, upload
+from lathe.storage.artifacts.release import name_of
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import Made
 

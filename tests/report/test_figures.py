@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lathe.pages.style import DARK, LIGHT, Theme
 from lathe.report.figures import Measure, _smooth, comparison, loss_curve
+from lathe.report.pages.style import DARK, LIGHT, Theme
 
 SVG = "{http://www.w3.org/2000/svg}"
 THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)

@@ -11,8 +11,8 @@ from lathe.errors import UserError
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult
 from lathe.evaluate.shown import Shown
-from lathe.pages.style import DARK, LIGHT
 from lathe.report.page import report
+from lathe.report.pages.style import DARK, LIGHT
 from lathe.report.summary import Candidate
 from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from lathe.errors import UserError
-from lathe.serve.async_client import AsyncClient
 from lathe.serve.client import Client
+from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.server import TritonServer
 from tests.support.server_metrics import cut_short
 

@@ -23,14 +23,14 @@ from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.runtime import batcher as batcher_module
-from lathe.runtime import sequence_group as group_module
-from lathe.runtime.params import Params
-from lathe.runtime.prefix_cache import BLOCK
-from lathe.runtime.protocol import Chunk
-from lathe.runtime.sequence_group import Receiver
-from lathe.runtime.text_generator import TextGenerator
-from lathe.runtime.watcher import Watcher
+from lathe.serve.runtime import batcher as batcher_module
+from lathe.serve.runtime import sequence_group as group_module
+from lathe.serve.runtime.params import Params
+from lathe.serve.runtime.prefix_cache import BLOCK
+from lathe.serve.runtime.protocol import Chunk
+from lathe.serve.runtime.sequence_group import Receiver
+from lathe.serve.runtime.text_generator import TextGenerator
+from lathe.serve.runtime.watcher import Watcher
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")

@@ -16,13 +16,13 @@ from tritonclient.grpc import model_config_pb2
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.gateway.suspects import Suspects, Unavailable
-from lathe.gateway.triton import Triton
 from lathe.model.checkpoint import Checkpoint
-from lathe.runtime.protocol import Chunk
-from lathe.runtime.text import TokenBytes
 from lathe.serve.client import Client
+from lathe.serve.gateway.suspects import Suspects, Unavailable
+from lathe.serve.gateway.triton import Triton
 from lathe.serve.repository import write_repository
+from lathe.serve.runtime.protocol import Chunk
+from lathe.serve.runtime.text import TokenBytes
 from lathe.serve.server import TritonServer, start
 from tests.support.server_metrics import cut_short
 

@@ -13,10 +13,10 @@ from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, Se
 from lathe.export.export import export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.generate import generate
-from lathe.runtime.params import Params
-from lathe.runtime.text_generator import TextGenerator
 from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
+from lathe.serve.runtime.params import Params
+from lathe.serve.runtime.text_generator import TextGenerator
 from lathe.serve.server import ANY_PORTS, start
 from tests.serve.test_batcher import Caller
 from tests.support.families import make, save

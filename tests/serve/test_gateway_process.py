@@ -42,7 +42,7 @@ def gateway_of(state: ServerState) -> int:
     (pid,) = (
         pid
         for pid, line in processes(f"--port={state.gateway_port} ").items()
-        if "-m lathe.gateway " in line and "lathe.serve.guard" not in line
+        if "-m lathe.serve.gateway " in line and "lathe.serve.guard" not in line
     )
     return pid
 

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.runtime.grammar import Grammar, Grammars
-from lathe.runtime.params import Params, parse
-from lathe.runtime.sampling import next_token
-from lathe.runtime.text import TokenBytes
-from lathe.runtime.text_generator import TextGenerator
+from lathe.serve.runtime.grammar import Grammar, Grammars
+from lathe.serve.runtime.params import Params, parse
+from lathe.serve.runtime.sampling import next_token
+from lathe.serve.runtime.text import TokenBytes
+from lathe.serve.runtime.text_generator import TextGenerator
 from tests.serve.test_batcher import GREEDY, Caller
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.small_export import PRUNED, make_model, write_unproven

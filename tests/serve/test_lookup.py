@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lathe.runtime import lookup as lookup_module
-from lathe.runtime import text_generator as generator_module
-from lathe.runtime.batcher import Batcher
-from lathe.runtime.lookup import (
+from lathe.serve.runtime import lookup as lookup_module
+from lathe.serve.runtime import text_generator as generator_module
+from lathe.serve.runtime.batcher import Batcher
+from lathe.serve.runtime.lookup import (
     LEAST_PAUSE,
     MOST,
     MOST_PAUSE,
@@ -24,11 +24,11 @@ from lathe.runtime.lookup import (
     Lookup,
     best_length,
 )
-from lathe.runtime.params import Params
-from lathe.runtime.protocol import Chunk
-from lathe.runtime.sequence_group import Receiver
-from lathe.runtime.text_generator import TextGenerator
-from lathe.runtime.watcher import Watcher
+from lathe.serve.runtime.params import Params
+from lathe.serve.runtime.protocol import Chunk
+from lathe.serve.runtime.sequence_group import Receiver
+from lathe.serve.runtime.text_generator import TextGenerator
+from lathe.serve.runtime.watcher import Watcher
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0, max_tokens=50)
@@ -278,7 +278,7 @@ def test_a_request_ends_within_a_draft(
         group = loop.batcher._waiting[0]
         if end == "time":
             late = lambda: group.arrived + 61 * (len(answer.tokens) >= 4)  # noqa: E731
-            monkeypatch.setattr("lathe.runtime.sequence_group.time.monotonic", late)
+            monkeypatch.setattr("lathe.serve.runtime.sequence_group.time.monotonic", late)
         waiting = loop.ask("ab", replace(params, timeout_seconds=None, max_tokens=50))
         waiting.leaves_after = 0
         loop.batcher.step()

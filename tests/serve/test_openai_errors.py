@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from lathe.errors import StageError, UserError
-from lathe.serve.async_client import AsyncClient
 from lathe.serve.client import Client
+from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.reach import is_loopback
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece
 from tests.support.silent import ANSWERS, http, says_always, server

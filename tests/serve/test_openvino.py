@@ -17,13 +17,13 @@ from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.production.deploy import _check_ways, deploy, find_divergence, greedy_tokens
 from lathe.production.rehearsal import Answer
-from lathe.runtime import open_model as open_model_module
-from lathe.runtime.open_model import mean_difference, open_model
-from lathe.runtime.open_session import CPUINFO, saturates
-from lathe.runtime.openvino_model import OpenVINOModel
-from lathe.runtime.session import OnnxModel
 from lathe.serve.client import Client
 from lathe.serve.repository import write_repository
+from lathe.serve.runtime import open_model as open_model_module
+from lathe.serve.runtime.open_model import mean_difference, open_model
+from lathe.serve.runtime.open_session import CPUINFO, saturates
+from lathe.serve.runtime.openvino_model import OpenVINOModel
+from lathe.serve.runtime.session import OnnxModel
 from lathe.serve.server import ANY_PORTS, start
 from lathe.serve.state import LOG_FILE
 from tests.support import families
@@ -154,7 +154,8 @@ def test_an_earlier_export_is_served_by_onnxruntime(exported: Path, tmp_path: Pa
 
 def test_openvino_reports_no_import_to_its_makers(exported: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from lathe.runtime.open_model import open_model\n"
+        "import sys; from pathlib import Path\n"
+        "from lathe.serve.runtime.open_model import open_model\n"
         "open_model(Path(sys.argv[1]), runtime='openvino')\n"
         "from openvino.tools.ovc import telemetry\n"
         "print(type(telemetry).__module__, 'openvino_telemetry.main' in sys.modules)"

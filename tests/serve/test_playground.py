@@ -16,9 +16,9 @@ import requests
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from tokenizers import Tokenizer
 
-from lathe.runtime.prefix_cache import BLOCK
-from lathe.serve.comparison import serve_exports
-from lathe.serve.playground import playground
+from lathe.serve.client.comparison import serve_exports
+from lathe.serve.client.playground import playground
+from lathe.serve.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream
 from tests.support.gateways import chatting, opened

@@ -11,8 +11,8 @@ import pytest
 import requests
 
 from lathe.errors import UserError
-from lathe.serve.comparison import serve_exports
-from lathe.serve.playground import playground
+from lathe.serve.client.comparison import serve_exports
+from lathe.serve.client.playground import playground
 from tests.serve.test_server import processes, wait_until_gone
 
 JSON = {"Content-Type": "application/json"}

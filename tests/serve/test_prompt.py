@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
-from lathe.runtime.prompt import bos_ids, encode_pairs, encode_prompts
-from lathe.runtime.text import TokenBytes
+from lathe.serve.runtime.prompt import bos_ids, encode_pairs, encode_prompts
+from lathe.serve.runtime.text import TokenBytes
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXTS = ["lo a", "a", "", "</s>lo"]

@@ -9,7 +9,7 @@ from tritonclient.grpc import model_config_pb2
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.gateway.models import names_of, read_models
+from lathe.serve.gateway.models import names_of, read_models
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 
 

@@ -15,12 +15,12 @@ from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.production.deploy import deploy
-from lathe.runtime import open_model as open_model_module
-from lathe.runtime.exported_model import MODEL
-from lathe.runtime.open_model import mean_difference, open_model
-from lathe.runtime.open_session import CPUINFO, saturates
-from lathe.runtime.single_stream_graph import write_single_stream_graph
-from lathe.runtime.single_stream_model import SingleStreamModel
+from lathe.serve.runtime import open_model as open_model_module
+from lathe.serve.runtime.exported_model import MODEL
+from lathe.serve.runtime.open_model import mean_difference, open_model
+from lathe.serve.runtime.open_session import CPUINFO, saturates
+from lathe.serve.runtime.single_stream_graph import write_single_stream_graph
+from lathe.serve.runtime.single_stream_model import SingleStreamModel
 from lathe.serve.server import ANY_PORTS
 from tests.support import families
 from tests.support.families import CASES, quantized

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import continuation
 from lathe.errors import UserError
-from lathe.runtime.text import TextStream, TokenBytes
+from lathe.serve.runtime.text import TextStream, TokenBytes
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXT = "naïve café — 你好, Привет 🙂👩‍🚀 end\n\ttab"

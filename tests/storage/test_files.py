@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from lathe.artifacts.kinds import VERDICT
 from lathe.errors import UserError
 from lathe.storage import (
     atomic_file,
@@ -22,6 +21,7 @@ from lathe.storage import (
     sha256,
 )
 from lathe.storage import outputs as implementation
+from lathe.storage.artifacts.kinds import VERDICT
 from lathe.storage.ownership import Kind
 
 NOTE = Kind("note", "metadata.json", ("title",))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.artifacts.remote import output_path
 from lathe.errors import UserError
 from lathe.storage import claim_address, exists, fetch, remove, upload, write_text
+from lathe.storage.artifacts.remote import output_path
 from lathe.storage.local import JOURNAL
 
 

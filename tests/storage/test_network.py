@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.artifacts.remote import input_path
 from lathe.errors import UserError
 from lathe.storage import exists, fetch, is_remote, list_uris, read_text, remove, upload, write_text
+from lathe.storage.artifacts.remote import input_path
 from lathe.storage.failures import shown
 from lathe.storage.network import network_timeout
 from tests.support.s3 import free_port

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lathe.gateway.app import Gateway
-from lathe.gateway.keys import ApiKeys
-from lathe.gateway.limits import Limits
-from lathe.gateway.models import read_models
-from lathe.gateway.server import Server
+from lathe.serve.gateway.app import Gateway
+from lathe.serve.gateway.keys import ApiKeys
+from lathe.serve.gateway.limits import Limits
+from lathe.serve.gateway.models import read_models
+from lathe.serve.gateway.server import Server
 from lathe.serve.server import TritonServer
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import openvino
 
 from lathe.errors import UserError
-from lathe.runtime import open_session
-from lathe.runtime.open_model import open_model
+from lathe.serve.runtime import open_session
+from lathe.serve.runtime.open_model import open_model
 
 RUNTIMES = ("onnxruntime_single_stream", "openvino")
 CPU_FLAGS = "LATHE_TEST_CPU_FLAGS"

@@ -17,9 +17,9 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import Bits, LinearFormat, QuantizationPlan, WeightFormat
-from lathe.runtime.exported_model import METADATA
-from lathe.runtime.open_model import mean_difference
-from lathe.runtime.session import OnnxModel
+from lathe.serve.runtime.exported_model import METADATA
+from lathe.serve.runtime.open_model import mean_difference
+from lathe.serve.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
 PRUNED = GPTConfig(384, 64, 48, 16, (2, 1, 3), (80, 40, 96))

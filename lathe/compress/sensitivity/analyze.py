@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from lathe.artifacts.journal import Journal
 from lathe.compress.activation import int8_candidates
 from lathe.compress.plan import all_int8, formats, make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
@@ -29,6 +28,7 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.provenance.step import attested
+from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
 

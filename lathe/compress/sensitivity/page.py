@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from lathe.pages.html import Picture, picture, render
-from lathe.pages.style import Theme, draw
+from lathe.report.pages.html import Picture, picture, render
+from lathe.report.pages.style import Theme, draw
 
 MAX_LINEARS = 24
 UNITS = {

@@ -15,8 +15,6 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 from tokenizers import Tokenizer
 
-from lathe.artifacts.journal import Journal
-from lathe.artifacts.kinds import SENSITIVITY
 from lathe.compress.sensitivity.choice import choose
 from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
@@ -33,6 +31,8 @@ from lathe.errors import UserError
 from lathe.evaluate.intervals import mean_stderr
 from lathe.progress import track
 from lathe.storage import atomic_folder, claim_output_folder, digest
+from lathe.storage.artifacts.journal import Journal
+from lathe.storage.artifacts.kinds import SENSITIVITY
 from lathe.train.batches import EvalBatches, open_data
 
 log = logging.getLogger("lathe")

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lathe.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
-from lathe.artifacts.metadata import Files
 from lathe.config.settings.types import Format
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.storage import sha256
+from lathe.storage.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
+from lathe.storage.artifacts.metadata import Files
 
 RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"

@@ -20,7 +20,7 @@ from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
 from lathe.inputs import lines, open_file, parse_json, require_text
-from lathe.runtime.prompt import encode_pairs
+from lathe.serve.runtime.prompt import encode_pairs
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe.artifacts.kinds import checked
 from lathe.errors import UserError
 from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
 from lathe.inputs import lines, open_file, parse_json, require_text
-from lathe.runtime.prompt import encode_prompts
+from lathe.serve.runtime.prompt import encode_prompts
+from lathe.storage.artifacts.kinds import checked
 
 HINT = (
     'a line is HellaSwag\'s {"ctx": "...", "endings": ["...", "..."], "label": 0} or ARC\'s '

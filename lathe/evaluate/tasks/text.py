@@ -25,7 +25,7 @@ from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
-from lathe.runtime.prompt import bos_ids, encode_prompts
+from lathe.serve.runtime.prompt import bos_ids, encode_prompts
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10

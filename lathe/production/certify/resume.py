@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lathe import __version__
-from lathe.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError
@@ -24,6 +23,7 @@ from lathe.production.certify.tensors import Difference, Digests, digests_of, fi
 from lathe.progress import bar
 from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file, digest
+from lathe.storage.artifacts.kinds import RESUME_CERTIFICATE, read_json
 
 log = logging.getLogger("lathe")
 

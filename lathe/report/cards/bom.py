@@ -7,7 +7,6 @@ from typing import Any
 from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
 
-from lathe.artifacts.origin import Ancestor, Corpus
 from lathe.config.settings import CardSettings
 from lathe.model.card import TASK, losses_of, settings_of, source_name
 from lathe.model.formats import formats_of
@@ -21,6 +20,7 @@ from lathe.report.cards.documents import (
 )
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import Figure
+from lathe.storage.artifacts.origin import Ancestor, Corpus
 
 MODEL = "model"
 

@@ -6,9 +6,9 @@ from huggingface_hub.repocard_data import EvalResult, eval_results_to_model_inde
 
 from lathe.config.text import write
 from lathe.model.card import TASK, card_values, front_matter
-from lathe.pages.markdown import render_markdown
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import CONFIDENCE, Figure
+from lathe.report.pages.markdown import render_markdown
 
 TEMPLATE = "report/cards/card.md.j2"
 

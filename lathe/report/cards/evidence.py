@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lathe.artifacts.kinds import EXPORT, open_export, read_as
-from lathe.artifacts.metadata import ExportMetadata
-from lathe.artifacts.origin import Origin
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.evaluate import comparison
@@ -26,6 +23,9 @@ from lathe.model.folder import (
 from lathe.model.lineage import hub_name, read_origin, training_data
 from lathe.report.cards.figures import Figure, figures_of
 from lathe.storage import sha256
+from lathe.storage.artifacts.kinds import EXPORT, open_export, read_as
+from lathe.storage.artifacts.metadata import ExportMetadata
+from lathe.storage.artifacts.origin import Origin
 
 
 @dataclass(frozen=True)

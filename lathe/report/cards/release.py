@@ -9,13 +9,13 @@ import lathe
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.model.card import CARD, README
-from lathe.pages.seal import is_sealed, seal
-from lathe.pages.style import LIGHT, Theme, draw
 from lathe.report.cards.bom import model_bom
 from lathe.report.cards.card import model_card
 from lathe.report.cards.documents import BOM
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
+from lathe.report.pages.seal import is_sealed, seal
+from lathe.report.pages.style import LIGHT, Theme, draw
 from lathe.storage import atomic_file, claim_output_file
 from lathe.storage.ownership import FileKind, Source
 

@@ -14,7 +14,6 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from lathe.artifacts.release import content_of
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
@@ -32,6 +31,7 @@ from lathe.provenance.envelope import seal
 from lathe.provenance.keys import SIGNING_KEY
 from lathe.provenance.step import attest, materials, now
 from lathe.storage import sha256
+from lathe.storage.artifacts.release import content_of
 from lathe.storage.attested import NAMES
 from tests.support.attested import OVERRIDES, Made
 

@@ -1,0 +1,44 @@
+"""A server of several exports, for as long as somebody compares them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pydantic import ValidationError
+
+from lathe.config.settings import GenerationSettings, ServingSettings
+from lathe.errors import UserError
+from lathe.inputs import first_mistake
+from lathe.serve.repository import write_models
+from lathe.serve.runtime.protocol import score_name
+from lathe.serve.server import ANY_PORTS, TritonServer, start
+
+
+@contextmanager
+def serve_exports(exports: Mapping[str, Path]) -> Iterator[TritonServer]:
+    """Serve exports on one Triton with OpenAI's interface while the block runs.
+
+    Args:
+        exports: export folders by the names that their models get.
+
+    Raises:
+        UserError: no export, or no name for a model.
+        StageError: the server does not start.
+    """
+    for name, folder in exports.items():
+        try:
+            serving = ServingSettings(model_name=name, **ANY_PORTS)
+        except ValidationError as error:
+            what = f"{folder}: {first_mistake(error)}"
+            raise UserError(what, f"give it another name: NAME={folder}") from None
+        if score_name(name) in exports:
+            raise UserError(
+                f"{score_name(name)}: the name of the model that scores with {name}",
+                f"give it another name: NAME={exports[score_name(name)]}",
+            )
+    with TemporaryDirectory(prefix="lathe-playground-") as scratch:
+        repository = Path(scratch) / "models"
+        write_models(exports, repository, serving, GenerationSettings())
+        with start(repository, serving, Path(scratch) / "state", with_gateway=True) as server:
+            yield server

@@ -1,0 +1,131 @@
+"""OpenAI's /v1/completions: bodies from the clients' parameters, and chunks from its answers."""
+
+import json
+import math
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from lathe.errors import UserError
+from lathe.serve.client.openai_errors import ApiError, not_openai, told
+from lathe.serve.client.transport import Parameters
+from lathe.serve.runtime.params import ALIASES, FIELDS, Params, parse
+from lathe.serve.runtime.protocol import Chunk, FinishReason
+
+ONLY_TRITON = ("num_beams", "length_penalty", "timeout_seconds")
+OTHERWISE = (
+    *("decode_strategy", "num_return_sequences", "stop", "logprobs", "top_logprobs"),
+    "structured_outputs",
+)
+SAME = FIELDS.keys() - {*ONLY_TRITON, *OTHERWISE}
+"""Parameters with the same name and meaning in both; `top_k` and others are those of vLLM."""
+
+REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
+
+
+class Logprobs(BaseModel):
+    """Of the tokens of a choice; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(BaseModel):
+    """A sequence, or a piece of one. `token_ids` is vLLM's, and Lathe's."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class PromptDetails(BaseModel):
+    """Numbers of a prompt's tokens."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Completion(BaseModel):
+    """An answer, or an event of a stream."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: ApiError | None = None
+
+
+def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]:
+    """The body of a request.
+
+    Args:
+        parameters: those of `lathe.serve.runtime.params`.
+
+    Raises:
+        UserError: a parameter is unknown, out of range, or Triton's alone.
+    """
+    given = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
+    params = parse(given, Params())
+    beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
+    for name in (*given.keys() & ONLY_TRITON, *beams):
+        raise UserError(f"{name}: not in OpenAI's interface", "leave it out, or ask Triton's gRPC")
+    found = {name: getattr(params, name) for name in given.keys() & SAME}
+    if params.decode_strategy == "greedy_search":
+        found["temperature"] = 0
+    if params.stop:
+        found["stop"] = params.stop
+    if params.structured_outputs:
+        found["structured_outputs"] = _constraint(params.structured_outputs)
+    if params.logprobs:
+        found["logprobs"] = params.top_logprobs
+    if "num_return_sequences" in given:
+        found["n"] = params.num_return_sequences
+    return {"model": model_name, "prompt": prompt, "return_token_ids": True, **found}
+
+
+def _constraint(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        limit = FIELDS["structured_outputs"].limit
+        raise UserError(f"structured_outputs: not JSON: {text:.100}", f"give {limit}") from None
+
+
+def chunks_of(data: str | bytes, url: str) -> list[Chunk]:
+    """The chunks of an answer or of an event, one per choice.
+
+    Raises:
+        UserError: the server is busy or refuses the request, or it is not OpenAI's interface.
+        StageError: the server failed.
+    """
+    try:
+        found = Completion.model_validate_json(data)
+    except ValidationError:
+        raise not_openai(url, data) from None
+    if found.error is not None:
+        raise told(url, found.error.status, found.error)
+    usage = found.usage or Usage()
+    choices = sorted(found.choices, key=lambda choice: choice.index)
+    return [_chunk(choice, usage) for choice in choices]
+
+
+def _chunk(choice: Choice, usage: Usage) -> Chunk:
+    scored = choice.logprobs or Logprobs(tokens=[], token_logprobs=[])
+    return Chunk(
+        choice.text,
+        choice.token_ids or [],
+        REASONS.get(choice.finish_reason, "stop"),
+        choice.index,
+        [math.nan if value is None else value for value in scored.token_logprobs],
+        scored.tokens,
+        [top or {} for top in scored.top_logprobs or []],
+        usage.prompt_tokens,
+        (usage.prompt_tokens_details or PromptDetails()).cached_tokens or 0,
+    )

@@ -1,0 +1,122 @@
+"""Prompts to Triton, and the sequences that come back: what all kinds of answers are made of."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lathe.errors import UserError
+from lathe.serve.gateway.answers import Usage
+from lathe.serve.gateway.errors import ApiError
+from lathe.serve.gateway.models import Model
+from lathe.serve.gateway.requests import Parameters, Prompt
+from lathe.serve.gateway.slots import Slots
+from lathe.serve.gateway.structure import Constraint
+from lathe.serve.gateway.triton import Triton
+from lathe.serve.runtime.protocol import Chunk
+
+STRUCTURED = "structured_outputs"
+"""What the backend calls a constraint."""
+
+MOST_UNREAD = 512
+"""Pieces of an answer that may wait for a client that reads too slowly."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be generated.
+
+    Attributes:
+        parameters: the backend's.
+        n: sequences to return for each prompt.
+        sequences: to generate for each prompt; the best `n` are returned.
+        echo: whether sequences begin with the prompt.
+        constraint: of the text.
+    """
+
+    prompts: Sequence[Prompt]
+    parameters: Parameters
+    n: int
+    sequences: int
+    echo: bool = False
+    constraint: Constraint | None = None
+
+
+class Generation:
+    """A task on its way.
+
+    Attributes:
+        usage: the tokens so far.
+
+    Raises:
+        ApiError: more sequences than the model generates at a time; or no room for them soon.
+    """
+
+    def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
+        if task.sequences > model.max_running:
+            name = "n" if task.n == task.sequences else "best_of"
+            what = f"{name} {task.sequences} is above what {model.name} generates at a time"
+            raise ApiError(400, f"{what}, {model.max_running}", param=name)
+        slots.require_room()
+        self._task, self._model, self._triton, self._slots = task, model, triton, slots
+        self._turns = asyncio.Semaphore(model.max_running // task.sequences)
+        self.usage = Usage()
+
+    async def whole(self) -> list[Chunk]:
+        """All sequences, prompt by prompt; the best first where more than `n` were generated."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._best(*one)) for one in enumerate(self._task.prompts)]
+        return [chunk for task in tasks for chunk in task.result()]
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
+        """Pieces of all sequences as they come, with the places that `whole` gives these."""
+        queue: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
+
+        async def put(number: int, prompt: Prompt) -> None:
+            async with aclosing(self._chunks(number, prompt)) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait((number * self._task.n + chunk.sequence, chunk))
+                    if queue.qsize() > MOST_UNREAD:
+                        raise ApiError(408, "the answer is not being read")
+
+        async def put_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, prompt in enumerate(self._task.prompts):
+                        group.create_task(put(number, prompt))
+            finally:
+                queue.put_nowait(None)
+
+        task = asyncio.create_task(put_all())
+        try:
+            while (piece := await queue.get()) is not None:
+                yield piece
+            await task
+        finally:
+            task.cancel()
+
+    async def _best(self, number: int, prompt: Prompt) -> list[Chunk]:
+        async with aclosing(self._chunks(number, prompt)) as chunks:
+            found = [chunk async for chunk in chunks]
+        if self._task.sequences > self._task.n:
+            found.sort(key=self._mean_log_probability, reverse=True)
+        return found[: self._task.n]
+
+    async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
+        async with self._turns, self._slots.hold(self._task.sequences, number == 0):
+            found = self._triton.generate(self._model.name, prompt, self._task.parameters)
+            try:
+                async with aclosing(found) as chunks:
+                    async for chunk in chunks:
+                        self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
+                        yield chunk
+            except UserError as error:
+                constraint = self._task.constraint
+                if constraint is not None and error.what.startswith(STRUCTURED):
+                    what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
+                    raise ApiError(400, what, param=constraint.field) from None
+                raise
+
+    def _mean_log_probability(self, chunk: Chunk) -> float:
+        new = chunk.log_probabilities[chunk.prompt_tokens if self._task.echo else 0 :]
+        return sum(new) / max(len(new), 1)

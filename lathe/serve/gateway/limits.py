@@ -1,0 +1,125 @@
+"""What a request has to pass before it is answered: a key, a place, and a body of some size."""
+
+import asyncio
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from lathe.serve.gateway.errors import ENDING, ApiError
+from lathe.serve.gateway.keys import ApiKeys
+
+BODY_SECONDS = 30.0
+GZIP_OR_ZLIB = 32  # zlib's flag for "whichever of the two formats it is"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one gateway.
+
+    Attributes:
+        requests: that are answered at the same time; further ones are refused at once.
+        prompts: of one request.
+        body: of one request, in bytes.
+        bodies: of all requests that are being sent, in bytes.
+        connections: that are open at the same time; the idle ones make room for new ones.
+    """
+
+    requests: int = 256
+    prompts: int = 256
+    body: int = 4 * 2**20
+    bodies: int = 128 * 2**20
+    connections: int = 8192
+
+
+class Door:
+    """Lets requests in."""
+
+    def __init__(self, limits: Limits, keys: ApiKeys | None) -> None:
+        self.limits, self._keys = limits, keys
+        self.inside, self._bodies = 0, 0
+        self.is_draining = False
+
+    def check(self, scope: Scope) -> None:
+        """Check the key.
+
+        Raises:
+            ApiError: keys are required, and the request has none of them.
+        """
+        given = Headers(scope=scope).get("authorization", "")
+        if self._keys is not None and not self._keys.accept(given):
+            what = "the API key is not known" if given else "no API key: send Authorization: Bearer"
+            raise ApiError(401, what, code="invalid_api_key")
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a place while the block runs.
+
+        Raises:
+            ApiError: all places are taken, or the gateway ends.
+        """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code=ENDING)
+        if self.inside >= self.limits.requests:
+            what = f"{self.limits.requests} requests are already being answered"
+            raise ApiError(503, what, code="overloaded")
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    async def body(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the body.
+
+        Raises:
+            ApiError: it is too large, is not sent in time, or the client has left; or too many
+                are being sent.
+        """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code=ENDING)
+        too_large = ApiError(413, f"the body exceeds {self.limits.body} bytes")
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length) > self.limits.body:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the body ended early")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._bodies += len(parts[-1])
+                    if size > self.limits.body:
+                        raise too_large
+                    if self._bodies > self.limits.bodies:
+                        raise ApiError(503, "too much is being sent", code="overloaded")
+                    if not message.get("more_body"):
+                        return self._decoded(b"".join(parts), scope)
+        except TimeoutError:
+            raise ApiError(408, f"no body within {BODY_SECONDS:g} s") from None
+        finally:
+            self._bodies -= size
+
+    def _decoded(self, body: bytes, scope: Scope) -> bytes:
+        coding = Headers(scope=scope).get("content-encoding", "identity").strip().lower()
+        if coding == "identity":
+            return body
+        if coding not in ("gzip", "x-gzip", "deflate"):
+            what = f"the content encoding is {coding[:100]!r}: send gzip, deflate or none"
+            raise ApiError(415, what)
+        decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP_OR_ZLIB)
+        try:
+            plain = decoder.decompress(body, self.limits.body + 1)
+        except zlib.error as error:
+            raise ApiError(400, f"the body is not {coding}: {error}") from None
+        if len(plain) > self.limits.body:
+            raise ApiError(413, f"the body exceeds {self.limits.body} bytes")
+        if not decoder.eof:
+            raise ApiError(400, f"the {coding} body ends early")
+        return plain

@@ -1,0 +1,78 @@
+"""`python -m lathe.serve.gateway.render EXPORT`: the process of `Renderer`; a JSON object a line.
+
+Each names what is to be done, with its arguments.
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lathe.serve.gateway.template import ChatTemplate, ChatTokenizer, PromptError
+from lathe.serve.runtime.prompt import encode_prompts
+from lathe.serve.runtime.text import TokenBytes
+
+MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
+
+
+def main(folder: Path) -> None:
+    """Answer until the end of standard input."""
+    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    n_positions = json.loads((folder / "export.json").read_text(encoding="utf-8"))["n_positions"]
+    longest = n_positions * TokenBytes(tokenizer).longest
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]
+    source = settings.get("chat_template", "")
+    chat: ChatTokenizer | PromptError
+    _limit_memory()  # constants are computed as a template is compiled
+    try:
+        chat = ChatTokenizer(ChatTemplate(source), tokenizer, longest)
+    except PromptError as error:
+        chat = error
+    for line in sys.stdin:
+        print(json.dumps(_answer(chat, tokenizer, json.loads(line))), flush=True)
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _answer(
+    chat: ChatTokenizer | PromptError, tokenizer: Tokenizer, request: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        match request:
+            case {"chat": given}:
+                if isinstance(chat, PromptError):
+                    raise chat
+                return {"done": chat.ids(**given)}
+            case {"text": text, "add_special_tokens": True}:
+                return {"done": encode_prompts(tokenizer, [text])[0]}
+            case {"text": text}:
+                return {"done": tokenizer.encode(text, add_special_tokens=False).ids}
+            case {"names": ids}:
+                return {"done": [tokenizer.id_to_token(i) for i in ids]}
+            case {"tokens": ids}:
+                return {"done": _text(tokenizer, ids)}
+        raise AssertionError(request)
+    except PromptError as error:
+        return {"error": str(error), "is_broken": error.is_broken}
+    except (UnicodeEncodeError, TypeError):  # of the tokenizer
+        return {"error": "half a character is no text", "is_broken": False}
+
+
+def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    most = tokenizer.get_vocab_size()
+    wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
+    if wrong:
+        raise PromptError(f"{wrong[0]} is no token of the tokenizer, which has {most}")
+    text: str = tokenizer.decode(ids, skip_special_tokens=False)
+    return text
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,75 @@
+"""Requests that Triton had when it died: one that kills it a second time is refused from then on.
+
+Most of them are innocent, as a crash ends all requests in flight. So the second try of each is the
+only one of its kind at that time: if the server dies again, this one is the cause.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lathe.errors import StageError, UserError
+from lathe.serve.runtime.protocol import BUSY
+
+MOST = 4096
+"""Digests that are remembered; the oldest go first."""
+
+TURN_SECONDS = 10.0
+"""How long a second try waits for those before it."""
+
+
+class Unavailable(StageError):
+    """Triton does not answer, or has ended a stream."""
+
+
+class Died(Unavailable):
+    """Triton ended after it had received the request."""
+
+
+class Suspects:
+    """The digests of such requests."""
+
+    def __init__(self) -> None:
+        self._is_guilty: dict[bytes, bool] = {}
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def watch(self, digest: bytes) -> AsyncIterator[None]:
+        """Answer a request in the block, which raises Died where Triton does.
+
+        Raises:
+            UserError: Triton has died of the request twice; or too many second tries are waiting.
+        """
+        if digest not in self._is_guilty:
+            try:
+                yield
+            except Died:
+                self._remember(digest, False)
+                raise
+            return
+        await self._take_turn()
+        try:
+            if self._is_guilty.get(digest):
+                what = "the model server has died twice while it was answering this request"
+                raise UserError(what, "it is not tried again; change it")
+            yield
+        except Died:
+            self._remember(digest, True)
+            raise
+        else:
+            self._is_guilty.pop(digest, None)
+        finally:
+            self._turn.release()
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            what = f"{BUSY}: the model server has died, and what it had is tried one by one"
+            raise UserError(what, "try again later") from None
+
+    def _remember(self, digest: bytes, is_guilty: bool) -> None:
+        self._is_guilty[digest] = is_guilty | self._is_guilty.pop(digest, False)
+        if len(self._is_guilty) > MOST:
+            del self._is_guilty[next(iter(self._is_guilty))]

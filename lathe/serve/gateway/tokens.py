@@ -1,0 +1,65 @@
+"""/tokenize and /detokenize, as in vLLM."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from lathe.serve.gateway.answers import Json
+from lathe.serve.gateway.chat import prompt_of
+from lathe.serve.gateway.models import Model
+from lathe.serve.gateway.renderer import Renderer
+from lathe.serve.gateway.requests import Body, Conversation, Id
+
+
+class TokenizeText(Body):
+    """A text whose tokens are asked for."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChat(Conversation):
+    """Messages, of whose prompt the tokens are asked for."""
+
+    return_token_strs: bool = False
+    add_special_tokens: bool = False
+
+    @field_validator("add_special_tokens")
+    @classmethod
+    def _is_the_templates(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("not supported with messages: the chat template says what comes first")
+        return value
+
+
+class Detokenize(Body):
+    """Tokens whose text is asked for."""
+
+    tokens: Annotated[list[Id], Field(max_length=2**20)]
+
+
+def read_tokenize(given: Any) -> TokenizeText | TokenizeChat:
+    """Understand the body of /tokenize; raises ValidationError."""
+    kind = TokenizeChat if isinstance(given, dict) and "messages" in given else TokenizeText
+    return kind.model_validate(given)
+
+
+async def tokenize(request: TokenizeText | TokenizeChat, model: Model, renderer: Renderer) -> Json:
+    """The tokens, as the model would read them."""
+    if isinstance(request, TokenizeChat):
+        ids = await prompt_of(request, model, renderer)
+    else:
+        ids = await renderer.tokenize(request.prompt, request.add_special_tokens)
+    strings = await renderer.names(ids) if request.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": model.n_positions,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+
+
+async def detokenize(request: Detokenize, renderer: Renderer) -> Json:
+    """The text, with its special tokens."""
+    return {"prompt": await renderer.detokenize(request.tokens)}

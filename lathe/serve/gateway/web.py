@@ -1,0 +1,72 @@
+"""What a web browser must not be talked into, and the name of each request.
+
+A page of any site can make a browser send requests to this machine, and under a name of its own
+that leads here (DNS rebinding) it can read the answers. So a request from a page is answered only
+if the page's origin is allowed, and a gateway that listens on loopback answers to this machine's
+names only. That a body has to say that it is JSON (`Endpoint`) keeps out what browsers send
+without asking.
+"""
+
+import re
+import uuid
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lathe.serve.gateway.errors import ApiError
+from lathe.serve.reach import is_this_machine
+
+REQUEST_ID = "x-request-id"
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+class Web:
+    """An ASGI application before another one.
+
+    Args:
+        origins: of web pages that may ask.
+        is_local: whether the gateway listens on loopback only.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], is_local: bool) -> None:
+        self._app, self._origins = app, set(origins)
+        self._hosts = {urlsplit(origin).hostname for origin in origins} if is_local else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope["state"][REQUEST_ID] = name
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        error = self._refusal(headers)
+        await (error.response() if error else self._app)(scope, receive, named)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        if self._hosts is not None and "host" in headers:  # HTTP/1.0 may have none, browsers do
+            host = _hostname(headers["host"])
+            is_ours = is_this_machine(host) or host.endswith(".localhost")
+            if not is_ours and host not in self._hosts:
+                what = f"{host!r} is not a name of this machine"
+                return ApiError(421, what, code="unknown_host")
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins and "*" not in self._origins:
+            what = f"pages of {origin[:100]!r} may not ask: allow them with LATHE_CORS_ORIGINS"
+            return ApiError(403, what, code="foreign_origin")
+        return None
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return host[:100]

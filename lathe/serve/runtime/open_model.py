@@ -1,0 +1,164 @@
+"""Open an exported model with one of three runtimes, or with the one that is fastest here.
+
+onnxruntime is what an export is proven with. Another runtime has to agree with it on this machine,
+since kernels differ from CPU to CPU, before it serves anything.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from lathe.errors import UserError
+from lathe.serve.runtime.batcher import PREFILL_CHUNK
+from lathe.serve.runtime.exported_model import MODEL, ExportedModel
+from lathe.serve.runtime.session import OnnxModel
+
+Runtime = Literal["auto", "onnxruntime", "onnxruntime_single_stream", "openvino"]
+ROUNDS = 5
+STEPS = 4  # decoded tokens in a round
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model, and why its runtime was chosen."""
+
+    model: ExportedModel
+    reason: str
+
+
+def open_model(
+    folder: Path, threads: int = 0, runtime: Runtime = "onnxruntime", rows: int = 8
+) -> OpenedModel:
+    """Open an export.
+
+    Args:
+        threads: that compute; 0 means one per core.
+        runtime: `auto` takes, of those that agree, the one that is fastest by the geometric mean
+            over reading a prompt, decoding one row, and decoding many.
+        rows: how many.
+
+    Raises:
+        UserError: the folder is not an export; or the runtime that is asked for is not installed,
+            cannot load the graph, or computes something else.
+    """
+    reference = OnnxModel(folder, threads)
+    if runtime == "onnxruntime":
+        return OpenedModel(reference, "as asked")
+    if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
+        return OpenedModel(reference, "the export's own graph is laid out for a single stream")
+    if runtime != "auto":
+        return OpenedModel(OPENERS[runtime](reference, threads), "as asked")
+    best, most, reasons = OpenedModel(reference, ""), 1.0, list[str]()
+    for name, opened in OPENERS.items():
+        try:
+            other = opened(reference, threads)
+        except UserError as error:
+            reasons.append(error.what)
+            continue
+        speedups = _speedups(reference, other, rows)
+        mean = float(np.exp(np.mean(np.log(list(speedups.values())))))
+        each = ", ".join(f"{case} {speedup:.2f}" for case, speedup in speedups.items())
+        reasons.append(f"{name} is {mean:.2f} times as fast as onnxruntime ({each})")
+        if mean > most:
+            best, most = OpenedModel(other, ""), mean
+    return OpenedModel(best.model, "; ".join(reasons))
+
+
+def _reads_single_stream(reference: OnnxModel) -> bool:
+    from lathe.serve.runtime.single_stream_graph import reads_single_stream
+
+    return reads_single_stream(reference.folder / MODEL)
+
+
+def _open_single_stream(reference: OnnxModel, threads: int) -> ExportedModel:
+    """The same export with a second copy of its INT8 weights, for steps of one token."""
+    from lathe.serve.runtime.single_stream_model import SingleStreamModel
+
+    model = SingleStreamModel(reference.folder, threads, reference.session)
+    _require_agreement(reference, model.single_stream, "the graph of a single stream")
+    return model
+
+
+def _open_openvino(reference: OnnxModel, threads: int) -> ExportedModel:
+    """The same export in OpenVINO."""
+    # Where that package is installed, `import openvino` reports itself to Google Analytics.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        from lathe.serve.runtime.openvino_model import OpenVINOModel
+    except ImportError as error:
+        raise UserError(
+            f"OpenVINO cannot be imported: {error}",
+            "pip install openvino onnx, or set Serving.runtime=onnxruntime",
+        ) from None
+    model = OpenVINOModel(reference.folder, threads)
+    _require_agreement(reference, model, "OpenVINO")
+    return model
+
+
+OPENERS = {"onnxruntime_single_stream": _open_single_stream, "openvino": _open_openvino}
+
+
+def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) -> None:
+    """Check that a model's logits are the reference's up to the limit of the export's proof."""
+    samples = reference.metadata.get("samples")
+    limit = reference.metadata.get("proof", {}).get("mean_limit")
+    if not samples or limit is None:
+        raise UserError(
+            f"{reference.folder}: the export says nothing to check {name} by",
+            "export the model again, or set Serving.runtime=onnxruntime",
+        )
+    difference = mean_difference(reference, model, samples)
+    if not difference <= limit:
+        raise UserError(
+            f"{reference.folder}: on this machine, the logits of {name} differ from onnxruntime's "
+            f"by {difference:.3g} on average (limit {limit:.3g})",
+            "set Serving.runtime=onnxruntime",
+        )
+
+
+def mean_difference(
+    first: ExportedModel, second: ExportedModel, prompts: Sequence[Sequence[int]]
+) -> float:
+    """The mean absolute difference of two models' logits, over all positions of prompts."""
+    error, n = 0.0, 0
+    for prompt in prompts:
+        tokens = np.array([prompt], np.int64)
+        difference = np.abs(first.logits(tokens) - second.logits(tokens))
+        error, n = error + float(difference.sum(dtype=np.float64)), n + difference.size
+    return error / n
+
+
+def _speedups(first: ExportedModel, second: ExportedModel, rows: int) -> dict[str, float]:
+    """How many times as fast the second is: medians of ratios of rounds, in turns."""
+    seconds = [[_seconds(model, rows) for model in (first, second)] for _ in range(ROUNDS + 1)]
+    own, others = np.array(seconds[1:]).swapaxes(0, 1)  # (rounds, cases); the first warms up
+    ratios = own / others
+    names = ("prompt", "one row", f"{rows} rows")
+    return dict(zip(names, np.median(ratios, axis=0).tolist(), strict=True))
+
+
+def _seconds(model: ExportedModel, rows: int) -> list[float]:
+    """Of a chunk of a prompt, and of steps that decode one row and many behind such chunks."""
+    length = min(PREFILL_CHUNK, model.n_positions // 2)
+    steps = min(STEPS, model.n_positions - length)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (rows, length))
+    cache = model.start(rows, length + steps)
+    found = []
+    started = time.perf_counter()
+    model.step(model.rows(cache, 0, 1), tokens[:1])
+    found.append(time.perf_counter() - started)
+    for row in range(1, rows):
+        cache.permute([row], [0])
+    for n in (1, rows):
+        part = model.rows(cache, 0, n)
+        part.lengths[:] = length
+        started = time.perf_counter()
+        for step in range(steps):
+            model.step(part, tokens[:n, step : step + 1])
+        found.append(time.perf_counter() - started)
+    return found
