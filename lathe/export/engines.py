@@ -7,10 +7,10 @@ choice. Those that are not in Lathe's environment are imported when they are ask
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 
@@ -18,7 +18,7 @@ from lathe.errors import UserError
 from lathe.export.fidelity import Logits
 from lathe.export.formats import compressed_tensors, gguf
 from lathe.serve.runtime.exported_model import MODEL
-from lathe.serve.runtime.open_model import open_model
+from lathe.serve.runtime.open_model import Runtime, open_model
 
 Array = NDArray[np.float32]
 
@@ -31,12 +31,13 @@ class Engine(Logits, Protocol):
 
 
 class OnnxRuntime:
-    """The ONNX graph in one of the server's runtimes."""
+    """The ONNX graph in onnxruntime."""
 
-    def __init__(self, folder: Path, runtime: Any = "onnxruntime") -> None:
-        self.model = open_model(folder, torch.get_num_threads(), runtime).model
-        module = import_module(runtime)
-        self.version = f"{runtime} {module.__version__}"
+    version = f"onnxruntime {onnxruntime.__version__}"
+    runtime: Runtime = "onnxruntime"
+
+    def __init__(self, folder: Path) -> None:
+        self.model = open_model(folder, torch.get_num_threads(), self.runtime).model
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:
         found: Array = self.model.logits(tokens)
@@ -46,15 +47,22 @@ class OnnxRuntime:
 class OpenVINO(OnnxRuntime):
     """The ONNX graph in OpenVINO, as the server runs it."""
 
+    runtime: Runtime = "openvino"
+
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "openvino")
+        super().__init__(folder)
+        openvino = import_module("openvino")
+        self.version = f"OpenVINO {openvino.__version__}"
 
 
 class LlamaCpp:
     """The GGUF file in llama.cpp, by llama-cpp-python."""
 
     def __init__(self, folder: Path) -> None:
-        module = _import("llama_cpp", "llama-cpp-python")
+        try:
+            module = import_module("llama_cpp")
+        except ImportError as error:
+            raise _missing("llama-cpp-python", error) from None
         float32 = module.GGML_TYPE_F32  # of cached keys and values, which are float16 by default
         self.model = module.Llama(
             str(folder / gguf.FILE),
@@ -78,8 +86,11 @@ class Transformers:
     """The folder of compressed-tensors in transformers, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        module = _import("transformers", "transformers")
-        _import("compressed_tensors", "compressed-tensors")
+        try:
+            module = import_module("transformers")
+            import_module("compressed_tensors")
+        except ImportError as error:
+            raise _missing("transformers compressed-tensors", error) from None
         place = folder / compressed_tensors.FOLDER
         load = module.AutoModelForCausalLM.from_pretrained
         self.model = load(place, dtype=torch.float32, local_files_only=True).eval()
@@ -118,10 +129,5 @@ def open_engine(name: str, folder: Path) -> Engine:
     return engine(folder)
 
 
-def _import(module: str, package: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"{package} cannot be imported: {error}", f"pip install {package}"
-        ) from None
+def _missing(packages: str, error: ImportError) -> UserError:
+    return UserError(f"an engine cannot be imported: {error}", f"pip install {packages}")

@@ -111,7 +111,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     assert set(plan.integer_linears) == (set() if weight_only else set(plan.linears))
     assert plan.weight_bits == bits
     tokens = TokenDataset.open(small_data)
-    batches = EvalBatches(recipe, tokens, 4, 2)
+    batches = EvalBatches(recipe, tokens, 8, 2)
     assert len(batches) == 2
     with torch.no_grad():
         tensors = [torch.from_numpy(batches[i]) for i in range(len(batches))]

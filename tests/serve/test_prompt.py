@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from lathe.config.settings import PrepareSettings
 from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
 from lathe.serve.runtime.prompt import bos_ids, encode_pairs, encode_prompts
@@ -43,7 +44,7 @@ def test_a_continuation_is_encoded_with_its_text() -> None:
 
 
 def test_documents_begin_with_it() -> None:
-    ((first, second),) = encoded(["lo", "a"], metaspace_tokenizer(puts_bos=True))
+    ((first, second),) = encoded(["lo", "a"], metaspace_tokenizer(puts_bos=True), PrepareSettings())
     assert [first[0], first[-1], second[0], second[-1]] == [1, 2, 1, 2]
 
 

@@ -16,13 +16,13 @@ import requests
 
 from lathe.errors import UserError
 from lathe.evaluate.open_model import served_scorer
+from lathe.serve import reach
 from lathe.serve.client import (
     Client,
     grpc_transport,
     openai_errors,
     openai_transport,
     playground,
-    reach,
 )
 from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.client.bench import bench

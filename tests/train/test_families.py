@@ -240,7 +240,7 @@ def test_training_goes_on_from_a_checkpoint(small_data: Path, tmp_path: Path) ->
         (("Model.rms_norm_eps=1e-5",), "rms_norm_eps is 1e-05, which GPT-2 does not have"),
         ((UNTIED,), "tie_word_embeddings is False, which GPT-2 does not have"),
         ((*SHAPE, "Model.num_key_value_heads=3"), "num_key_value_heads 3 equally"),
-        ((*SHAPE, "Model.rope_scaling={rope_type: yarn, factor: 2}"), "rope_type is 'yarn'"),
+        ((*SHAPE, "Model.rope_scaling={rope_type: longest, factor: 2}"), "rope_type is 'longest'"),
         ((*SHAPE, "Model.partial_rotary_factor=0.4"), "3 features of a head are to be rotated"),
     ],
 )

@@ -27,7 +27,7 @@ def load_page(
         _distribution("Time between tokens", between, objective.between_tokens),
     ]
     return render(
-        "serve/load_page.html.j2",
+        "serve/client/load_page.html.j2",
         "Load on the server",
         what=what,
         summary=summary,
