@@ -298,6 +298,7 @@ def test_what_is_no_shard(text: str) -> None:
     assert Shard.parse("2/8") == Shard(2, 8)
 
 
+@pytest.mark.slow
 def test_a_corpus_whose_size_is_not_known_is_divided(tmp_path: Path) -> None:
     with opened("python") as corpus:
         counts = [sum(1 for _ in corpus.documents("text", Shard(n, 3))) for n in (1, 2, 3)]
