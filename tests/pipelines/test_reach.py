@@ -137,8 +137,10 @@ def test_no_random_edit_is_missed(tree, components):
 
 
 def edited(text: str, draw: random.Random) -> str | None:
-    """The source with another number or operator somewhere; None where it has none."""
+    """The source with another number or operator somewhere; None where it has none, or the number
+    is a float so large that it stays the same."""
     tree = ast.parse(text)
+    before = ast.unparse(tree)
     nodes = list(ast.walk(tree))
     numbers = [n for n in nodes if isinstance(n, ast.Constant) and type(n.value) in (int, float)]
     sums = [n for n in nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Mult)]
@@ -149,7 +151,8 @@ def edited(text: str, draw: random.Random) -> str | None:
         node.value += draw.randint(1, 9)
     else:
         node.op = ast.Sub()
-    return ast.unparse(tree)
+    after = ast.unparse(tree)
+    return None if after == before else after
 
 
 def loaded(root: Path, components: list[str]) -> dict[str, set[str]]:

@@ -7,6 +7,7 @@ the range. PaddleSlim's moving average counts every forward pass, Lathe's every 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -183,19 +184,19 @@ def with_scales(model: GPT, plan: QuantizationPlan) -> QuantizationPlan:
 
 @paddle.no_grad()
 def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, float]:
-    """Set every range to the largest magnitude seen over `batches` (B, T), with weights quantized
-    and activations not, as `lathe.model.fake_quant.calibrate`.
+    """Set every range to the mean of the largest magnitudes in each of `batches` (B, T), with
+    weights quantized and activations not, as `lathe.model.fake_quant.calibrate`.
 
     Returns:
         Path -> scale.
     """
     found = dict(activation_quantizers(model))
-    seen = dict.fromkeys(found, 0.0)
+    seen: dict[str, list[float]] = {name: [] for name in found}
     hooks = []
     for name, quantizer in found.items():
 
         def watch(layer: Any, inputs: Any, output: Any, name: str = name) -> Any:
-            seen[name] = max(seen[name], float(inputs[0].abs().max()))
+            seen[name].append(float(inputs[0].abs().max()))
             return inputs[0]
 
         hooks.append(quantizer.register_forward_post_hook(watch))
@@ -206,7 +207,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
     for hook in hooks:
         hook.remove()
     for name, quantizer in found.items():
-        set_range(quantizer, seen[name])
+        set_range(quantizer, fmean(seen[name]))
     model.train() if training else model.eval()
     return scales(model)
 
