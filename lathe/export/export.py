@@ -18,7 +18,7 @@ from lathe.errors import UserError
 from lathe.export.blocks import padded_head
 from lathe.export.formats import require_formats, write_formats
 from lathe.export.graph import Weight, build
-from lathe.export.prompts import held_out_prompts
+from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
@@ -92,10 +92,7 @@ def export(
     config = checkpoint.model.config
     require_exportable(model, config, settings)
     require_formats(settings, config, model)
-    new_tokens = min(settings.new_tokens, config.n_positions // 2)
-    prompts = held_out_prompts(
-        checkpoint.tokenizer, data, settings.prompts, config.n_positions - new_tokens
-    )
+    prompts, new_tokens = proof_prompts(checkpoint.tokenizer, data, settings, config.n_positions)
     with atomic_folder(output, EXPORT) as work:
         metadata = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from lathe.config.settings import ExportSettings
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
 from lathe.inputs import read_text
@@ -13,6 +14,15 @@ HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
 LONGEST_PROMPT = 64
 SHORTEST_PROMPT = 4
+
+
+def proof_prompts(
+    tokenizer: Tokenizer, data: Path, settings: ExportSettings, n_positions: int
+) -> tuple[list[list[int]], int]:
+    """The prompts of a proof, and the number of tokens that each is continued by."""
+    new_tokens = min(settings.new_tokens, n_positions // 2)
+    longest = n_positions - new_tokens
+    return held_out_prompts(tokenizer, data, settings.prompts, longest), new_tokens
 
 
 def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:

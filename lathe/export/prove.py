@@ -16,7 +16,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.export.engines import Engine, open_engine
 from lathe.export.fidelity import Fidelity, compare_with_float, without_quantization
-from lathe.export.prompts import held_out_prompts
+from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import load_checkpoint
 from lathe.progress import track
 from lathe.storage.artifacts.kinds import open_export
@@ -58,10 +58,9 @@ def prove_in_engine(
     if metadata.source != checkpoint.digest:
         raise UserError(f"{exported}: is not an export of {model}", "give its own checkpoint")
     opened = open_engine(engine, exported)
-    settings, config = recipe.Export, checkpoint.model.config
-    new_tokens = min(settings.new_tokens, config.n_positions // 2)
-    longest = config.n_positions - new_tokens
-    prompts = held_out_prompts(checkpoint.tokenizer, data, settings.prompts, longest)
+    prompts, new_tokens = proof_prompts(
+        checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
+    )
     texts = [_greedy(opened, prompt, new_tokens) for prompt in track(prompts, engine, len(prompts))]
     plain = without_quantization(checkpoint.model)
     fidelity = compare_with_float(checkpoint.model, plain, opened, prompts, texts)

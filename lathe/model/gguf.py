@@ -287,18 +287,27 @@ def _weights(
         if family.is_conv1d(name):
             array = np.ascontiguousarray(array.T)
         require_fit(source, {name: array.shape}, {name: shapes[name]})
-        if family in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
-            array = _halves(array, config.head_dim)
+        if is_interleaved(config, name):
+            array = halves(array, config.head_dim)
         if family.norm_offset and family.is_norm(name):
             array = array - np.float32(family.norm_offset)
         yield name, array
 
 
+def family_in_gguf(config: GPTConfig) -> Architecture:
+    """The family that llama.cpp's files call a model: Mistral is Llama with other defaults."""
+    return LLAMA if config.architecture is MISTRAL else config.architecture
+
+
+def is_interleaved(config: GPTConfig, name: str) -> bool:
+    """Whether a tensor has rows of queries or keys in llama.cpp's order; see `halves`."""
+    return family_in_gguf(config) in INTERLEAVED and (".q_proj." in name or ".k_proj." in name)
+
+
 def names_in_gguf(config: GPTConfig) -> dict[str, str]:
     """llama.cpp's name of every tensor -> its name without the prefix in Hugging Face's files."""
     family = config.architecture
-    found_as = LLAMA if family is MISTRAL else family
-    own = next(name for name, known in FAMILIES.items() if known is found_as)
+    own = next(name for name, known in FAMILIES.items() if known is family_in_gguf(config))
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == own)
     table = get_tensor_name_map(arch, config.n_layer)
     found = {}
@@ -342,7 +351,7 @@ def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:
     return found
 
 
-def _halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+def halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
     """Rows of heads (H * D, ...) from llama.cpp's order, a feature and its partner in turns, to
     Hugging Face's, where the partners are in the other half."""
     return np.ascontiguousarray(rows[np.argsort(interleaved_rows(len(rows), head_dim))])

@@ -3,8 +3,7 @@ server. Each is a module of this package:
 
 - `require(config, folder)` refuses what the format or its engines cannot hold,
 - `write(checkpoint, folder, dtype)` writes its files and returns their names,
-- `read(folder)` reads weights back by another package than the one that wrote them, for the check
-  of every file that is written.
+- `read(folder, config)` reads the weights back, for the check of every file that is written.
 
 A further format is a module, a line in `FORMATS`, its name in `Export.formats`, and a row of
 `tests/export/test_formats.py`.
@@ -81,11 +80,10 @@ def write_formats(
 
 def _require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     """Compare every value that a format holds with the fake-quantized model's."""
-    config = checkpoint.model.config
-    written = dict(FORMATS[name].read(folder, config))
-    expected = list(stored_matrices(checkpoint.model))
-    for tensor, value in track(expected, f"check {name}", len(expected)):
-        wanted = value.values * value.spread_scales(1) if isinstance(value, Integers) else value
+    model = checkpoint.model
+    written = dict(FORMATS[name].read(folder, model.config))
+    for tensor, value in track(stored_matrices(model), f"check {name}", len(written)):
+        wanted = value.floats if isinstance(value, Integers) else value
         got = written.pop(tensor, torch.empty(0))
         is_equal = got.shape == wanted.shape and bool(
             ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST).all()

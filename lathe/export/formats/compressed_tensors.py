@@ -90,7 +90,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
             scheme = _without_scale(found.form)
             targets.setdefault(scheme, []).append(path)
         else:
-            values = found.values * found.spread_scales(1) if isinstance(found, Integers) else found
+            values = found.floats if isinstance(found, Integers) else found
             tensors[stored] = values.to(kind).contiguous()
             if name not in tables and values.dim() > 1:
                 ignored.append(stored.removesuffix(".weight"))

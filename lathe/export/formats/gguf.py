@@ -37,7 +37,15 @@ from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.families import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
-from lathe.model.gguf import END_KEYS, ROPE_FACTORS, interleaved_rows, names_in_gguf
+from lathe.model.gguf import (
+    END_KEYS,
+    ROPE_FACTORS,
+    family_in_gguf,
+    halves,
+    interleaved_rows,
+    is_interleaved,
+    names_in_gguf,
+)
 from lathe.model.rotary import frequencies
 
 log = logging.getLogger("lathe")
@@ -47,6 +55,7 @@ BLOCK = 32
 """Inputs that share a scale in Q4_0 and Q8_0."""
 PER_LAYER = "deci"
 """llama.cpp's name of Llama with widths that differ from layer to layer."""
+HINT = "take gguf out of Export.formats"
 
 
 def require(config: GPTConfig, folder: Path) -> None:
@@ -61,32 +70,32 @@ def require(config: GPTConfig, folder: Path) -> None:
         raise UserError(
             f"{folder}: is a {family.title} model, and GGUF files are written of "
             f"{', '.join(x.title for x in known)} only",
-            "take gguf out of Export.formats",
+            HINT,
         )
     if window := next((kind.window for kind in config.kinds if kind.window), None):
         raise UserError(
             f"{folder}: attention has a window of {window} tokens, which GGUF files of "
             f"{family.title} have no place for",
-            "take gguf out of Export.formats",
+            HINT,
         )
     scaling = config.rope.scaling if config.rope else None
     if scaling is not None and scaling.rope_type not in ("linear", "llama3"):
         raise UserError(
             f"{folder}: rope_type is {scaling.rope_type}, and GGUF files are written of linear and "
             "llama3 only",
-            "take gguf out of Export.formats",
+            HINT,
         )
     if not config.is_uniform and family not in (LLAMA, MISTRAL):
         raise UserError(
             f"{folder}: is a pruned {family.title} model, and llama.cpp has pruned widths for "
             f"{LLAMA.title} and {MISTRAL.title} only",
-            "take gguf out of Export.formats",
+            HINT,
         )
     if config.rope is not None and config.rope.partial_rotary_factor < 1:
         raise UserError(
             f"{folder}: partial_rotary_factor is {config.rope.partial_rotary_factor:g}, which "
             "llama.cpp does not compute in this family",
-            "take gguf out of Export.formats",
+            HINT,
         )
 
 
@@ -135,10 +144,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
 
 
 def _architecture(config: GPTConfig) -> str:
-    if not config.is_uniform:
-        return PER_LAYER
-    # Mistral is Llama with other defaults.
-    return (LLAMA if config.architecture is MISTRAL else config.architecture).model_type
+    return family_in_gguf(config).model_type if config.is_uniform else PER_LAYER
 
 
 def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
@@ -187,10 +193,9 @@ def _tensors(
     """Name, type and data of every tensor; the type is None where blocks do not fit."""
     config = checkpoint.model.config
     names = {own: theirs for theirs, own in names_in_gguf(config).items()}
-    is_interleaved = config.architecture in (LLAMA, MISTRAL)
     for name, tensor in stored_matrices(checkpoint.model):
         found = tensor
-        if is_interleaved and (".q_proj." in name or ".k_proj." in name):
+        if is_interleaved(config, name):
             order = torch.from_numpy(interleaved_rows(_rows(tensor), config.head_dim))
             found = tensor.rows(order) if isinstance(tensor, Integers) else tensor[order]
         yield names[name], *_encoded(found, dtype)
@@ -204,15 +209,14 @@ def _tensors(
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `model.gguf`, put back into float32 by the package `gguf`."""
     names = names_in_gguf(config)
-    is_interleaved = config.architecture in (LLAMA, MISTRAL)
     for tensor in GGUFReader(folder / FILE).tensors:
         if tensor.name == ROPE_FACTORS:
             continue
         name = names[tensor.name]
-        found = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
-        if is_interleaved and (".q_proj." in name or ".k_proj." in name):
-            found = found[np.argsort(interleaved_rows(len(found), config.head_dim))]
-        yield name, found
+        found = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if is_interleaved(config, name):
+            found = halves(found, config.head_dim)
+        yield name, torch.from_numpy(found)
 
 
 def _rows(tensor: Tensor | Integers) -> int:
@@ -224,8 +228,7 @@ def _encoded(
 ) -> tuple[GGMLQuantizationType | None, NDArray[Any]]:
     if isinstance(tensor, Integers):
         if tensor.values.shape[1] % BLOCK:
-            scales = tensor.spread_scales(1)
-            return None, (tensor.values * scales).half().numpy()
+            return None, tensor.floats.half().numpy()
         kind = GGMLQuantizationType.Q4_0 if tensor.bits == 4 else GGMLQuantizationType.Q8_0
         return kind, blocks(tensor)
     if tensor.dim() > 1 and dtype == "float16":

@@ -37,6 +37,11 @@ class Integers:
         """Bits of an integer."""
         return self.form.weight.bits
 
+    @property
+    def floats(self) -> Tensor:
+        """What the integers stand for, float32 (O, I)."""
+        return self.values * self.spread_scales(1)
+
     def rows(self, order: Tensor) -> "Integers":
         """The rows `order`, in that order."""
         return replace(self, values=self.values[order], scales=self.scales[order])
