@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.gguf_tokenizer import metadata_of
 from lathe.errors import StageError, UserError
+from lathe.export.engines import open_engine
 from lathe.export.export import export
 from lathe.export.formats import compressed_tensors, gguf, write_formats
 from lathe.export.formats.integers import Integers, stored_matrices
@@ -333,7 +334,7 @@ def test_llama_cpp_computes_what_torch_does(
     case: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """A pruned model is of the architecture `deci` there."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     found = checkpoint("llama" if case == "pruned" else case, "float")
     if case == "pruned":
         smaller = replace(
@@ -343,12 +344,11 @@ def test_llama_cpp_computes_what_torch_does(
         model.initialize(0.1, seed=0)
         found = replace(found, model=model.eval())
     write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
-    engine = llama_cpp.Llama(str(tmp_path / gguf.FILE), n_ctx=64, logits_all=True, verbose=False)
-    engine.eval(TOKENS[0].tolist())
     with torch.inference_mode():
         expected = found.model(TOKENS[:1])[0].numpy()
     assert expected.std() > 0.1
-    np.testing.assert_allclose(engine.scores[: len(expected)], expected, atol=5e-3)
+    logits = open_engine("llama.cpp", tmp_path).logits(TOKENS[:1].numpy())[0]
+    np.testing.assert_allclose(logits, expected, atol=5e-3)
 
 
 def test_transformers_does_not_load_a_quantized_checkpoint_in_float(checkpoint: Make) -> None:
