@@ -27,7 +27,6 @@ class Kubelet(Controller):
             return
         if event.type == "ADDED":
             pod = self.pods[metadata["uid"]] = Pod(self.server, event.object, 0, 1)
-            self.server.patch("pods", pod.name, {"status": {"phase": "Pending"}})
             threading.Thread(target=self._play, args=(pod,), daemon=True).start()
         elif event.type == "DELETED":
             self.pods[metadata["uid"]].told_to_end.set()

@@ -65,6 +65,8 @@ class Store:
             if key in self._objects:
                 raise Refused(409, "AlreadyExists", f'{resource} "{key.name}" already exists')
             validate(key, body)
+            if resource == "pods":  # the API server sets it, before any kubelet knows of the pod
+                body["status"] = {"phase": "Pending"} | body.get("status", {})
             metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
             metadata |= {"namespace": namespace} if namespace else {}
             self._objects[key] = body
