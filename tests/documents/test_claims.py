@@ -34,7 +34,7 @@ CLAIMS = {
     "and the gate passes": [
         "tests/pipelines/test_tiny.py::test_the_default_run_learns_and_compresses",
     ],
-    "Clients of OpenAI's API can use it, too": [
+    "OpenAI clients work too": [
         "tests/gateway/test_completions.py::test_greedy_is_the_checkpoints_own",
     ],
     "Use your own text, tokenizer, test set and settings": [
@@ -72,8 +72,8 @@ CLAIMS = {
         "tests/export/test_stage.py::test_a_failed_proof_leaves_nothing",
         "tests/export/test_stage.py::test_a_changed_graph_fails_the_proof",
     ],
-    "lets a model through only if a paired test of non-inferiority proves that it is as good as "
-    "its baseline, within a margin of yours": [
+    "passes a model only if a paired non-inferiority test shows that it is as good as its "
+    "baseline, within a margin you set": [
         "tests/evaluate/test_gate.py::test_verdicts",
         "tests/test_recipe.py::test_no_shipped_recipe_lets_through_what_is_not_proven",
         "tests/evaluate/test_intervals.py::test_the_interval_of_losses_covers_as_often_as_it_says",
@@ -81,11 +81,11 @@ CLAIMS = {
         "tests/pipelines/test_golden.py"
         "::test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it",
     ],
-    "**Attests and signs** what every step made from what": [
+    "**Attests and signs** the inputs and outputs of every step": [
         "tests/provenance/test_chain.py::test_every_statement_is_one_of_in_toto",
         "tests/provenance/test_signature.py::test_a_signed_folder_verifies_wherever_it_is",
     ],
-    "`lathe verify --chain` checks a model back to its corpus": [
+    "`lathe verify --chain` traces a model back to its corpus": [
         "tests/provenance/test_chain.py::test_it_leads_from_the_export_to_the_corpus",
     ],
     "**Exports** to ONNX, GGUF (llama.cpp, Ollama) and compressed-tensors (vLLM, transformers)": [
@@ -107,7 +107,7 @@ CLAIMS = {
     "compares models in the browser": [
         "tests/serve/test_playground.py::test_two_models_answer_side_by_side",
     ],
-    "rolls releases out and back": [
+    "rolls out releases and rolls them back": [
         "tests/serve/test_production.py::test_deploy_again_another_and_back",
         "tests/launch/test_rollout.py::test_a_rollout_that_hangs_goes_back",
     ],
@@ -123,23 +123,23 @@ CLAIMS = {
         "tests/paddle/test_stages.py::test_evaluation_is_torchs",
         "tests/paddle/test_gpt.py::test_paddleslim_prunes_the_same_heads_and_channels",
     ],
-    "PaddleFleetX's checkpoints can be imported and exported": [
+    "PaddleFleetX checkpoints can be imported and exported": [
         "tests/paddle/test_pdparams.py::test_there_and_back",
         "tests/paddle/test_pdparams.py::test_paddle_saves_what_is_read_and_loads_what_is_written",
     ],
     "Nearly every step is also a command": [
         "tests/documents/test_readme.py::test_nearly_every_step_is_a_command",
     ],
-    "Settings come from a YAML recipe with the key names of PaddleFleetX": [
+    "Settings come from a YAML recipe with PaddleFleetX's key names": [
         "tests/test_recipe.py::test_a_fleetx_file_reads_as_it_is",
     ],
-    "a mistake is reported with its file, its line and the nearest known key": [
+    "an invalid setting is reported with its file, line and the closest valid key": [
         "tests/test_recipe.py::test_a_mistake_in_a_file_names_its_place",
     ],
-    "An output only ever replaces an earlier output of its own kind": [
+    "Outputs only replace earlier outputs of the same kind": [
         "tests/storage/test_files.py::test_nothing_but_our_own_is_replaced",
     ],
-    "every artifact is checked when it is read": [
+    "every artifact is verified when it is read": [
         "tests/storage/test_verified.py::test_one_flipped_byte_is_found_whatever_the_times_say",
     ],
     "it never imports Kubeflow Pipelines": [
