@@ -21,12 +21,16 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from lathe.config.settings import ServingSettings
 from lathe.serve.client import Client
 from lathe.serve.environment import find_environment
+from lathe.serve.gateway.app import Gateway
 from lathe.serve.gateway.limits import Limits
+from lathe.serve.gateway.models import read_models
+from lathe.serve.gateway.triton import Triton
 from lathe.serve.process import Process
 from lathe.serve.server import TritonServer, start
 from tests.gateway.test_hostile import chunks
+from tests.support import silent
 from tests.support.connection import connected, read_all
-from tests.support.gateways import opened
+from tests.support.gateways import opened, running
 from tests.support.network_namespace import neighbour
 from tests.support.processes import processes
 
@@ -299,6 +303,23 @@ def test_a_client_that_leaves_frees_its_slot(
                     assert b"200" in connection.recv(100)
         short = post(address, "/v2/models/gpt/generate", {"text_input": "x", **GREEDY})
         assert short.status_code == 200 and len(short.json()["tokens"]) == 6
+
+
+def test_only_models_that_generate_are_told_that_a_client_has_left(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton dies of an answer of any other model on a stream that texts come on."""
+    told: list[str] = []
+    monkeypatch.setattr(Triton, "cancel", lambda _, model, name: told.append(model))
+    models = read_models(Path(server.state.repository))
+    with silent.server(silent.ANSWERS["silent"]) as port:
+        gateway = Gateway(models, server.state.grpc, f"127.0.0.1:{port}", Limits())
+        with running(gateway, []) as address:
+            for model in ("gpt-score", "none", "gpt"):
+                with pytest.raises(requests.ReadTimeout):
+                    path = f"{address}/v2/models/{model}/generate"
+                    requests.post(path, json={"text_input": "x"}, timeout=0.5)
+    assert told == ["gpt"]
 
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:

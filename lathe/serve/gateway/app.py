@@ -55,7 +55,8 @@ class Gateway:
         self._names = names_of(models.values())
         self.metrics, self._suspects = GatewayMetrics(), Suspects()
         self._kserve = KServe(
-            http, self._door, self.metrics, self._suspects, lambda *name: self.triton.cancel(*name)
+            *(http, self._door, self.metrics, self._suspects, models),
+            lambda *name: self.triton.cancel(*name),
         )
         self._slots = {name: Slots(model) for name, model in models.items()}
         self.metrics.watch(self._door, self._slots)

@@ -12,7 +12,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
@@ -114,6 +114,7 @@ class KServe:
 
     Args:
         address: Triton's HTTP address, `host:port`.
+        generating: the models whose requests can be cancelled.
         cancel: cancels the request of this name to this model.
     """
 
@@ -123,9 +124,11 @@ class KServe:
         door: Door,
         metrics: GatewayMetrics,
         suspects: Suspects,
+        generating: Container[str],
         cancel: Callable[[str, str], None],
     ) -> None:
-        self._url, self._cancel = f"http://{address}", cancel
+        self._url = f"http://{address}"
+        self._generating, self._cancel = generating, cancel
         self._door, self._metrics, self._suspects = door, metrics, suspects
 
     @asynccontextmanager
@@ -199,7 +202,8 @@ class KServe:
         digest = sha256(path.encode() + body).digest()
         name = uuid.uuid4().hex
         forwarded = _only(FORWARDED, headers)
-        can_cancel = verb != "infer" and REQUEST_ID not in given and bool(given)
+        can_cancel = verb != "infer" and model in self._generating
+        can_cancel = can_cancel and REQUEST_ID not in given and bool(given)
         if can_cancel:  # the name becomes the first field
             body = f'{{"{REQUEST_ID}":"{name}",'.encode() + body.lstrip()[1:]
             forwarded.pop(JSON_LENGTH, None)

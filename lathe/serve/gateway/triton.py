@@ -1,7 +1,9 @@
 """Requests of many clients on few long-lived gRPC streams to Triton.
 
 A request whose client leaves is cancelled by a message to the backend. The stream stays: breaking
-streams is what Triton 2.51 cannot do safely under load.
+streams is what Triton 2.51 cannot do safely under load. Nor may a stream carry a request to a model
+that is not decoupled or not there: Triton writes its answer without waiting for the write that is
+under way, and aborts ("ASSERTION FAILED: !byte_buffer->Valid()").
 """
 
 import asyncio
@@ -105,6 +107,7 @@ class Triton:
         """Cancel a request that has come another way than by `generate`.
 
         Args:
+            model_name: a model that `generate` could ask.
             name: its parameter REQUEST_ID.
         """
         self._stream().send(_cancellation(model_name, name))
