@@ -30,8 +30,8 @@ def compress(
         trials: Maximum number of designs to train, at once; bytes and parameters need only one.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
-    recipes = [recipe, prune_recipe, qat_recipe]
-    found = look_up(recipes, overrides, corpus=corpus, model=model, cloze=cloze)
+    others = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    found = look_up(recipe, overrides, corpus=corpus, model=model, cloze=cloze, **others)
     steps = Steps(overrides, found)
     dense = imported(model)
     data = steps.prepare(recipe, model=dense).outputs["data"]

@@ -30,7 +30,8 @@ def full(
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
-    found = look_up([recipe, prune_recipe, qat_recipe], overrides, **given)
+    given |= {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    found = look_up(recipe, overrides, **given)
     steps = Steps(overrides, found)
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     dense = steps.pretrain(recipe, data=data, init=model).outputs["model"]

@@ -27,7 +27,7 @@ def pretrain(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
-    steps = Steps(overrides, look_up([recipe], overrides, **given))
+    steps = Steps(overrides, look_up(recipe, overrides, **given))
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     trained = steps.pretrain(recipe, data=data, init=model).outputs["model"]
     with dsl.If(kills > 0, "certified"):

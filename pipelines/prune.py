@@ -23,7 +23,7 @@ def prune(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    found = look_up([recipe], overrides, **given)
+    found = look_up(recipe, overrides, **given)
     steps = Steps(overrides, found)
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]

@@ -42,12 +42,15 @@ from pipelines.compiler.resources import (
 PREPARE, CHOOSE = "prepare", "choose"
 
 
-def look_up(recipes: list[Any], overrides: Any, **given: Any) -> Mapping[str, Any]:
+def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
     """What a run reads from outside, and what identifies the bytes there: the outputs of a step
-    that every run does itself, or what a local run has looked up already."""
+    that every run does itself, or what a local run has looked up already.
+
+    Recipes are parameters of their own, not a list: Pipelines' launcher puts a parameter that is
+    part of a list into the step's JSON without escaping it, which a recipe's text breaks."""
     if known := compiled_variant().inputs:
         return known
-    task = waiting(run_inputs(recipes=recipes, overrides=overrides, **given), hours=0.5)
+    task = waiting(run_inputs(recipe=recipe, overrides=overrides, **given), hours=0.5)
     found: Mapping[str, Any] = _of_this_run(task).outputs
     return found
 

@@ -11,8 +11,10 @@ from components.supervise import supervised
 @supervised
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def inputs(
-    recipes: list[str],
+    recipe: str,
     overrides: list[str],
+    prune_recipe: str = "",
+    qat_recipe: str = "",
     corpus: str = "",
     tokenizer: str = "",
     model: str = "",
@@ -24,8 +26,10 @@ def inputs(
     """Identify the bytes that a run reads from outside, so that other bytes are another input.
 
     Args:
-        recipes: Names or paths of the run's recipes; the first one's text and tokenizer are taken.
+        recipe: Name or path of the run's recipe, whose text and tokenizer are taken.
         overrides: Settings that replace the recipes', as `Group.key=value`.
+        prune_recipe: Of the steps that prune, in pipelines that have one.
+        qat_recipe: Of the steps that quantize, likewise.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
         model: Checkpoint folder that the run starts from.
@@ -44,8 +48,9 @@ def inputs(
     from lathe.config.recipe import load_recipe
     from lathe.data.run_inputs import look_up
 
-    with stage(recipes[0], overrides):
-        settings = [load_recipe(recipe, overrides) for recipe in recipes]
+    with stage(recipe, overrides):
+        names = [recipe, *(name for name in (prune_recipe, qat_recipe) if name)]
+        settings = [load_recipe(name, overrides) for name in names]
         found = look_up(settings, corpus, tokenizer, model, init, cloze)
         for place, content in (found.text | found.scored).items():
             logging.getLogger("lathe").info("%s: %s", place, content)
