@@ -240,11 +240,7 @@ REFUSED = {
     ),
     "gemma softcap": ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping is 30.0"),
     "gemma activation": ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
-    "one after the other": (
-        "gpt-neox",
-        {"use_parallel_residual": False},
-        "use_parallel_residual is False",
-    ),
+    "linear attention": ("llama", {"model_type": "qwen3_5_text"}, r"Gated DeltaNet"),
     "norms behind": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
     "projected embeddings": ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16"),
     "no biases": ("opt", {"enable_bias": False}, "enable_bias is False"),

@@ -43,7 +43,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokeniz
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported")
+    return export_of(checkpoint, tmp_path_factory.mktemp("exported"))
+
+
+def export_of(checkpoint: Checkpoint, folder: Path) -> Path:
     data = write_held_out(folder / "data")
     recipe = Recipe(Export=ExportSettings(prompts=2, new_tokens=4))
     return export(recipe, checkpoint.folder, data, folder / "onnx").folder
@@ -84,6 +87,24 @@ def test_beams_end_where_those_of_torch_do(
 
 @pytest.mark.usefixtures("triton")
 def test_triton_serves_it(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    require_served(exported, checkpoint, tmp_path)
+
+
+LATER = ("smollm3 with a window", "gemma3", "phi3", "olmo2", "starcoder2", "opt")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("case", [*LATER, "gpt-neox", "gpt-neox, sequential"])
+def test_triton_serves_the_other_families(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    found = load_checkpoint(save(make(case), tmp_path / "hf", byte_tokenizer))
+    require_served(export_of(found, tmp_path), found, tmp_path)
+
+
+def require_served(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Prompts that Triton is asked at the same time get what torch gives each."""
     serving = ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
     repository = write_repository(exported, tmp_path / "repository", serving, WANTED)
     running = start(repository, serving, tmp_path / "state")

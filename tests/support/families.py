@@ -141,6 +141,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
         "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
     },
+    "gpt-neox, sequential": {
+        "model_type": "gpt_neox",
+        "hidden_size": 64,
+        "use_parallel_residual": False,
+    },
     "opt": {"model_type": "opt", "ffn_dim": 80, "pad_token_id": 1},
 }
 """What is special about the config of each."""
@@ -195,6 +200,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"head_dim": 32}),
     "starcoder2": ("starcoder2", {}),
     "gpt-neox": ("gpt-neox", {}),
+    "gpt-neox, sequential": ("gpt-neox, sequential", {}),
     "opt": ("opt", {}),
 }
 

@@ -1,11 +1,12 @@
 """The model families that Lathe computes, one description a file."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lathe.model.architecture import Architecture
 from lathe.model.families.gemma3 import GEMMA3
 from lathe.model.families.gpt2 import GPT2
-from lathe.model.families.gpt_neox import GPT_NEOX
+from lathe.model.families.gpt_neox import GPT_NEOX, SEQUENTIAL
 from lathe.model.families.llama import LLAMA
 from lathe.model.families.mistral import MISTRAL
 from lathe.model.families.olmo2 import OLMO2
@@ -22,6 +23,7 @@ __all__ = [
     "GPT_NEOX",
     "LLAMA",
     "MISTRAL",
+    "NOT_COMPUTED",
     "OLMO2",
     "OPT",
     "PHI3",
@@ -40,7 +42,21 @@ ARCHITECTURES = {family.model_type: family for family in _FAMILIES}
 """Every family by its `model_type`, which is also its name in a recipe."""
 
 
-def architecture_of(model_type: Any) -> Architecture | None:
-    """The family with this `model_type`, Hugging Face's or Lathe's; None if there is none."""
-    types = (x for x in _FAMILIES if model_type in (x.model_type, x.own_type))
-    return next(types, None)
+NOT_COMPUTED = {
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_next"),
+        "three of four layers are linear attention with a recurrent state (Gated DeltaNet), which "
+        "onnxruntime has no operator for and a cache of keys and values no place",
+    ),
+}
+"""Families that people ask for, and why Lathe does not compute them."""
+
+
+def architecture_of(values: Mapping[str, Any]) -> Architecture | None:
+    """The family that a `config.json` is of, by its `model_type`, Hugging Face's or Lathe's; None
+    if there is none."""
+    named = values.get("model_type")
+    family = next((x for x in _FAMILIES if named in (x.model_type, x.own_type)), None)
+    if family is GPT_NEOX and values.get("use_parallel_residual") is False:
+        return SEQUENTIAL
+    return family

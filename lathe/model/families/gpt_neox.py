@@ -1,5 +1,7 @@
-"""GPT-NeoX and Pythia: attention and FFN beside each other, LayerNorm, biases, a part of each head
-rotated, and queries, keys and values head by head in the files."""
+"""GPT-NeoX and Pythia: attention and FFN beside each other, or one after the other; LayerNorm,
+biases, a part of each head rotated, and queries, keys and values head by head in the files."""
+
+from dataclasses import replace
 
 from lathe.model.architecture import Architecture, Linear
 from lathe.model.families.llama import NOT_COMPUTED
@@ -65,3 +67,11 @@ GPT_NEOX = Architecture(
     rotates_part=True,
     defaults={"intermediate_size": 24_576, "attention_bias": True, "rotary_pct": 0.25},
 )
+SEQUENTIAL = replace(
+    GPT_NEOX,
+    title="GPT-NeoX (sequential)",
+    is_parallel=False,
+    arithmetic={**GPT_NEOX.arithmetic, "use_parallel_residual": (False,)},
+)
+"""The variant whose FFN reads what attention has added to, such as Dolly's and RedPajama's models
+have it; it says so in `config.json`."""
