@@ -27,6 +27,7 @@ from lathe.model.compressed_tensors import METHOD, WORD, dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import LinearFormat
 
+ENGINE = "transformers"
 FOLDER = METHOD
 STRATEGIES = {"abs_max": "tensor", "channel_wise_abs_max": "channel", "group_wise": "group"}
 
@@ -78,7 +79,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     place = folder / FOLDER
     place.mkdir()
     family, kind = config.architecture, getattr(torch, dtype)
-    tables = {f"{name}.weight" for name in config.tables}
+    tables = {f"{name}.weight" for name in (*config.tables, *family.embeddings)}
     tensors: dict[str, Tensor] = {}
     targets: dict[LinearFormat, list[str]] = {}
     ignored = [HEAD]
@@ -95,13 +96,8 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
             if name not in tables and values.dim() > 1:
                 ignored.append(stored.removesuffix(".weight"))
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
-    described = config.with_quantization(None).to_json()
-    del described["lathe"]
-    described["dtype"] = dtype
-    if targets:
-        described["quantization_config"] = _quantization_config(targets, ignored)
-    _write_json(place / "config.json", described)
-    _write_tokenizer(checkpoint, place)
+    more = {"quantization_config": _quantization_config(targets, ignored)} if targets else {}
+    write_configuration(checkpoint, place, dtype=dtype, **more)
     return sorted(f"{FOLDER}/{file.name}" for file in place.iterdir())
 
 
@@ -180,10 +176,18 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(checkpoint: Checkpoint, place: Path) -> None:
-    """The tokenizer, its end of a text and its chat template, by the names of Hugging Face."""
-    save_tokenizer(checkpoint.tokenizer, place / "tokenizer.json")
+def write_configuration(checkpoint: Checkpoint, place: Path, **more: Any) -> None:
+    """Write configuration, tokenizer, its ends of a text and its chat template, by the names of
+    Hugging Face.
+
+    Args:
+        more: further keys of `config.json`.
+    """
     config = checkpoint.model.config
+    described = config.with_quantization(None).to_json()
+    del described["lathe"]
+    _write_json(place / "config.json", described | more)
+    save_tokenizer(checkpoint.tokenizer, place / "tokenizer.json")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": checkpoint.tokenizer.id_to_token(checkpoint.end_ids[-1]),

@@ -36,9 +36,10 @@ from lathe.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.families import GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
+from lathe.model.families import GEMMA3, LLAMA, MISTRAL, SMOLLM3, STARCODER2
 from lathe.model.gguf import (
     END_KEYS,
+    FAMILIES,
     ROPE_FACTORS,
     family_in_gguf,
     halves,
@@ -46,15 +47,19 @@ from lathe.model.gguf import (
     is_interleaved,
     names_in_gguf,
 )
+from lathe.model.rope import Rope
 from lathe.model.rotary import frequencies
 
 log = logging.getLogger("lathe")
 
+ENGINE = "llama.cpp"
 FILE = "model.gguf"
 BLOCK = 32
 """Inputs that share a scale in Q4_0 and Q8_0."""
 PER_LAYER = "deci"
 """llama.cpp's name of Llama with widths that differ from layer to layer."""
+LOCAL_THETA = 10_000.0
+"""The rotary base of Gemma 3's layers with a window."""
 HINT = "take gguf out of Export.formats"
 
 
@@ -65,38 +70,48 @@ def require(config: GPTConfig, folder: Path) -> None:
             f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF has no place for",
             "quantize its parent with Compress.Quantization.prefix=none",
         )
-    family, known = config.architecture, (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)
+    if reason := _not_computed(config) or _not_as_there(config):
+        raise UserError(f"{folder}: {reason}", HINT)
+
+
+def _not_computed(config: GPTConfig) -> str | None:
+    """Why GGUF has no place for a model; None if it has."""
+    family, known = config.architecture, {*FAMILIES.values(), MISTRAL}
     if family not in known:
-        raise UserError(
-            f"{folder}: is a {family.title} model, and GGUF files are written of "
-            f"{', '.join(x.title for x in known)} only",
-            HINT,
-        )
-    if window := next((kind.window for kind in config.kinds if kind.window), None):
-        raise UserError(
-            f"{folder}: attention has a window of {window} tokens, which GGUF files of "
-            f"{family.title} have no place for",
-            HINT,
-        )
+        titles = sorted(x.title for x in known)
+        return f"is a {family.title} model, and GGUF files are written of {', '.join(titles)} only"
+    window = min((kind.window for kind in config.kinds if kind.window), default=None)
+    if window and family is not GEMMA3 and window < config.n_positions:
+        return f"attention has a window of {window} tokens, which llama.cpp does not compute in it"
     scaling = config.rope.scaling if config.rope else None
     if scaling is not None and scaling.rope_type not in ("linear", "llama3"):
-        raise UserError(
-            f"{folder}: rope_type is {scaling.rope_type}, and GGUF files are written of linear and "
-            "llama3 only",
-            HINT,
-        )
+        return f"rope_type is {scaling.rope_type}, and GGUF files are written of linear and llama3"
     if not config.is_uniform and family not in (LLAMA, MISTRAL):
-        raise UserError(
-            f"{folder}: is a pruned {family.title} model, and llama.cpp has pruned widths for "
-            f"{LLAMA.title} and {MISTRAL.title} only",
-            HINT,
+        both = f"{LLAMA.title} and {MISTRAL.title}"
+        return f"is a pruned {family.title} model, and llama.cpp has pruned widths for {both} only"
+    return None
+
+
+def _not_as_there(config: GPTConfig) -> str | None:
+    """What llama.cpp computes otherwise, because it takes it for granted in the family."""
+    family, kinds = config.architecture, config.kinds
+    partial = config.rope.partial_rotary_factor if config.rope else 1
+    if partial < 1 and not family.rotates_part:
+        return (
+            f"partial_rotary_factor is {partial:g}, which llama.cpp does not compute in this family"
         )
-    if config.rope is not None and config.rope.partial_rotary_factor < 1:
-        raise UserError(
-            f"{folder}: partial_rotary_factor is {config.rope.partial_rotary_factor:g}, which "
-            "llama.cpp does not compute in this family",
-            HINT,
-        )
+    if family is GEMMA3:
+        if any(bool(kind.window) != bool((i + 1) % 6) for i, kind in enumerate(kinds)):
+            return "not every sixth layer, and these alone, sees everything"
+        if config.score_scale != config.head_dim**-0.5:
+            return "query_pre_attn_scalar is not the size of a head"
+        if any(kind.window and kind.rope != Rope(LOCAL_THETA) for kind in kinds):
+            return f"rope_local_base_freq is not {LOCAL_THETA:g}"
+    if family is SMOLLM3 and any(bool(x.rope) != bool((i + 1) % 4) for i, x in enumerate(kinds)):
+        return "not every fourth layer, and these alone, has no positions"
+    if family is STARCODER2 and len(config.biased) < len(family.linears):
+        return "its linears have no biases"
+    return None
 
 
 def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
@@ -144,7 +159,9 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
 
 
 def _architecture(config: GPTConfig) -> str:
-    return family_in_gguf(config).model_type if config.is_uniform else PER_LAYER
+    family = family_in_gguf(config)
+    own = next(name for name, known in FAMILIES.items() if known is family)
+    return own if config.is_uniform else PER_LAYER
 
 
 def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
@@ -159,14 +176,19 @@ def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
         *([(writer.add_head_count_kv, config.n_kv_head)] if config.rope else []),
     ):
         add(sizes[0] if is_uniform else list(sizes))
-    if config.rope is None:
+    if config.architecture.norm == "layer_norm":
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    if config.rope is None:
         return
-    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rope.n_rotated(config.head_dim))
     writer.add_rope_freq_base(config.rope.theta)
+    window = next((kind.window for kind in config.kinds if kind.window), None)
+    if window and config.architecture is GEMMA3:
+        writer.add_sliding_window(window)
     scaling = config.rope.scaling
     if scaling is not None and scaling.rope_type == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -191,10 +213,12 @@ def _tensors(
     checkpoint: Checkpoint, dtype: str
 ) -> Iterator[tuple[str, GGMLQuantizationType | None, NDArray[Any]]]:
     """Name, type and data of every tensor; the type is None where blocks do not fit."""
-    config = checkpoint.model.config
+    config, family = checkpoint.model.config, checkpoint.model.config.architecture
     names = {own: theirs for theirs, own in names_in_gguf(config).items()}
     for name, tensor in stored_matrices(checkpoint.model):
         found = tensor
+        if isinstance(tensor, Tensor) and family.norm_offset and family.is_norm(name):
+            found = tensor + family.norm_offset
         if is_interleaved(config, name):
             order = torch.from_numpy(interleaved_rows(_rows(tensor), config.head_dim))
             found = tensor.rows(order) if isinstance(tensor, Integers) else tensor[order]
@@ -208,7 +232,7 @@ def _tensors(
 
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `model.gguf`, put back into float32 by the package `gguf`."""
-    names = names_in_gguf(config)
+    names, family = names_in_gguf(config), config.architecture
     for tensor in GGUFReader(folder / FILE).tensors:
         if tensor.name == ROPE_FACTORS:
             continue
@@ -216,6 +240,8 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         found = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if is_interleaved(config, name):
             found = halves(found, config.head_dim)
+        if family.norm_offset and family.is_norm(name):
+            found = found - np.float32(family.norm_offset)
         yield name, torch.from_numpy(found)
 
 

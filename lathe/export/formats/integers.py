@@ -59,14 +59,18 @@ def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | Integers]]:
     layout, but linears are (out, in) in every family; integers where the plan quantizes."""
     config = model.config
     family, plan = config.architecture, config.quantization
-    linears = plan.linears if plan else {}
-    tables = {f"{name}.weight" for name in config.tables}
+    linears = dict(plan.linears) if plan else {}
+    if HEAD in linears:
+        linears |= dict.fromkeys(config.tables, linears[HEAD])
+    forms = {f"{name}.weight": form for name, form in linears.items()}
+    if plan and plan.position_embedding:
+        forms[f"{family.embeddings[1]}.weight"] = LinearFormat(activation=None)
     stored = HFTensors(model)
     for name, tensor in stored.items():
         whole = stored.parameter_of(name)
-        form = linears.get(HEAD if name in tables else whole.removesuffix(".weight"))
+        form = forms.get(whole)
         matrix = tensor.T if family.is_conv1d(name) else tensor
-        if form is None or not name.endswith(".weight"):
+        if form is None:
             yield name, matrix.contiguous()
             continue
         scale = None
