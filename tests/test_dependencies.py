@@ -105,6 +105,8 @@ def test_every_import_is_declared() -> None:
         runtime = "lathe/serve/runtime/"
         if path.startswith(("lathe/serve/gateway/", f"{runtime}openvino_", f"{runtime}grammar_")):
             declared |= names(extra("serve"))
+        if path == "lathe/export/formats/openvino.py":
+            declared |= names(extra("formats"))
         if path.startswith("lathe/production/tracking/"):
             declared |= names(extra("tracking"))
         if path.startswith("lathe/backends/paddle/") or path in ALSO_IN_PADDLE:
@@ -122,7 +124,8 @@ def test_every_declared_package_is_imported() -> None:
 
 
 def test_every_dependency_of_the_package_is_bounded() -> None:
-    for requirement in [*base(), *extra("cluster"), *extra("tracking"), *extra("serve")]:
+    extras = (extra(name) for name in ("cluster", "tracking", "formats", "serve"))
+    for requirement in chain(base(), *extras):
         operators = {part.operator for part in requirement.specifier}
         assert operators in ({">=", "<"}, {"=="}), str(requirement)
 

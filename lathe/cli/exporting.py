@@ -33,8 +33,8 @@ def export(
         list[str] | None,
         typer.Option(
             metavar="FORMAT",
-            help="Further format to write beside the graph, gguf or compressed-tensors; may be "
-            "repeated. Default: the recipe's Export.formats.",
+            help="Further format to write beside the graph, gguf, compressed-tensors or openvino; "
+            "may be repeated. Default: the recipe's Export.formats.",
         ),
     ] = None,
     output: OutputBeside = None,
@@ -57,7 +57,7 @@ def prove(
     exported: Annotated[Path, input_argument("Folder of lathe export.")] = RUN / "int8-onnx",
     model: Model = RUN / "int8",
     engine: Annotated[
-        str, typer.Option(help="onnxruntime, openvino, llama.cpp or transformers.")
+        str, typer.Option(help="onnxruntime, openvino, openvino-genai, llama.cpp or transformers.")
     ] = "onnxruntime",
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny",
@@ -65,8 +65,8 @@ def prove(
 ) -> None:
     """Prove that another engine computes an export as its checkpoint does.
 
-    llama.cpp reads the gguf format, transformers compressed-tensors. The engine's package has to be
-    installed.
+    llama.cpp reads the gguf format, transformers compressed-tensors, openvino-genai openvino. The
+    engine's package has to be installed.
     """
     settings = load(recipe, override)
     from lathe.export.prove import prove_in_engine
@@ -80,6 +80,8 @@ def prove(
         kl_of_torch=f"{fidelity.torch_kl:.2g}",
         argmax_agreement=f"{fidelity.argmax_agreement:.1%}",
         greedy_agreement=f"{fidelity.greedy_agreement:.1%}",
+        perplexity=f"{fidelity.perplexity:.2f}",
+        float_perplexity=f"{fidelity.float_perplexity:.2f}",
     )
 
 

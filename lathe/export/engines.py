@@ -4,44 +4,73 @@ Each computes logits (B, T, V) of token ids (B, T) from an export folder, in flo
 choice. Those that are not in Lathe's environment are imported when they are asked for.
 """
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from lathe.errors import UserError
-from lathe.export.fidelity import Logits
 from lathe.export.formats import compressed_tensors, gguf
 from lathe.serve.runtime.exported_model import MODEL
 from lathe.serve.runtime.open_model import Runtime, open_model
 
 Array = NDArray[np.float32]
+OPENVINO = "openvino"
+"""The folder of that format, whose module needs packages that need not be here."""
 
 
-class Engine(Logits, Protocol):
-    """A model that an engine has loaded."""
+class Engine:
+    """A model that an engine has loaded.
+
+    Attributes:
+        version: the engine and its version.
+    """
 
     version: str
-    """The engine and its version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        """Logits (1, T, V) of tokens (1, T)."""
+        raise NotImplementedError
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        """The most likely next token, n times; each from a pass over the whole text, unless the
+        engine has a way of its own."""
+        tokens = list(prompt)
+        for _ in range(n):
+            tokens.append(int(self.logits(np.array([tokens]))[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without those that stand at its beginning or end."""
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
 
-class OnnxRuntime:
+class OnnxRuntime(Engine):
     """The ONNX graph in onnxruntime."""
 
     version = f"onnxruntime {onnxruntime.__version__}"
     runtime: Runtime = "onnxruntime"
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.model = open_model(folder, torch.get_num_threads(), self.runtime).model
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:
         found: Array = self.model.logits(tokens)
         return found
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        return self.model.greedy([prompt], n, stop_at_eos=False)[0]
 
 
 class OpenVINO(OnnxRuntime):
@@ -51,18 +80,14 @@ class OpenVINO(OnnxRuntime):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        openvino = import_module("openvino")
-        self.version = f"OpenVINO {openvino.__version__}"
+        self.version = f"OpenVINO {import_module('openvino').__version__}"
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """The GGUF file in llama.cpp, by llama-cpp-python."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            module = import_module("llama_cpp")
-        except ImportError as error:
-            raise _missing("llama-cpp-python", error) from None
+        module = import_module("llama_cpp")
         float32 = module.GGML_TYPE_F32  # of cached keys and values, which are float16 by default
         self.model = module.Llama(
             str(folder / gguf.FILE),
@@ -81,19 +106,29 @@ class LlamaCpp:
         self.model.eval(tokens[0].tolist())
         return np.array(self.model.scores[None, : tokens.shape[1]], np.float32)
 
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        self.model.reset()
+        found, new = list[int](), prompt
+        for _ in range(n):
+            self.model.eval(new)
+            new = [int(self.model.scores[self.model.n_tokens - 1].argmax())]
+            found += new
+        return found
 
-class Transformers:
+    def encode(self, text: str) -> list[int]:
+        return list(self.model.tokenize(text.encode(), add_bos=False, special=True))
+
+
+class Transformers(Engine):
     """The folder of compressed-tensors in transformers, in float32."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            module = import_module("transformers")
-            import_module("compressed_tensors")
-        except ImportError as error:
-            raise _missing("transformers compressed-tensors", error) from None
+        module = import_module("transformers")
+        import_module("compressed_tensors")
         place = folder / compressed_tensors.FOLDER
         load = module.AutoModelForCausalLM.from_pretrained
         self.model = load(place, dtype=torch.float32, local_files_only=True).eval()
+        self.own_tokenizer = module.AutoTokenizer.from_pretrained(place, local_files_only=True)
         self.version = f"transformers {module.__version__}"
 
     @torch.inference_mode()
@@ -101,33 +136,87 @@ class Transformers:
         found: Array = self.model(torch.from_numpy(tokens)).logits.numpy()
         return found
 
+    def encode(self, text: str) -> list[int]:
+        return list(self.own_tokenizer(text, add_special_tokens=False).input_ids)
 
-ENGINES: dict[str, tuple[str, Callable[[Path], Engine]]] = {
-    "onnxruntime": (MODEL, OnnxRuntime),
-    "openvino": (MODEL, OpenVINO),
-    "llama.cpp": (gguf.FILE, LlamaCpp),
-    "transformers": (compressed_tensors.FOLDER, Transformers),
+
+class OpenVINOGenAI(Engine):
+    """The OpenVINO IR: texts and tokens by OpenVINO GenAI, and logits, which that does not show, by
+    OpenVINO."""
+
+    def __init__(self, folder: Path) -> None:
+        # Where that package is installed, `import openvino` reports itself to Google Analytics.
+        sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+        self.genai = import_module("openvino_genai")
+        self.openvino = import_module("openvino")
+        exact = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
+        place = folder / OPENVINO
+        model = self.openvino.Core().compile_model(place / "openvino_model.xml", "CPU", exact)
+        self.request = model.create_infer_request()
+        self.pipeline = self.genai.LLMPipeline(str(place), "CPU", **exact)
+        self.version = f"openvino-genai {self.genai.get_version()}"
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        self.request.reset_state()
+        given = {
+            "input_ids": tokens,
+            "attention_mask": np.ones_like(tokens),
+            "position_ids": np.arange(tokens.shape[1])[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        return np.array(self.request.infer(given)["logits"])
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        ids = np.array([prompt])
+        tensors = (self.openvino.Tensor(x) for x in (ids, np.ones_like(ids)))
+        settings = self.genai.GenerationConfig(max_new_tokens=n, ignore_eos=True)
+        return list(
+            self.pipeline.generate(self.genai.TokenizedInputs(*tensors), settings).tokens[0]
+        )
+
+    def encode(self, text: str) -> list[int]:
+        found = self.pipeline.get_tokenizer().encode(text, add_special_tokens=False)
+        ids: list[int] = found.input_ids.data[0].tolist()
+        return ids
+
+
+ENGINES: dict[str, tuple[str, Callable[[Path], Engine], str]] = {
+    "onnxruntime": (MODEL, OnnxRuntime, ""),
+    "openvino": (MODEL, OpenVINO, "openvino"),
+    "openvino-genai": (OPENVINO, OpenVINOGenAI, "openvino-genai"),
+    "llama.cpp": (gguf.FILE, LlamaCpp, "llama-cpp-python"),
+    "transformers": (compressed_tensors.FOLDER, Transformers, "transformers compressed-tensors"),
 }
-"""By name, the file or folder of an export that an engine reads, and its class."""
+"""By name, the file or folder of an export that an engine reads, its class, and its packages."""
+
+
+class NotInstalledError(UserError):
+    """An engine's package is not installed."""
 
 
 def open_engine(name: str, folder: Path) -> Engine:
     """Load an export in an engine.
 
     Raises:
-        UserError: an unknown engine, one that is not installed, or an export without its format.
+        UserError: an unknown engine, or an export without its format.
+        NotInstalledError: an engine that is not installed.
     """
     if name not in ENGINES:
         raise UserError(f"{name}: unknown engine", f"use one of {', '.join(ENGINES)}")
-    file, engine = ENGINES[name]
+    file, engine, packages = ENGINES[name]
     if not (folder / file).exists():
-        form = "gguf" if file == gguf.FILE else compressed_tensors.FOLDER
+        form = "gguf" if file == gguf.FILE else file
         raise UserError(
             f"{folder}: has no {file}, which {name} reads",
             f"export the model again with --format {form}",
         )
-    return engine(folder)
-
-
-def _missing(packages: str, error: ImportError) -> UserError:
-    return UserError(f"an engine cannot be imported: {error}", f"pip install {packages}")
+    try:
+        return engine(folder)
+    except ImportError as error:
+        raise NotInstalledError(
+            f"{name} cannot be imported: {error}", f"pip install {packages}"
+        ) from None

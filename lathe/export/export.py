@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel
 
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
@@ -20,9 +21,11 @@ from lathe.export.formats import require_formats, write_formats
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
+from lathe.export.prove import prove_formats
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
+from lathe.provenance.policy import OF_FORMAT
 from lathe.provenance.step import attested
 from lathe.serve.runtime.exported_model import METADATA, MODEL, PREFIX
 from lathe.storage import atomic_folder, claim_output_folder, require_utf8, sha256
@@ -63,8 +66,10 @@ class ExportResult:
 
 
 def _proof(folder: Path) -> dict[str, dict[str, Any]]:
-    proof = read_metadata(folder / METADATA, ExportMetadata, "export the model again").proof
-    return {"proof": proof.model_dump()} if proof else {}
+    metadata = read_metadata(folder / METADATA, ExportMetadata, "export the model again")
+    proofs: dict[str, BaseModel | None] = {"proof": metadata.proof}
+    proofs |= {f"{OF_FORMAT}{name}": form.proof for name, form in metadata.formats.items()}
+    return {name: proof.model_dump() for name, proof in proofs.items() if proof}
 
 
 @attested("export", "model", "data", results=_proof)
@@ -99,7 +104,11 @@ def export(
         metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
         metadata["samples"] = [prompt[:SAMPLE_TOKENS] for prompt in prompts[:SAMPLES]]
         if formats := write_formats(checkpoint, work, settings):
-            metadata["formats"] = formats
+            required = [x.removeprefix(OF_FORMAT) for x in recipe.Production.require]
+            proofs = prove_formats(checkpoint, work, [*formats], required, prompts, new_tokens)
+            metadata["formats"] = {
+                name: {"files": files, "proof": proofs.get(name)} for name, files in formats.items()
+            }
         if also is not None:
             metadata |= also(work)
         _write_metadata(work, metadata)

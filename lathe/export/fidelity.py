@@ -5,6 +5,7 @@ kernel that rounds more coarsely than the plan says shows here: it loses more of
 than fake quantization does.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,6 +52,7 @@ class Fidelity:
         argmax_agreement: share of positions where the most likely token is the float model's.
         greedy_agreement: share of the greedy texts' tokens that the float model would have chosen
             after the same text.
+        perplexity, float_perplexity: of the prompts, by the graph and by the float model.
         flips: the first token of each greedy text that it would not have chosen.
     """
 
@@ -58,6 +60,8 @@ class Fidelity:
     torch_kl: float
     argmax_agreement: float
     greedy_agreement: float
+    perplexity: float
+    float_perplexity: float
     flips: list[Flip] = field(default_factory=list)
 
     @property
@@ -83,6 +87,7 @@ def compare_with_float(
     """
     n = sum(map(len, prompts))
     kl, torch_kl, same, flips, chosen = 0.0, 0.0, 0, list[Flip](), 0
+    loss, float_loss = 0.0, 0.0
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         whole = torch.tensor([[*prompt, *text]])
         expected = plain(whole)[0]
@@ -91,6 +96,8 @@ def compare_with_float(
         found = torch.from_numpy(engine.logits(tokens.numpy()))[0]
         kl += _divergence(reference, found)
         torch_kl += _divergence(reference, model(tokens)[0])
+        loss += _loss(found, tokens[0])
+        float_loss += _loss(reference, tokens[0])
         same += int((found.argmax(-1) == reference.argmax(-1)).sum())
         steps = expected[len(prompt) - 1 : -1]  # the logits that each token of the text is from
         own, theirs = steps.argmax(-1), torch.tensor(text)
@@ -99,7 +106,21 @@ def compare_with_float(
         for step in different[:1]:
             a, b = int(own[step]), text[step]
             flips.append(Flip(i, step, a, b, float(steps[step, a] - steps[step, b])))
-    return Fidelity(kl / n, torch_kl / n, same / n, chosen / sum(map(len, texts)), flips)
+    scored = n - len(prompts)
+    return Fidelity(
+        kl=kl / n,
+        torch_kl=torch_kl / n,
+        argmax_agreement=same / n,
+        greedy_agreement=chosen / sum(map(len, texts)),
+        perplexity=math.exp(loss / scored),
+        float_perplexity=math.exp(float_loss / scored),
+        flips=flips,
+    )
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> float:
+    """Sum of the negative log-likelihoods of tokens (T,) after the first by logits (T, V)."""
+    return float(F.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
 
 
 def without_quantization(model: GPT) -> GPT:

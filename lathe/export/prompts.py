@@ -20,9 +20,14 @@ def proof_prompts(
     tokenizer: Tokenizer, data: Path, settings: ExportSettings, n_positions: int
 ) -> tuple[list[list[int]], int]:
     """The prompts of a proof, and the number of tokens that each is continued by."""
-    new_tokens = min(settings.new_tokens, n_positions // 2)
-    longest = n_positions - new_tokens
+    new_tokens, longest = shares(settings, n_positions)
     return held_out_prompts(tokenizer, data, settings.prompts, longest), new_tokens
+
+
+def shares(settings: ExportSettings, n_positions: int) -> tuple[int, int]:
+    """Number of tokens that a prompt is continued by, and of those left for the prompt."""
+    new_tokens = min(settings.new_tokens, n_positions // 2)
+    return new_tokens, n_positions - new_tokens
 
 
 def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:

@@ -1,25 +1,37 @@
 """The proof of a format in the engine that will run it.
 
-The engine's logits are compared with the float model that the checkpoint was quantized from. It may
-lose at most `KL_SHARE` times what fake quantization in torch loses: an engine that reads a file
-wrongly, or rounds more coarsely than the file says, loses more. An engine that leaves activations
-in float may lose less.
+Every value of the file is compared with the checkpoint's. Then the engine's logits are compared
+with the float model that the checkpoint was quantized from. It may lose at most `KL_SHARE` times
+what fake quantization in torch loses: an engine that reads a file wrongly, or rounds more coarsely
+than the file says, loses more. An engine that leaves activations in float may lose less.
 """
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
-from lathe.export.engines import Engine, open_engine
+from lathe.export.engines import Engine, NotInstalledError, open_engine
 from lathe.export.fidelity import Fidelity, compare_with_float, without_quantization
+from lathe.export.formats import format_of, require_values
 from lathe.export.prompts import proof_prompts
-from lathe.model.checkpoint import load_checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.progress import track
 from lathe.storage.artifacts.kinds import open_export
+
+log = logging.getLogger("lathe")
+
+TIE = 0.25
+"""Most by which the logit of a token in a greedy text may be below the largest, in standard
+deviations of the logits: kernels for one token and for many sum in another order, and round inputs
+at the edge between two levels differently. A cache that is read wrongly gives 1 and more."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +48,11 @@ class EngineProof:
     prompts: int
     fidelity: Fidelity
 
+    def to_json(self) -> dict[str, Any]:
+        """The figures for `export.json`."""
+        return {"engine": self.engine, "prompts": self.prompts, **asdict(self.fidelity)}
 
-@torch.no_grad()
+
 def prove_in_engine(
     recipe: Recipe, exported: Path, model: Path, data: Path, engine: str
 ) -> EngineProof:
@@ -50,31 +65,114 @@ def prove_in_engine(
         engine: a name in `lathe.export.engines.ENGINES`.
 
     Raises:
-        UserError: an export of another checkpoint; see also `open_engine` and `held_out_prompts`.
-        StageError: the engine loses more than the rounding of the file explains.
+        UserError: an altered file, or an export of another checkpoint; see also `open_engine` and
+            `held_out_prompts`.
+        StageError: see `prove_files`.
     """
     metadata = open_export(exported)
     checkpoint = load_checkpoint(model)
     if metadata.source != checkpoint.digest:
         raise UserError(f"{exported}: is not an export of {model}", "give its own checkpoint")
-    opened = open_engine(engine, exported)
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )
-    texts = [_greedy(opened, prompt, new_tokens) for prompt in track(prompts, engine, len(prompts))]
+    for form in metadata.formats:
+        if engine == format_of(form).ENGINE:
+            require_values(checkpoint, exported, form)
+    return prove_files(checkpoint, exported, engine, prompts, new_tokens)
+
+
+@torch.no_grad()
+def prove_files(
+    checkpoint: Checkpoint,
+    folder: Path,
+    engine: str,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+) -> EngineProof:
+    """Compare what an engine reads of an export with the checkpoint.
+
+    - The engine's tokenizer gives the texts of the prompts the checkpoint's tokens.
+    - Greedy texts of `new_tokens` tokens are what the engine's logits say, up to ties.
+    - The divergence from the float model is within its limit.
+
+    Raises:
+        UserError: see `open_engine`.
+        StageError: one of these does not hold.
+    """
+    opened = open_engine(engine, folder)
+    _require_tokens(opened, checkpoint.tokenizer, prompts, folder)
+    texts = []
+    for prompt in track(prompts, f"prove in {engine}", len(prompts)):
+        texts.append(opened.greedy(prompt, new_tokens))
+        _require_text(opened, prompt, texts[-1], folder)
     plain = without_quantization(checkpoint.model)
     fidelity = compare_with_float(checkpoint.model, plain, opened, prompts, texts)
     if not fidelity.kl <= fidelity.kl_limit:
         raise StageError(
-            f"{exported}: in {opened.version} it diverges from the float model by "
+            f"{folder}: in {opened.version} it diverges from the float model by "
             f"{fidelity.kl:.2g} nats a token, of which rounding explains {fidelity.kl_limit:.2g}"
         )
     return EngineProof(opened.version, len(prompts), fidelity)
 
 
-def _greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
-    """The most likely next token, n times, each from a pass over the whole text."""
-    tokens = list(prompt)
-    for _ in range(n):
-        tokens.append(int(engine.logits(np.array([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
+def prove_formats(
+    checkpoint: Checkpoint,
+    folder: Path,
+    formats: Sequence[str],
+    required: Sequence[str],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+) -> dict[str, dict[str, Any]]:
+    """Prove the formats of an export, each in its engine; returns the figures of each.
+
+    A format whose engine is not installed has none, and a warning says so.
+
+    Args:
+        required: formats without which a release would be refused.
+
+    Raises:
+        UserError: the engine of a required format is not installed.
+        StageError: see `prove_files`.
+    """
+    found = {}
+    for name in formats:
+        try:
+            proof = prove_files(checkpoint, folder, format_of(name).ENGINE, prompts, new_tokens)
+        except NotInstalledError as error:
+            if name in required:
+                raise
+            log.warning("%s is not proven: %s (%s)", name, error.what, error.hint)
+            continue
+        log.info(
+            "proved %s in %s: KL %.2g nats a token from the float model (torch's %.2g)",
+            *(name, proof.engine, proof.fidelity.kl, proof.fidelity.torch_kl),
+        )
+        found[name] = proof.to_json()
+    return found
+
+
+def _require_tokens(
+    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[list[int]], folder: Path
+) -> None:
+    """Raise StageError unless the engine's tokenizer agrees."""
+    for prompt in prompts:
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        wanted = tokenizer.encode(text, add_special_tokens=False).ids
+        if (found := engine.encode(text)) != wanted:
+            raise StageError(
+                f"{folder}: the tokenizer of {engine.version} gives {text[:40]!r} the ids "
+                f"{found[:8]}, and the checkpoint's {wanted[:8]}"
+            )
+
+
+def _require_text(engine: Engine, prompt: list[int], text: list[int], folder: Path) -> None:
+    """Raise StageError unless each token of a greedy text is the most likely one, up to ties."""
+    logits = engine.logits(np.array([[*prompt, *text]]))[0, len(prompt) - 1 : -1]
+    lost = (logits.max(-1) - logits[np.arange(len(text)), text]) / logits.std(-1)
+    if not lost.max() <= TIE:
+        step = int(lost.argmax())
+        raise StageError(
+            f"{folder}: in {engine.version} token {step} of a greedy text is {text[step]}, whose "
+            f"logit is {lost[step]:.2g} standard deviations below the largest (limit {TIE})"
+        )

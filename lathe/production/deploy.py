@@ -20,6 +20,7 @@ import torch
 from lathe.config.settings import GenerationSettings, Recipe, ServingSettings
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import StageError, UserError
+from lathe.export.prompts import shares
 from lathe.inputs import read_text
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
@@ -150,9 +151,7 @@ def deploy(
     _claim(output, exported, model, data)
     checkpoint = load_checkpoint(model)
     tolerance = _proven_tolerance(exported, model, checkpoint, recipe.Serving.runtime)
-    n_positions = checkpoint.model.config.n_positions
-    new_tokens = min(recipe.Export.new_tokens, n_positions // 2)
-    room = n_positions - new_tokens
+    new_tokens, room = shares(recipe.Export, checkpoint.model.config.n_positions)
     prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
     find_environment()
     if keep_running and serve_state.find() is None:

@@ -11,6 +11,7 @@ from lathe.provenance.signature import Trust, verify
 T = TypeVar("T")
 
 GRAPH = "model.onnx"
+OF_FORMAT = "proof:"
 REQUIREMENTS = ("signature", "chain", "gate", "proof")
 
 
@@ -20,7 +21,8 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
     `signature`: all files are those that were signed. `chain`: so is every step since the corpus,
     and the graph is that of an attested export. `gate`: the model passed its comparison with the
     baseline. `proof`: the exported graph computes what the checkpoint does, within the proof's
-    tolerance. The last two are read from the chain, and imply it.
+    tolerance; `proof:gguf`: so does that file of the export, in its engine. The last ones are read
+    from the chain, and imply it.
 
     Raises:
         UserError: no key, or an unknown requirement.
@@ -28,7 +30,8 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
     """
     if not wanted:
         return
-    if unknown := set(wanted) - set(REQUIREMENTS):
+    proofs = [name for name in wanted if name == "proof" or name.startswith(OF_FORMAT)]
+    if unknown := set(wanted) - {*REQUIREMENTS, *proofs}:
         raise UserError(
             f"Production.require: {min(unknown)}: not one of {', '.join(REQUIREMENTS)}", "leave it"
         )
@@ -46,8 +49,9 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
             raise _refused("chain", f"{folder}: no attested `lathe export` has made its graph")
         if "gate" in wanted and (reason := _gate(chain)):
             raise _refused("gate", f"{folder}: {reason}")
-        if "proof" in wanted and (reason := _proof(chain)):
-            raise _refused("proof", f"{folder}: {reason}")
+        for name in proofs:
+            if reason := _proof(chain, name):
+                raise _refused(name, f"{folder}: {reason}")
 
 
 def _gate(chain: Step) -> str | None:
@@ -64,12 +68,13 @@ def _gate(chain: Step) -> str | None:
     return "the verdict of `lathe gate` is about another model"
 
 
-def _proof(chain: Step) -> str | None:
-    """Why the export is not proven; None if it is."""
+def _proof(chain: Step, name: str) -> str | None:
+    """Why the export, or a format of it, is not proven; None if it is."""
     export = served_export(chain)
     if export is None:
         return "no attestation of `lathe export`"
-    return None if export.statement.result("proof") else "the export was never proven"
+    form = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
+    return None if export.statement.result(name) else f"the {form} was never proven"
 
 
 def served_export(chain: Step) -> Step | None:

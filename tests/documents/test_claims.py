@@ -88,9 +88,10 @@ CLAIMS = {
     "`lathe verify --chain` traces a model back to its corpus": [
         "tests/provenance/test_chain.py::test_it_leads_from_the_export_to_the_corpus",
     ],
-    "**Exports** to ONNX, GGUF (llama.cpp, Ollama) and compressed-tensors (vLLM, transformers)": [
+    "**Exports** to ONNX, GGUF (llama.cpp, Ollama), compressed-tensors (vLLM, transformers) and": [
         "tests/export/test_formats.py::test_transformers_reads_the_gguf_file_that_was_written",
         "tests/export/test_formats.py::test_transformers_computes_what_compressed_tensors_holds",
+        "tests/export/test_formats.py::test_openvino_genai_computes_what_torch_does",
     ],
     "and proves each file in the engine that reads it": [
         "tests/export/test_formats.py::test_a_proof_in_an_engine",

@@ -1,12 +1,17 @@
-"""GGUF and compressed-tensors, read by transformers; GGUF by llama.cpp too, where it is there."""
+"""Formats for other engines, read by transformers, OpenVINO GenAI and, where it is there,
+llama.cpp."""
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+import openvino
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
@@ -15,12 +20,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lathe.config.settings import ExportSettings, Recipe
+from lathe.config.settings import ExportSettings, ProductionSettings, Recipe
+from lathe.config.settings.serving import ExportFormat
 from lathe.data.gguf_tokenizer import metadata_of
 from lathe.errors import StageError, UserError
-from lathe.export.engines import open_engine
+from lathe.export.engines import Engine, OpenVINOGenAI, open_engine
 from lathe.export.export import export
-from lathe.export.formats import compressed_tensors, gguf, write_formats
+from lathe.export.export import write as write_graph
+from lathe.export.formats import compressed_tensors, format_of, gguf, write_formats
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.export.prove import prove_in_engine
 from lathe.model import fake_quant
@@ -30,6 +37,12 @@ from lathe.model.config import GPTConfig
 from lathe.model.gguf import import_gguf
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
+from lathe.provenance import bundle
+from lathe.report.cards.bom import model_bom
+from lathe.report.cards.card import model_card
+from lathe.report.cards.evidence import read_evidence
+from lathe.storage import sha256
+from lathe.storage.artifacts.kinds import open_export
 from tests.support.families import FAMILIES, make, save
 from tests.support.small_export import make_model, write_held_out
 
@@ -51,7 +64,16 @@ Make = Callable[..., Checkpoint]
 OLDER = ("llama", "mistral", "qwen2", "qwen3")
 IN_GGUF = [case for case in FAMILIES if case.split(",")[0].split()[0] in OLDER]
 IN_GGUF = [case for case in IN_GGUF if not {"window", "yarn", "dynamic"} & set(case.split())]
-"""Those that GGUF files are written of."""
+"""Those of them that GGUF files are written of."""
+AS_IN_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "gemma3": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 8},
+    "phi3": {"sliding_window": None},
+    "phi4 mini": {},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": None},
+}
+"""Later families, and what llama.cpp takes for granted in them."""
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +157,7 @@ def test_transformers_reads_the_gguf_file_that_was_written(
     # Of Qwen3, transformers does not read the size of a head.
     found = checkpoint(case, plan, **({"head_dim": 128} if case == "qwen3" else {}))
     written = write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
-    assert list(written["gguf"]["files"]) == [gguf.FILE]
+    assert written["gguf"] == [gguf.FILE]
     theirs = of_transformers(tmp_path, gguf_file=gguf.FILE)
     for name, value in values(found.model).items():
         if name not in theirs:  # transformers knows of no biases in this architecture
@@ -148,11 +170,11 @@ def test_transformers_reads_the_gguf_file_that_was_written(
     assert kinds["token_embd.weight"] == kinds["blk.1.ffn_down.weight"] == expected
 
 
-@pytest.mark.parametrize("case", [*IN_GGUF, "gpt2"])
+@pytest.mark.parametrize("case", [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2"])
 def test_a_round_trip_keeps_the_integers_and_the_tokenizer(
     case: str, checkpoint: Make, tmp_path: Path
 ) -> None:
-    found = checkpoint(case, "int4")
+    found = checkpoint(case, "int4", **AS_IN_LLAMA_CPP.get(case, {}))
     write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
     import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
     again = load_checkpoint(tmp_path / "again")
@@ -258,13 +280,19 @@ def test_what_a_format_cannot_hold_is_refused(checkpoint: Make, tmp_path: Path) 
     for settings in (both, ExportSettings(formats=["gguf"])):
         with pytest.raises(UserError, match="prefix of 1 tokens"):
             write_formats(with_prefix, tmp_path, settings)
+    window = checkpoint("qwen2 with a window", "float")
+    with pytest.raises(UserError, match="a window of 11 tokens"):
+        write_formats(window, tmp_path, ExportSettings(formats=["openvino"]))
     assert not list(tmp_path.glob("*.gguf")) and not (tmp_path / compressed_tensors.FOLDER).exists()
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("gemma3", "is a Gemma 3 model, and GGUF files are written of GPT-2, Llama"),
+        ("opt", "is a OPT model, and GGUF files are written of GPT-2, Gemma 3, Llama"),
+        ("gemma3", "not every sixth layer, and these alone, sees everything"),
+        ("smollm3", "not every fourth layer, and these alone, has no positions"),
+        ("starcoder2", "a window of 11 tokens"),
         ("qwen2 with a window", "has a window of 11 tokens"),
         ("qwen2, yarn", "rope_type is yarn"),
     ],
@@ -284,12 +312,17 @@ def test_rows_that_do_not_fill_blocks_are_float16(checkpoint: Make, tmp_path: Pa
     assert kinds["blk.0.ffn_up.weight"] == GGMLQuantizationType.Q8_0
 
 
-@pytest.mark.parametrize("name", ["gguf", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["gguf", "compressed-tensors", "openvino"])
 def test_a_file_with_another_value_is_not_accepted(
     name: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module: Any = {"gguf": gguf, "compressed-tensors": compressed_tensors}[name]
-    file = tmp_path / {"gguf": gguf.FILE}.get(name, "compressed-tensors/model.safetensors")
+    module: Any = format_of(name)
+    files = {
+        "gguf": gguf.FILE,
+        "compressed-tensors": "compressed-tensors/model.safetensors",
+        "openvino": "openvino/openvino_model.bin",
+    }
+    file = tmp_path / files[name]
     whole = module.write
 
     def write(*arguments: Any) -> list[str]:
@@ -300,12 +333,13 @@ def test_a_file_with_another_value_is_not_accepted(
         return names
 
     monkeypatch.setattr(module, "write", write)
+    found, settings = (
+        checkpoint("llama", "static"),
+        ExportSettings.model_validate({"formats": [name]}),
+    )
+    write_graph(found, tmp_path, settings)
     with pytest.raises(StageError, match=f"is not in {name} what it is in the checkpoint"):
-        write_formats(
-            checkpoint("llama", "static"),
-            tmp_path,
-            ExportSettings.model_validate({"formats": [name]}),
-        )
+        write_formats(found, tmp_path, settings)
 
 
 def test_a_tokenizer_without_a_name_is_refused(tokenizer: Tokenizer) -> None:
@@ -319,23 +353,83 @@ def test_a_tokenizer_without_a_name_is_refused(tokenizer: Tokenizer) -> None:
 
 def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
     found = checkpoint("llama", "dynamic")
-    formats = ExportSettings(prompts=4, new_tokens=8, formats=["gguf", "compressed-tensors"])
+    settings = {"prompts": 4, "new_tokens": 8, "formats": list(get_args(ExportFormat))}
+    recipe = Recipe(Export=ExportSettings.model_validate(settings))
     data = write_held_out(tmp_path / "data")
-    folder = export(Recipe(Export=formats), found.folder, data, tmp_path / "onnx").folder
-    metadata = json.loads((folder / "export.json").read_text())
-    for entry in metadata["formats"].values():
-        for name, file in entry["files"].items():
-            assert metadata["files"][name]["sha256"] == file["sha256"]
-            assert (folder / name).stat().st_size == file["bytes"]
+    folder = export(recipe, found.folder, data, tmp_path / "onnx").folder
+    evidence, metadata = read_evidence(found.folder, exported=folder), open_export(folder)
+    card, bom = model_card(evidence), json.loads(model_bom(evidence))
+    listed = {x["name"]: x["hashes"] for x in bom["metadata"]["component"]["components"]}
+    for name in metadata.formats:
+        for file, entry in metadata.files_of(name).items():
+            assert (folder / file).stat().st_size == entry.bytes
+            assert sha256(folder / file) == entry.sha256 == listed[file][0]["content"]
+            assert f"`{file}`, SHA-256 `{entry.sha256}`" in card
+    for command in (
+        "ollama create",
+        "vllm serve ./compressed-tensors",
+        "ovms --model_path ./openvino",
+    ):
+        assert command in card
+    assert "proven in transformers 5" in card and "proven in openvino-genai 2026" in card
 
 
-@pytest.mark.parametrize("case", [*IN_GGUF, "gpt2", "pruned"])
+IN_OPENVINO = [case for case in FAMILIES if "window" not in case]
+IN_OPENVINO = [x for x in IN_OPENVINO if x not in ("gemma3", "phi3", "starcoder2")]
+"""Those without a window, which paged attention does not take from a file."""
+
+
+def in_openvino(found: Checkpoint, folder: Path) -> OpenVINOGenAI:
+    settings = ExportSettings(formats=["openvino"])
+    write_graph(found, folder, settings)
+    write_formats(found, folder, settings)
+    return OpenVINOGenAI(folder)
+
+
+@pytest.mark.parametrize("case", [*IN_OPENVINO, "gpt2"])
+def test_openvino_genai_computes_what_torch_does(
+    case: str, checkpoint: Make, tmp_path: Path
+) -> None:
+    found = checkpoint(case, "float")
+    engine = in_openvino(found, tmp_path)
+    with torch.inference_mode():
+        expected = found.model(TOKENS[:1]).numpy()
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(engine.logits(TOKENS[:1].numpy()), expected, atol=5e-3)
+    prompt = TOKENS[0].tolist()
+    assert engine.greedy(prompt, 12) == Engine.greedy(engine, prompt, 12)
+    assert (
+        engine.encode("they have  a tool, 12 é\n")
+        == found.tokenizer.encode("they have  a tool, 12 é\n").ids
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_openvino_keeps_the_integers(plan: str, checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint("llama with biases, tied, llama3", plan)
+    engine = in_openvino(found, tmp_path)
+    form = PLANS[plan]
+    with torch.inference_mode():
+        expected = found.model(TOKENS[:1]).numpy()
+    error = np.abs(engine.logits(TOKENS[:1].numpy()) - expected).mean()
+    assert error < (0.1 if form and form.activation else 1e-3) * expected.std()
+    kinds = Counter(
+        x.get_element_type().get_type_name()
+        for x in openvino.Core().read_model(tmp_path / "openvino/openvino_model.xml").get_ops()
+        if x.get_type_name() == "Constant" and len(x.shape) > 1 and x.shape[0] > 60
+    )
+    wanted = "f32" if form is None else f"i{form.weight.bits}"
+    assert kinds[wanted] >= 12, kinds
+
+
+@pytest.mark.parametrize("case", [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2", "pruned"])
 def test_llama_cpp_computes_what_torch_does(
     case: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     """A pruned model is of the architecture `deci` there."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    found = checkpoint("llama" if case == "pruned" else case, "float")
+    own = "llama" if case == "pruned" else case
+    found = checkpoint(own, "float", **AS_IN_LLAMA_CPP.get(case, {}))
     if case == "pruned":
         smaller = replace(
             found.model.config, n_head=(4, 2, 4), kv_heads=(2, 1, 2), n_inner=(192, 96, 64)
@@ -356,36 +450,82 @@ def test_transformers_does_not_load_a_quantized_checkpoint_in_float(checkpoint: 
         AutoModelForCausalLM.from_pretrained(checkpoint("llama", "dynamic").folder)
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "transformers", "llama.cpp"])
+FORMAT = {
+    "transformers": "compressed-tensors",
+    "llama.cpp": "gguf",
+    "openvino-genai": "openvino",
+}
+"""What an engine reads, but for the ONNX graph."""
+
+
+@pytest.mark.parametrize(
+    "engine", ["onnxruntime", "openvino", "openvino-genai", "transformers", "llama.cpp"]
+)
 @pytest.mark.parametrize("plan", ["float", "dynamic", "int4"])
-def test_a_proof_in_an_engine(
-    engine: str, plan: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_in_an_engine(engine: str, plan: str, checkpoint: Make, tmp_path: Path) -> None:
     if engine == "llama.cpp":
         pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    found = checkpoint("llama", plan, head_dim=16)
-    formats = ExportSettings(prompts=4, new_tokens=8, formats=["gguf", "compressed-tensors"])
-    recipe, data = Recipe(Export=formats), write_held_out(tmp_path / "data")
-    folder = export(recipe, found.folder, data, tmp_path / "onnx").folder
-    proof = prove_in_engine(recipe, folder, found.folder, data, engine)
+    made = checkpoint("llama", plan, head_dim=16)
+    formats = [FORMAT[engine]] if engine in FORMAT else []
+    settings = {"prompts": 4, "new_tokens": 8, "formats": formats}
+    recipe = Recipe(Export=ExportSettings.model_validate(settings))
+    data = write_held_out(tmp_path / "data")
+    folder = export(recipe, made.folder, data, tmp_path / "onnx").folder
+    proof = prove_in_engine(recipe, folder, made.folder, data, engine)
     assert proof.engine.lower().startswith(engine)
     assert proof.fidelity.argmax_agreement > (0.99 if plan == "float" else 0.5)
-    if engine == "transformers":
-        swap_heads(folder / compressed_tensors.FOLDER / "model.safetensors")
-        with pytest.raises(UserError, match="altered"):
-            prove_in_engine(recipe, folder, found.folder, data, engine)
-        monkeypatch.setattr("lathe.storage.artifacts.kinds.check_files", lambda *_: None)
-        with pytest.raises(StageError, match="diverges from the float model"):
-            prove_in_engine(recipe, folder, found.folder, data, engine)
+    change = proof.fidelity.perplexity / proof.fidelity.float_perplexity - 1
+    assert abs(change) < (1e-4 if plan == "float" else 0.1)
+    own = bundle.read(folder)[0].statement
+    for form, found in open_export(folder).formats.items():
+        assert found.proof and found.proof.engine == proof.engine
+        assert own.result(f"proof:{form}")["kl"] == found.proof.kl
 
 
-def swap_heads(file: Path) -> None:
-    """Exchange the first two query heads of a file."""
+@pytest.mark.parametrize("wrong", ["a flipped byte", "permuted heads", "a swapped scale"])
+def test_a_wrong_file_is_refused_by_name(
+    wrong: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = checkpoint("llama", "static", head_dim=16)
+    recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8, formats=["compressed-tensors"]))
+    data = write_held_out(tmp_path / "data")
+    folder = export(recipe, found.folder, data, tmp_path / "onnx").folder
+    file = folder / compressed_tensors.FOLDER / "model.safetensors"
+    query = "model.layers.0.self_attn.q_proj.weight"
     tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if ".q_proj.weight" in name and not name.endswith("shape"):
-            tensors[name] = torch.cat([tensor[16:32], tensor[:16], tensor[32:]])
+    if wrong == "permuted heads":
+        tensors[query] = torch.cat(
+            [tensors[query][16:32], tensors[query][:16], tensors[query][32:]]
+        )
+    elif wrong == "a swapped scale":
+        tensors[f"{query}_scale"] = tensors[f"{query}_scale"].flip(0)
+    else:
+        tensors[query].view(torch.uint8)[0, 0] ^= 0x40
     save_file(tensors, file, {"format": "pt"})
+    prove = partial(prove_in_engine, recipe, folder, found.folder, data, "transformers")
+    with pytest.raises(UserError, match=r"compressed-tensors/model\.safetensors.*altered"):
+        prove()
+    monkeypatch.setattr("lathe.storage.artifacts.kinds.check_files", lambda *_: None)
+    with pytest.raises(StageError, match=r"layers\.0\.self_attn\.q_proj\.weight is not in"):
+        prove()
+    monkeypatch.setattr("lathe.export.prove.require_values", lambda *_: None)
+    if wrong == "permuted heads":
+        with pytest.raises(StageError, match="diverges from the float model"):
+            prove()
+
+
+def test_an_engine_that_is_not_installed_proves_nothing(
+    checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    found, data = checkpoint("llama", "float"), write_held_out(tmp_path / "data")
+    settings = ExportSettings(prompts=4, new_tokens=8, formats=["gguf"])
+    folder = export(Recipe(Export=settings), found.folder, data, tmp_path / "onnx").folder
+    assert open_export(folder).formats["gguf"].proof is None
+    asked = Recipe(Export=settings, Production=ProductionSettings(require=["proof:gguf"]))
+    with pytest.raises(UserError, match=r"llama\.cpp cannot be imported"):
+        export(asked, found.folder, data, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_proof_names_what_is_missing(checkpoint: Make, tmp_path: Path) -> None:

@@ -261,6 +261,8 @@ def test_no_key_and_no_such_requirement(release: Path, keys: list[Path]) -> None
     with pytest.raises(UserError, match=r"Production\.require: magic"):
         require(release, ["magic"], keys)
     require(release, [], [])
+    with pytest.raises(StageError, match=r"\(proof:gguf\).*the gguf was never proven"):
+        require(release, ["proof", "proof:gguf"], keys)
 
 
 def test_the_pod_starts_it_with_what_the_server_has(

@@ -17,6 +17,18 @@ from lathe.config.settings.types import (
     Seconds,
 )
 
+ExportFormat = Literal["gguf", "compressed-tensors", "openvino"]
+Requirement = Literal[
+    "signature",
+    "chain",
+    "gate",
+    "proof",
+    "proof:gguf",
+    "proof:compressed-tensors",
+    "proof:openvino",
+    "audit",
+]
+
 
 class GenerationSettings(Settings):
     """How text is generated, here and, as defaults of a request, by the server. The group and its
@@ -54,9 +66,10 @@ class ExportSettings(Settings):
     """Version of ONNX's operator set."""
     dtype: Literal["float32", "float16"] = "float32"
     """Data type of the graph's float weights; an INT8 checkpoint needs float32."""
-    formats: list[Literal["gguf", "compressed-tensors"]] = Field(default=[])
+    formats: list[ExportFormat] = Field(default=[])
     """Further formats to write beside the ONNX graph: `gguf` for llama.cpp, Ollama and LM Studio,
-    `compressed-tensors` for vLLM, SGLang and transformers."""
+    `compressed-tensors` for vLLM, SGLang and transformers, `openvino` for OpenVINO GenAI and
+    OpenVINO Model Server. Each is proven in its engine, if that is installed."""
     prompts: Positive = 64
     """Held-out prompts that the graph and the checkpoint are compared on."""
     new_tokens: Positive = 24
@@ -141,10 +154,11 @@ class ProductionSettings(Settings):
     kube context, or `lathe` if that names none."""
     deployment: KubernetesName | None = "lathe-serve"
     """Kubernetes Deployment to roll to a new release; null rolls none."""
-    require: list[Literal["signature", "chain", "gate", "proof", "audit"]] = Field(default=[])
+    require: list[Requirement] = Field(default=[])
     """What a release must show before it is published, rolled back to, or served. `signature`: its
     files are those that were signed. `chain`: every step since the corpus is attested and signed.
     `gate`: the gate let its model pass. `proof`: its graph computes what the checkpoint does.
+    `proof:gguf` and so on: so does the export's file of that format, in the format's own engine.
     `audit`: the bill of materials of its environment has no known vulnerability, before it is
     published or rolled back to."""
     vex: list[str] = Field(default=[])

@@ -1,29 +1,29 @@
 """Formats that a checkpoint can leave in beside the ONNX graph, for engines other than Lathe's
 server. Each is a module of this package:
 
+- `ENGINE` is the engine of `lathe.export.engines` that proves what is written,
 - `require(config, folder)` refuses what the format or its engines cannot hold,
 - `write(checkpoint, folder, dtype)` writes its files and returns their names,
 - `read(folder, config)` reads the weights back, for the check of every file that is written.
 
-A further format is a module, a line in `FORMATS`, its name in `Export.formats`, and a row of
+A further format is a module of its name, its name in `Export.formats`, and a row of
 `tests/export/test_formats.py`.
 """
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from lathe.config.settings import ExportSettings
-from lathe.errors import StageError
-from lathe.export.formats import compressed_tensors, gguf
+from lathe.errors import StageError, UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.progress import track
-from lathe.storage import sha256
 
 PRECISION, SMALLEST = 2.0**-10, 2.0**-24
 """Largest relative and absolute error of a value that is read back, since scales and floats may be
@@ -32,6 +32,8 @@ float16. A scale below 6e-5 is less precise there; a value is at most 128 scales
 
 class Format(Protocol):
     """A module of this package."""
+
+    ENGINE: str
 
     def require(self, config: GPTConfig, folder: Path) -> None:
         """Raise UserError for a model that the format or its engines do not have."""
@@ -44,22 +46,34 @@ class Format(Protocol):
         float32."""
 
 
-FORMATS: dict[str, Format] = {"gguf": gguf, "compressed-tensors": compressed_tensors}
+def format_of(name: str) -> Format:
+    """The module of a format in `Export.formats`.
+
+    Raises:
+        UserError: a package that it needs is not installed.
+    """
+    try:
+        module = import_module(f"{__name__}.{name.replace('-', '_')}")
+    except ImportError as error:
+        raise UserError(
+            f"{name} cannot be written: {error}", "pip install lathe[formats]"
+        ) from None
+    return cast(Format, module)
 
 
 def require_formats(settings: ExportSettings, config: GPTConfig, folder: Path) -> None:
     """Raise UserError for a format of `Export.formats` that the model does not fit."""
     for name in settings.formats:
-        FORMATS[name].require(config, folder)
+        format_of(name).require(config, folder)
 
 
 def write_formats(
     checkpoint: Checkpoint, folder: Path, settings: ExportSettings
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, list[str]]:
     """Write the formats of `Export.formats` into an export folder, and read each back.
 
     Returns:
-        By format, the bytes and the SHA-256 of its files.
+        By format, the names of its files.
 
     Raises:
         UserError: a model or tokenizer that a format does not have.
@@ -67,21 +81,21 @@ def write_formats(
     """
     is_quantized = checkpoint.model.config.quantization is not None
     dtype = "float16" if is_quantized else settings.dtype
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[str]] = {}
     for name in settings.formats:
-        files = FORMATS[name].write(checkpoint, folder, dtype)
-        _require_values(checkpoint, folder, name)
-        entries = {
-            f: {"bytes": (folder / f).stat().st_size, "sha256": sha256(folder / f)} for f in files
-        }
-        found[name] = {"files": entries, "bytes": sum(x["bytes"] for x in entries.values())}
+        found[name] = format_of(name).write(checkpoint, folder, dtype)
+        require_values(checkpoint, folder, name)
     return found
 
 
-def _require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Compare every value that a format holds with the fake-quantized model's."""
+def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
+    """Compare every value that a format holds with the fake-quantized model's.
+
+    Raises:
+        StageError: one differs; names its tensor.
+    """
     model = checkpoint.model
-    written = dict(FORMATS[name].read(folder, model.config))
+    written = dict(format_of(name).read(folder, model.config))
     for tensor, value in track(stored_matrices(model), f"check {name}", len(written)):
         wanted = value.floats if isinstance(value, Integers) else value
         got = written.pop(tensor, torch.empty(0))

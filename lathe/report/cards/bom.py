@@ -52,8 +52,9 @@ def _model(evidence: Evidence, card: CardSettings) -> Component:
     digests = dict(evidence.files)
     if evidence.exported is not None and not evidence.is_export_alone:
         digests |= {"model.onnx": evidence.exported.sha256}
-        for form in evidence.exported.formats.values():
-            digests |= {name: entry.sha256 for name, entry in form.files.items()}
+        for form in evidence.exported.formats:
+            entries = evidence.exported.files_of(form).items()
+            digests |= {name: entry.sha256 for name, entry in entries}
     files = [
         Component(
             name=name, type=ComponentType.FILE, bom_ref=f"file:{name}", hashes=[sha256_hash(digest)]

@@ -44,20 +44,18 @@ def paged_attention(
 
 
 def rotated(x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
-    """Queries or keys (N, heads * head_dim), the first features of every head rotated."""
-    half = cosines.get_partial_shape()[2].get_length()
-    heads = ops.reshape(x, np.array([0, -1, head_dim]), True)
+    """Queries or keys (..., heads, head_dim), the first features of every head rotated by angles
+    (..., 1, half)."""
+    half = cosines.get_partial_shape()[-1].get_length()
     sizes = np.array([half, half, head_dim - 2 * half])
     first, second, *rest = ops.variadic_split(
-        heads, np.int64(2), sizes if sizes[2] else sizes[:2]
+        x, np.int64(-1), sizes if sizes[2] else sizes[:2]
     ).outputs()
-    rotated = [
+    turned = [
         ops.subtract(ops.multiply(first, cosines), ops.multiply(second, sines)).output(0),
         ops.add(ops.multiply(second, cosines), ops.multiply(first, sines)).output(0),
     ]
-    together = ops.concat([*rotated, *rest], 2)
-    width = x.get_partial_shape()[1].get_length()
-    return ops.reshape(together, np.array([0, width]), True).output(0)
+    return ops.concat([*turned, *rest], -1).output(0)
 
 
 def _unused() -> list[Output]:

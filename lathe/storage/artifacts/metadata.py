@@ -47,6 +47,7 @@ Positive = Annotated[int, Field(gt=0, lt=2**63)]
 FileName = Annotated[str, AfterValidator(_relative)]
 TaskName = Annotated[str, Field(pattern=TASK_NAME)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Metadata(BaseModel):
@@ -200,11 +201,19 @@ class Proof(BaseModel):
     mean_limit: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
-class FormatFiles(BaseModel):
-    """The files of a further format of an export."""
+class EngineProof(BaseModel):
+    """The figures of a proof in an engine that later stages show."""
 
-    files: Files
-    bytes: Count
+    engine: str
+    kl: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    argmax_agreement: Share
+
+
+class ExportedFormat(BaseModel):
+    """A further format of an export: its files, and its proof if its engine was installed."""
+
+    files: list[FileName]
+    proof: EngineProof | None = None
 
 
 class ExportMetadata(Metadata):
@@ -227,17 +236,23 @@ class ExportMetadata(Metadata):
     sha256: Sha256
     source: Sha256
     proof: Proof | None = None
-    formats: dict[str, FormatFiles] = {}
+    formats: dict[str, ExportedFormat] = {}
     files: Files | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "ExportMetadata":
         if (last := max(self.eos_id, *self.end_ids, 0)) >= self.vocab_size:
             raise ValueError(f"eos_id {last} is beyond the vocabulary of {self.vocab_size}")
+        for name, form in self.formats.items():
+            if missing := set(form.files) - (self.files or {}).keys():
+                raise ValueError(f"files lists no {min(missing)}, which is a file of {name}")
         return self
 
+    def files_of(self, form: str) -> Files:
+        """The files of a further format."""
+        return {name: (self.files or {})[name] for name in self.formats[form].files}
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

@@ -1,0 +1,240 @@
+"""OpenVINO's intermediate representation (IR), which OpenVINO GenAI and OpenVINO Model Server load.
+
+It is the export's ONNX graph in OpenVINO's operators, with the inputs that both expect:
+`input_ids`, `attention_mask` and `position_ids` (B, T), `beam_idx` (B,). Keys and values are states
+of the model; OpenVINO GenAI turns its attention into paged attention when it loads it. Weights keep
+their integers. Inputs of linears with scales in groups are rounded by OpenVINO's kernel, to which a
+runtime option in the file tells the size of the groups. Tokenizer and detokenizer are models of
+their own, in operators of the package `openvino_tokenizers`.
+
+Shapes: B batch, T new tokens, S tokens with those before, H heads, G key-value heads, D head size.
+
+Source of the layout: `optimum-intel`, `exporters/openvino`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import openvino
+import torch
+from openvino import Model, Node, Output, PartialShape, Type
+from openvino import opset15 as ops
+from openvino.op.util import Variable, VariableInfo
+from openvino_tokenizers import convert_tokenizer
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from lathe.errors import UserError
+from lathe.export.formats.compressed_tensors import write_configuration
+from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.model.architecture import HEAD
+from lathe.model.checkpoint import Checkpoint, fused_rows
+from lathe.model.config import GPTConfig
+from lathe.model.fused import join
+from lathe.model.gpt import GPT
+from lathe.serve.runtime.exported_model import MODEL
+from lathe.serve.runtime.openvino_attention import rotated
+from lathe.serve.runtime.openvino_graph import Heads, Translator, is_lookup
+
+ENGINE = "openvino-genai"
+FOLDER = "openvino"
+FILE = "openvino_model.xml"
+HINT = "take openvino out of Export.formats"
+
+
+def require(config: GPTConfig, folder: Path) -> None:
+    """Raise UserError for a model that OpenVINO GenAI cannot compute."""
+    if config.prefix_tokens:
+        raise UserError(
+            f"{folder}: has a prefix of {config.n_prefix} tokens, which OpenVINO GenAI has no "
+            "place for",
+            "quantize its parent with Compress.Quantization.prefix=none",
+        )
+    windows = [kind.window for kind in config.kinds if kind.window]
+    if windows and min(windows) < config.n_positions:
+        raise UserError(
+            f"{folder}: attention has a window of {min(windows)} tokens, which OpenVINO GenAI's "
+            "paged attention does not take from a file",
+            HINT,
+        )
+
+
+def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
+    """Write the folder `openvino` from the export's `model.onnx`; returns the names of its files.
+
+    Args:
+        dtype: ignored: what is not quantized is float32 here.
+
+    Raises:
+        UserError: a model or a tokenizer that OpenVINO does not have.
+    """
+    config = checkpoint.model.config
+    require(config, checkpoint.folder)
+    place = folder / FOLDER
+    place.mkdir()
+    translator = _StatefulTranslator(onnx.load(folder / MODEL).graph, config)
+    model = translator.model()
+    group = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
+    model.set_rt_info(str(translator.group), group)
+    openvino.save_model(model, place / FILE, compress_to_fp16=False)
+    for kind, part in zip(("tokenizer", "detokenizer"), _tokenizer(checkpoint), strict=True):
+        openvino.save_model(part, place / f"openvino_{kind}.xml", compress_to_fp16=False)
+    write_configuration(checkpoint, place, dtype="float32")
+    return sorted(f"{FOLDER}/{file.name}" for file in place.iterdir())
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
+    """Models of the tokenizer and the detokenizer."""
+    tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),  # which it changes
+        eos_token=tokenizer.id_to_token(checkpoint.end_ids[-1]),
+        chat_template=config.chat_template or None,
+    )
+    try:
+        made: tuple[Model, Model] = convert_tokenizer(wrapped, with_detokenizer=True)
+    except Exception as error:
+        raise UserError(
+            f"{checkpoint.folder}: openvino_tokenizers cannot convert its tokenizer: "
+            f"{str(error).splitlines()[0]}",
+            HINT,
+        ) from error
+    return made
+
+
+def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the IR, whose integers OpenVINO turns back into float32."""
+    core = openvino.Core()
+    nodes = {x.get_friendly_name(): x for x in core.read_model(folder / FOLDER / FILE).get_ops()}
+    with torch.device("meta"):
+        model = GPT(config.with_quantization(None))
+    found = {}
+    for name, wanted in model.state_dict().items():
+        rows = _value(core, nodes, name, wanted.shape)
+        if fused := fused_rows(config, name):
+            rows = join(torch.split(rows, fused[1]), fused[0])
+        found[name] = rows
+    model.load_state_dict(found, assign=True)
+    for name, tensor in stored_matrices(model):
+        assert not isinstance(tensor, Integers)
+        yield name, tensor
+
+
+def _value(core: openvino.Core, nodes: dict[str, Node], name: str, shape: torch.Size) -> Tensor:
+    """The value of a parameter, without the zeros that fill up its last group."""
+    if name not in nodes:
+        return torch.empty(0)
+    model = Model([ops.result(nodes[name].output(0))], [])
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    (array,) = core.compile_model(model, "CPU", exact)([]).values()
+    if f"{name}_scale" in nodes:  # of a table of integers, rows of which are looked up
+        array = array * nodes[f"{name}_scale"].data[:, None]
+    return torch.from_numpy(np.array(array, np.float32))[tuple(slice(n) for n in shape)]
+
+
+class _StatefulTranslator(Translator):
+    """Translates the graph with keys and values as states. Parameters have the model's names in it,
+    by which `read` finds them."""
+
+    def __init__(self, graph: onnx.GraphProto, config: GPTConfig) -> None:
+        super().__init__(graph)
+        self.table = config.architecture.table
+        for name, x in self.values.items():
+            if isinstance(x, np.ndarray) and x.dtype == np.float16:
+                self.values[name] = x.astype(np.float32)
+        for name in ("input_ids", "attention_mask", "position_ids"):
+            self.values[name] = self.input(name, Type.i64, -1, -1)
+        self.beams = self.input("beam_idx", Type.i32, -1)
+        self.mask = self._mask()
+        self.shared: dict[str, Output] = {}
+        # All positions have logits. Angles of rotary positions are computed, since a table of
+        # many positions would be larger than many a model.
+        self.values["logits_index"] = np.zeros((1, 1), np.int64)
+        self.handlers |= {
+            "GatherND": lambda node: self.values[node.input[0]],
+            "Range": lambda _: self.values["position_ids"],
+            "Cos": lambda node: ops.cos(*self.given(node)).output(0),
+            "Sin": lambda node: ops.sin(*self.given(node)).output(0),
+            "GatherBlockQuantized": self._look_up,
+        }
+
+    def weight(self, node: onnx.NodeProto) -> Output:
+        return self._named(super().weight(node), node)
+
+    def grouped_weight(self, node: onnx.NodeProto) -> Output:
+        scale = node.input[2]
+        if scale not in self.shared:  # with the other use of a tied embedding
+            self.shared[scale] = self._named(super().grouped_weight(node), node)
+        return self.shared[scale]
+
+    def _named(self, weight: Output, node: onnx.NodeProto) -> Output:
+        linear = node.output[0].removesuffix(".matmul")
+        own = f"{HEAD if linear == 'logits' else linear}.weight"
+        weight.get_node().set_friendly_name(self.table if is_lookup(node) else own)
+        return weight
+
+    def _look_up(self, node: onnx.NodeProto) -> Output:
+        ids = self.output(node.input[1])
+        return ops.gather(self.grouped_weight(node), ids, np.int64(0)).output(0)
+
+    def attend(self, qkv: Output, heads: Heads, rotary: list[str]) -> Output:
+        parts = ops.variadic_split(qkv, np.int64(2), np.array(heads.widths)).outputs()
+        apart = np.array([0, 0, -1, heads.head_dim])
+        query, key, value = (ops.reshape(part, apart, True).output(0) for part in parts)
+        if rotary:
+            angles = [ops.unsqueeze(self.output(x), np.array([2])).output(0) for x in rotary]
+            query, key = (rotated(x, heads.head_dim, *angles) for x in (query, key))
+        by_head = np.array([0, 2, 1, 3])  # (B, T, H, D) -> (B, H, T, D), and back
+        query, key, value = (ops.transpose(x, by_head).output(0) for x in (query, key, value))
+        attended = ops.scaled_dot_product_attention(
+            query,
+            self._for_each_query(self._with_past(f"key.{heads.layer}", key, heads), heads),
+            self._for_each_query(self._with_past(f"value.{heads.layer}", value, heads), heads),
+            self.mask,
+            np.float32(heads.scale),
+        )
+        together = np.array([0, 0, heads.widths[0]])
+        return ops.reshape(ops.transpose(attended, by_head), together, True).output(0)
+
+    def _with_past(self, name: str, x: Output, heads: Heads) -> Output:
+        """Keys or values (B, G, S, D): those of a state, by the beams, and new ones x, which
+        together become the state."""
+        info = VariableInfo()
+        info.data_shape = PartialShape([-1, heads.n_kv_head, -1, heads.head_dim])
+        info.data_type, info.variable_id = Type.f32, name
+        variable = Variable(info)
+        rows = ops.unsqueeze(_size(self.output("input_ids"), 0), np.int64(0))
+        empty = ops.concat([rows, np.array([heads.n_kv_head, 0, heads.head_dim])], 0)
+        past = ops.read_value(ops.broadcast(np.float32(0), empty), variable)
+        present = ops.concat([ops.gather(past, self.beams, np.int64(0)), x], 2)
+        self.sinks.append(ops.assign(present, variable))
+        return present.output(0)
+
+    def _for_each_query(self, x: Output, heads: Heads) -> Output:
+        """(B, G, S, D) -> (B, H, S, D), in the operators that OpenVINO recognizes as heads that
+        share keys and values."""
+        if heads.n_kv_head == heads.n_head:
+            return x
+        times = np.array([1, 1, heads.n_head // heads.n_kv_head, 1, 1])
+        apart = ops.unsqueeze(x, np.int64(2))
+        wide = ops.broadcast(apart, times, broadcast_spec="BIDIRECTIONAL")
+        return ops.reshape(wide, np.array([0, heads.n_head, -1, heads.head_dim]), True).output(0)
+
+    def _mask(self) -> Output:
+        """(B, 1, T, S), true where a token may see another one. Padding sees itself, since a row
+        that sees nothing would be NaN, and with it every sum over it."""
+        known = self.output("attention_mask")
+        total = _size(known, 1)
+        first = ops.subtract(total, _size(self.output("input_ids"), 1))
+        columns = ops.range(np.int64(0), total, np.int64(1), "i64")
+        rows = ops.unsqueeze(ops.range(first, total, np.int64(1), "i64"), np.int64(1))
+        is_token = ops.unsqueeze(ops.not_equal(known, np.int64(0)), np.array([1, 2]))
+        seen = ops.logical_or(is_token, ops.equal(columns, rows))
+        return ops.logical_and(ops.less_equal(columns, rows), seen).output(0)
+
+
+def _size(x: Output, axis: int) -> Node:
+    return ops.gather(ops.shape_of(x), np.int64(axis), np.int64(0))
