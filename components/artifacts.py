@@ -2,8 +2,7 @@
 
 `LATHE_STORE` is an address below which models and data sets go instead of where Pipelines puts
 them: `file:///pvc` on a volume that all pods mount, for a cluster without an object store for
-them. Pipelines' launcher (2.17) neither fetches nor uploads what is at an address that it does not
-know, and records it.
+them. Pipelines keeps a pointer to those (`components.pointer`).
 """
 
 import atexit
@@ -14,12 +13,14 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kfp import dsl
 
 from components import tracking
+from components.pointer import leave_at, place_of
 from lathe.storage import is_remote, upload
 from lathe.storage.artifacts.remote import bring
 
@@ -38,13 +39,18 @@ def local(*artifacts: dsl.Artifact | None) -> list[Path | None]:
 
 
 def _local(artifact: dsl.Artifact) -> Path:
-    path = Path(artifact.path)
-    if path.exists() or not is_remote(artifact.uri):
+    path, place = Path(artifact.path), place_of(artifact)
+    if place == artifact.uri and (path.exists() or not is_remote(place)):
         return path
+    return _brought(place, path.name)
+
+
+@cache
+def _brought(address: str, name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="lathe-input-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    bring(artifact.uri, folder / path.name)
-    return folder / path.name
+    bring(address, folder / name)
+    return folder / name
 
 
 def address_of(output: dsl.Artifact) -> str:
@@ -79,10 +85,10 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
         artifact.metadata.update(figures)
     tracking.record(figures, *artifacts)
     for artifact in (metrics, *artifacts):
-        path, address = Path(artifact.path), address_of(artifact)
-        if address != artifact.uri:
-            upload(path, address)
-            artifact.uri = address
+        address = address_of(artifact)
+        if address not in (artifact.uri, place_of(artifact)):
+            upload(Path(artifact.path), address)
+            leave_at(artifact, address)
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kfp import dsl
 
+from components.pointer import place_of
 from lathe.config.settings import Recipe
 from lathe.config.settings.base import flat
 from lathe.errors import StageError, UserError
@@ -80,7 +81,7 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
     step.figures(figures)
     with tempfile.TemporaryDirectory() as name:
         for artifact in artifacts:
-            path, copy = Path(artifact.path), Path(name)
+            path, copy, place = Path(artifact.path), Path(name), place_of(artifact)
             if path.is_file():
                 file = copy / f"{path.name}{SUFFIXES.get(artifact.schema_title, '')}"
                 file.write_bytes(path.read_bytes())
@@ -90,9 +91,9 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
                     log.warning("not kept in MLflow: %s: %s", file.name, error)
             elif (path / TRACE).is_file():
                 step.curves(path / TRACE)
-            elif is_remote(artifact.uri) and not path.exists():
+            elif is_remote(place) and (place != artifact.uri or not path.exists()):
                 with suppress(UserError, StageError):  # not a training's
-                    step.curves(fetch(f"{artifact.uri}/{TRACE}", copy))
+                    step.curves(fetch(f"{place}/{TRACE}", copy))
 
 
 def this_task() -> Task | None:

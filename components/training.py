@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from kfp import dsl
 
-from components.artifacts import address_of, copy
+from components.artifacts import address_of, copy, local
+from components.pointer import leave_at, place_of
 from lathe import backends
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -52,23 +52,24 @@ def train(
             backend.check_environment()  # the pods have this pod's image
             runtime = machines.runtime or backend.TRAINJOB_RUNTIME
             machines = machines.model_copy(update={"runtime": runtime})
-        output.uri = address
-        run([_address(part) for part in command], shape_of(settings), machines)
+        arguments = [address if part is output else _address(part) for part in command]
+        run(arguments, shape_of(settings), machines)
+        leave_at(output, address)
         with tempfile.TemporaryDirectory() as folder:
             for name in (MARKER, TRACE):
-                fetch(f"{output.uri}/{name}", Path(folder))
+                fetch(f"{address}/{name}", Path(folder))
             return _finish(Path(folder), page)
     mirror, path = None, Path(output.path)
     if is_remote(address):
         mirror = Mirror.make(path, address)
         mirror.restore()
-    if not backends.start_workers([_path(part) for part in command], settings):
+    arguments = [str(path) if part is output else _path(part) for part in command]
+    if not backends.start_workers(arguments, settings):
         stage()
     figures = _finish(path, page)
     if mirror:
         mirror.finish()
-        output.uri = address
-        shutil.rmtree(path)  # KFP records the address, and has nothing left to upload
+        leave_at(output, address)  # KFP has nothing left to upload
     return figures
 
 
@@ -89,14 +90,14 @@ def _finish(checkpoint: Path, page: dsl.HTML) -> dict[str, Any]:
 
 def _address(part: object) -> str:
     if isinstance(part, dsl.Artifact):
-        if not is_remote(part.uri):
+        if not is_remote(place := place_of(part)):
             raise UserError(
-                f"{part.name}: {part.uri} is no address, and a TrainJob's pods share no disk",
+                f"{part.name}: {place} is no address, and a TrainJob's pods share no disk",
                 "run the pipeline with a pipeline root in an object store, or on a volume (ROOT=)",
             )
-        return part.uri
+        return place
     return str(part)
 
 
 def _path(part: object) -> str:
-    return part.path if isinstance(part, dsl.Artifact) else str(part)
+    return str(*local(part)) if isinstance(part, dsl.Artifact) else str(part)

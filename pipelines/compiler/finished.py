@@ -58,14 +58,6 @@ def can_be_taken(component: Any, found: Outputs) -> bool:
     return all(name in found for name, spec in outputs.items() if is_parameter_type(spec.type))
 
 
-def is_on_volume(component: Any) -> bool:
-    """Whether a step keeps something on a volume, in a run that has one (`Launch.store`); Pipelines
-    2.17 imports nothing from there."""
-    large = (dsl.Model.schema_title, dsl.Dataset.schema_title)
-    outputs = component.component_spec.outputs or {}
-    return any(str(spec.type).startswith(large) for spec in outputs.values())
-
-
 def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
     """The outputs of the steps that have succeeded, from the addresses of all objects of a run.
 

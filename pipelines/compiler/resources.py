@@ -21,7 +21,7 @@ from lathe.config.settings.placement import StepPlacement
 from lathe.config.settings.types import bytes_of
 from lathe.provenance.keys import MOUNTED, TRUSTED_MOUNTED
 from lathe.provenance.surroundings import IMAGE
-from pipelines.compiler.finished import Finished, Outputs, can_be_taken, is_on_volume
+from pipelines.compiler.finished import Finished, Outputs, can_be_taken
 from pipelines.compiler.sizes import GIB, LIMIT, Sizes, quantity
 
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -146,8 +146,7 @@ def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
     """The task of a step; in its place, the outputs of an earlier run that has finished it."""
     variant = _VARIANT.get()
     found = variant.finished.get(component.name)
-    is_elsewhere = variant.placement.store and is_on_volume(component)
-    if found and not is_elsewhere and can_be_taken(component, found):
+    if found and can_be_taken(component, found):
         return Finished(component, found)
     return _with_code(component)(**inputs)
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from kfp import dsl
+from kfp.dsl.types import artifact_types
 
 from components import training
-from components.artifacts import STORE, address_of
+from components.artifacts import STORE, address_of, local
+from components.pointer import POINTER, place_of
 from lathe.config.recipe import load_recipe
 from lathe.launch.cluster import trainjob
 from tests.support.micro_run import write_corpus, write_recipe
@@ -39,12 +41,13 @@ for artifact in made.values():
     Path(artifact.path).parent.mkdir(parents=True, exist_ok=True)
 read = {key: kinds[key](name=key, uri=given.pop(key)) for key in kinds if key in given}
 component.python_func(**given, **read, **made)
-print("URIS: " + json.dumps({key: artifact.uri for key, artifact in made.items()}))
+left = [sorted(path.name for path in Path(part.path).glob("*")) for part in made.values()]
+print("LEFT: " + json.dumps(dict(zip(made, left))))
 """
 
 
-def step(name: str, folder: Path, **given: Any) -> dict[str, str]:
-    """Run a component; returns the addresses that it leaves to Pipelines to record."""
+def step(name: str, folder: Path, **given: Any) -> dict[str, list[str]]:
+    """Run a component; returns the files that it leaves for Pipelines to upload, by output."""
     environment = os.environ | {
         "KFP_RUN_ID": RUN,
         "PYTHONPATH": str(Path.cwd()),
@@ -55,9 +58,9 @@ def step(name: str, folder: Path, **given: Any) -> dict[str, str]:
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("URIS: "))
-    uris: dict[str, str] = json.loads(line.removeprefix("URIS: "))
-    return uris
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LEFT: "))
+    left: dict[str, list[str]] = json.loads(line.removeprefix("LEFT: "))
+    return left
 
 
 def test_two_steps_without_an_object_store(tmp_path: Path) -> None:
@@ -67,17 +70,17 @@ def test_two_steps_without_an_object_store(tmp_path: Path) -> None:
     mine.write_text("stays")
     prepared = step("prepare", tmp_path, **given, corpus=str(write_corpus(tmp_path)))
     store = f"file://{tmp_path}/pvc/pretrain/{RUN}"
-    assert prepared["data"] == f"{store}/prepare/7041/data"
-    assert prepared["metrics"] == f"{ROOT}/prepare/7041/metrics"  # where the UI finds it
-    trained = step("pretrain", tmp_path, **given, data=prepared["data"])
-    assert trained["model"] == f"{store}/pretrain/7041/model"
-    assert trained["page"] == f"{ROOT}/pretrain/7041/page"
-    model = Path(trained["model"].removeprefix("file://"))
+    assert prepared["data"] == [POINTER]
+    trained = step("pretrain", tmp_path, **given, data=f"{ROOT}/prepare/7041/data")
+    assert trained["model"] == [POINTER]
+    left = tmp_path / "minio" / "mlpipeline" / "artifacts" / "pretrain" / RUN / "pretrain" / "7041"
+    address = (left / "model" / POINTER).read_text().strip()
+    assert address == f"{store}/pretrain/7041/model"
+    model = Path(address.removeprefix("file://"))
     assert {"config.json", "model.safetensors", "lathe.json"} <= {p.name for p in model.iterdir()}
     assert not model.with_name("model.state").exists()  # saved states, which are over
-    left = tmp_path / "minio" / "mlpipeline" / "artifacts" / "pretrain" / RUN / "pretrain" / "7041"
     assert sorted(path.name for path in left.iterdir() if not path.name.startswith(".")) == [
-        *("metrics", "model.mirror", "page"),
+        *("metrics", "model", "model.mirror", "page"),
     ]
     assert mine.read_text() == "stays"
 
@@ -86,24 +89,31 @@ def test_a_trainjob_writes_to_the_volume(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("KFP_RUN_ID", RUN)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     monkeypatch.setenv(STORE, f"file://{tmp_path}/pvc/")
+    monkeypatch.setattr(artifact_types, "_MINIO_LOCAL_MOUNT_PREFIX", f"{tmp_path}/minio/")
+    data = dsl.Dataset(name="data", uri=f"{ROOT}/prepare/7/data")
+    store = f"file://{tmp_path}/pvc/pretrain/{RUN}"
+    Path(data.path).mkdir(parents=True)
+    (Path(data.path) / POINTER).write_text(f"{store}/prepare/7/data\n")
     ran: list[list[str]] = []
 
     def run(command: list[str], *_: object) -> None:
         ran.append(command)
-        raise KeyboardInterrupt
+        folder = Path(command[-1].removeprefix("file://"))
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("of the job")
 
     monkeypatch.setattr(trainjob, "run", run)
-    data = dsl.Dataset(name="data", uri=f"file://{tmp_path}/pvc/pretrain/{RUN}/prepare/7/data")
-    output = dsl.Model(name="model", uri=f"{ROOT}/pretrain/8/model")
+    monkeypatch.setattr(training, "fetch", lambda *_: None)
+    monkeypatch.setattr(training, "_finish", lambda *_: {"steps": 3})
+    output, page = dsl.Model(name="model", uri=f"{ROOT}/pretrain/8/model"), dsl.HTML()
     command = ["pretrain", "--data", data, "--output", output]
     recipe = load_recipe("tiny", ["Launch.nodes=2", "Distributed.dp_degree=2"])
-    with pytest.raises(KeyboardInterrupt):
-        training.train(recipe, command, output, dsl.HTML(), lambda: None)
-    store = f"file://{tmp_path}/pvc/pretrain/{RUN}"
-    assert ran == [
-        ["pretrain", "--data", f"{store}/prepare/7/data", "--output", f"{store}/pretrain/8/model"]
-    ]
-    assert address_of(output) == output.uri  # not moved a second time
+    assert training.train(recipe, command, output, page, lambda: None) == {"steps": 3}
+    address = f"{store}/pretrain/8/model"
+    assert ran == [["pretrain", "--data", f"{store}/prepare/7/data", "--output", address]]
+    assert output.uri == f"{ROOT}/pretrain/8/model" and place_of(output) == address
+    (found,) = local(output)
+    assert found and (found / "weights").read_text() == "of the job"
 
 
 def test_without_the_variable_artifacts_stay_where_pipelines_puts_them(

@@ -1,6 +1,5 @@
 """The group Launch on the pods of steps: the compiled pipeline, the run, and the doctor's pod."""
 
-from dataclasses import replace
 from typing import Any
 
 import kubernetes_validate
@@ -244,18 +243,6 @@ def test_a_model_on_a_volume_cannot_be_imported(kfp):
     arguments = ["qat", "--gpus", "0", "-o", VOLUME, "--model", "file:///pvc/gpt"]
     result = CliRunner().invoke(submit, [*arguments, "--corpus", "file:///pvc/text.txt"])
     assert "Pipelines imports no model from a volume" in result.output
-
-
-def test_steps_whose_results_are_on_a_volume_are_not_taken_by_a_resumed_run():
-    overrides = ["Launch.gpus_per_node=0", VOLUME, "Launch.store=file:///pvc"]
-    for own, names in ((overrides[:1], set()), (overrides, {"prepare"})):
-        place = "minio://mlpipeline/pretrain/run/prepare/7041"
-        done = {"data": f"{place}/data", "metrics": f"{place}/metrics"}
-        variant = choose_variant("pretrain", {"overrides": own})
-        pipeline = build("pretrain", replace(variant, finished={"prepare": done}))
-        spec = json_format.MessageToDict(pipeline.pipeline_spec)
-        executors = {label.removeprefix("exec-") for label in spec["deploymentSpec"]["executors"]}
-        assert executors & {"prepare"} == names
 
 
 def test_a_trainjob_on_a_volume(variant):

@@ -1,0 +1,31 @@
+"""Artifacts on a volume, which Pipelines cannot have: it keeps where they are instead.
+
+Pipelines' launcher (2.17) fails every step with an input that is not in an object store. So an
+artifact on a volume is, for Pipelines, a folder with one file that has its address: small enough to
+upload and to fetch, shown in the UI, and found by the cache and by resumed runs.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from kfp import dsl
+
+POINTER = "address.txt"
+
+
+def place_of(artifact: dsl.Artifact) -> str:
+    """The address of an artifact's files."""
+    pointer = Path(artifact.path) / POINTER
+    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else artifact.uri
+
+
+def leave_at(output: dsl.Artifact, address: str) -> None:
+    """Say that an output has been written to an address; what is here of it is deleted."""
+    path = Path(output.path)
+    shutil.rmtree(path, ignore_errors=True)
+    if "KFP_RUN_ID" not in os.environ:
+        output.uri = address
+    elif address != output.uri:
+        path.mkdir(parents=True)
+        (path / POINTER).write_text(f"{address}\n", encoding="utf-8")
