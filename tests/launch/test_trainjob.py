@@ -159,16 +159,25 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
     assert len(trainer.created) == 2 and not beside_the_second
 
 
-def test_why_there_are_no_pods_is_told(
-    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("admitted", [0, 1])
+def test_why_nodes_have_no_pods_is_told(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, admitted: int
 ) -> None:
+    """A quota with room for one of two lets it start: it waits for the other without a word."""
+
+    def wait(pod: Pod) -> None:
+        pod.start()
+        pod.told_to_end.wait()
+
     caplog.set_level("INFO")
-    trainer = Trainer(in_pod, succeed)
+    trainer = Trainer(in_pod, wait)
     trainer.refusal = 'pods "x" is forbidden: exceeded quota: lathe, requested: cpu=8'
+    trainer.admitted = admitted
     trainer.start()
-    with pytest.raises(UserError, match=r"has no pods after \d s: FailedCreate: .*exceeded quota"):
-        launch(restarts=3)
-    (told,) = [message for message in caplog.messages if "has no pods after" in message]
+    lack = f"has pods for {admitted} of 2 nodes after"
+    with pytest.raises(UserError, match=lack + r" \d s: FailedCreate: .*exceeded quota"):
+        launch(nodes=2, restarts=3)
+    (told,) = [message for message in caplog.messages if lack in message]
     assert "exceeded quota: lathe" in told
     assert len(trainer.created) == 1
 

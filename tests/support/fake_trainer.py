@@ -103,13 +103,14 @@ class Trainer(Controller):
     Attributes:
         created: every TrainJob that came, as it came.
         admits: whether jobs with a queue start at once; else they are suspended until `admit`.
-        refusal: why no pod may be created, as the Job's events say; empty where they may.
+        refusal: why no more pods than `admitted` may be created, as the Job's events say; empty
+            where all may.
         pods_made: how many pods there have been, of all TrainJobs.
     """
 
     def __init__(self, server: FakeKubernetes, script: Script) -> None:
         super().__init__(server)
-        self.script, self.admits, self.refusal = script, True, ""
+        self.script, self.admits, self.refusal, self.admitted = script, True, "", 0
         self.created: list[Object] = []
         self._attempts: Counter[str] = Counter()
         self._pods: dict[str, Pod] = {}
@@ -154,12 +155,14 @@ class Trainer(Controller):
             return self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
         jobset = {"metadata": {"name": name, "ownerReferences": [_owner("TrainJob", job)]}}
         jobset = self.server.create(JOBSETS, jobset)
+        nodes = job["spec"]["trainer"]["numNodes"]
         if self.refusal:
-            return self._refuse(name)
+            self._refuse(name)
+            nodes = self.admitted
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        for node in range(job["spec"]["trainer"]["numNodes"]):
+        for node in range(nodes):
             made = self.server.create("pods", _pod(job, jobset, node, port))
             pod = Pod(self.server, made, node, self._attempts[job["metadata"]["labels"][WORK]])
             self._pods[made["metadata"]["uid"]] = pod

@@ -127,16 +127,18 @@ class Follower:
         self._logs[uid].start()
 
     def _check_refused(self) -> None:
-        """Say why there are no pods, and fail if there are none for too long: where a quota or a
-        policy refuses what Job and JobSet make, only their events say so."""
-        missing = not self._pods
+        """Say why nodes have no pods, and fail if they have none for too long: where a quota or a
+        policy refuses what Job and JobSet make, all or some of it, only their events say so."""
+        nodes = len({reasons.node_of(pod) for pod in self._pods.values()})
+        missing = nodes < self._settings.nodes
         seconds = self._waited("pods", missing)
         if not missing or seconds < self._patience.silence:
             return
         why = next(reversed(self._cluster.warnings(self._name)), "no event says why")
-        self._notice(f"has no pods after {seconds:.0f} s: {why}")
+        lack = f"has pods for {nodes} of {self._settings.nodes} nodes after {seconds:.0f} s: {why}"
+        self._notice(lack)
         if seconds > self._patience.scheduling:
-            raise reasons.refused(self._name, seconds, why, self._cluster.namespace)
+            raise reasons.refused(f"TrainJob {self._name} {lack}", self._cluster.namespace)
 
     def _check_waiting(self) -> None:
         """Fail if pods have waited too long; a pool may scale up, a registry recover."""

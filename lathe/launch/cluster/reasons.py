@@ -110,10 +110,10 @@ def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError
     )
 
 
-def refused(name: str, seconds: float, why: str, namespace: str) -> UserError:
-    """The error for a TrainJob whose pods nobody could create in time."""
+def refused(what: str, namespace: str) -> UserError:
+    """The error for a TrainJob of whose pods not all could be created in time."""
     return UserError(
-        f"TrainJob {name} has no pods after {seconds:.0f} s: {why}",
+        what,
         f"`kubectl -n {namespace} get events` says more; change the quota or policy of the "
         "namespace, or ask for less in the recipe's Launch settings",
     )
