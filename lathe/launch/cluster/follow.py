@@ -181,8 +181,8 @@ class Follower:
             self._pods, self._logs, self._since = {}, {}, None
 
     def _notice(self, text: str) -> None:
-        """Log what it waits for, once, however many seconds it says."""
-        key = re.sub(r"after \d+ s", "", text)
+        """Log what it waits for, once, whatever seconds and pods it says."""
+        key = re.sub(r"after \d+ s|pods \"[^\"]*\"", "", text)  # a Job names each pod anew
         if key != self._noticed:
             log.info("%s %s", self._name, text)
             self._noticed = key
