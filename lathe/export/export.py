@@ -17,6 +17,7 @@ from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
 from lathe.errors import UserError
 from lathe.export.blocks import padded_head
+from lathe.export.fidelity import HALF_NOISE, KL_NOISE
 from lathe.export.formats import require_formats, write_formats
 from lathe.export.graph import Weight, build
 from lathe.export.prompts import proof_prompts
@@ -105,7 +106,10 @@ def export(
         metadata["samples"] = [prompt[:SAMPLE_TOKENS] for prompt in prompts[:SAMPLES]]
         if formats := write_formats(checkpoint, work, settings):
             required = [x.removeprefix(OF_FORMAT) for x in recipe.Production.require]
-            proofs = prove_formats(checkpoint, work, [*formats], required, prompts, new_tokens)
+            noise = HALF_NOISE if settings.dtype == "float16" else KL_NOISE
+            proofs = prove_formats(
+                checkpoint, work, [*formats], required, prompts, new_tokens, noise
+            )
             metadata["formats"] = {
                 name: {"files": files, "proof": proofs.get(name)} for name, files in formats.items()
             }

@@ -22,6 +22,7 @@ KL_SHARE = 1.5
 """Largest KL divergence of the graph from the float model, in that of torch's fake quantization:
 two that round the same values, with different sums, measure 0.9 to 1.1."""
 KL_NOISE = 1e-6  # nats a token: what float32 logits can differ by in any order of summation
+HALF_NOISE = 1e-4  # and those of float16 weights, whose rounding moves logits by some 0.01
 
 
 class Logits(Protocol):
@@ -54,6 +55,7 @@ class Fidelity:
             after the same text.
         perplexity, float_perplexity: of the prompts, by the graph and by the float model.
         flips: the first token of each greedy text that it would not have chosen.
+        noise: the divergence that a float model may have.
     """
 
     kl: float
@@ -63,11 +65,12 @@ class Fidelity:
     perplexity: float
     float_perplexity: float
     flips: list[Flip] = field(default_factory=list)
+    noise: float = KL_NOISE
 
     @property
     def kl_limit(self) -> float:
         """The largest `kl` that the rounding of the plan explains."""
-        return KL_SHARE * self.torch_kl + KL_NOISE
+        return KL_SHARE * self.torch_kl + self.noise
 
 
 def compare_with_float(
@@ -76,6 +79,7 @@ def compare_with_float(
     engine: Logits,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
+    noise: float = KL_NOISE,
 ) -> Fidelity:
     """Measure the fidelity of an exported model in an engine.
 
@@ -84,6 +88,7 @@ def compare_with_float(
         plain: the float model with the same weights.
         engine: what computes the exported model.
         texts: its greedy continuations of `prompts`.
+        noise: see `Fidelity`.
     """
     n = sum(map(len, prompts))
     kl, torch_kl, same, flips, chosen = 0.0, 0.0, 0, list[Flip](), 0
@@ -115,6 +120,7 @@ def compare_with_float(
         perplexity=math.exp(loss / scored),
         float_perplexity=math.exp(float_loss / scored),
         flips=flips,
+        noise=noise,
     )
 
 

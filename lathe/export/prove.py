@@ -19,7 +19,13 @@ from tokenizers import Tokenizer
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.export.engines import Engine, NotInstalledError, open_engine
-from lathe.export.fidelity import Fidelity, compare_with_float, without_quantization
+from lathe.export.fidelity import (
+    HALF_NOISE,
+    KL_NOISE,
+    Fidelity,
+    compare_with_float,
+    without_quantization,
+)
 from lathe.export.formats import format_of, require_values
 from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
@@ -79,7 +85,8 @@ def prove_in_engine(
     for form in metadata.formats:
         if engine == format_of(form).ENGINE:
             require_values(checkpoint, exported, form)
-    return prove_files(checkpoint, exported, engine, prompts, new_tokens)
+    noise = HALF_NOISE if metadata.flavour == "fp16" else KL_NOISE
+    return prove_files(checkpoint, exported, engine, prompts, new_tokens, noise)
 
 
 @torch.no_grad()
@@ -89,12 +96,13 @@ def prove_files(
     engine: str,
     prompts: Sequence[list[int]],
     new_tokens: int,
+    noise: float = KL_NOISE,
 ) -> EngineProof:
     """Compare what an engine reads of an export with the checkpoint.
 
     - The engine's tokenizer gives the texts of the prompts the checkpoint's tokens.
     - Greedy texts of `new_tokens` tokens are what the engine's logits say, up to ties.
-    - The divergence from the float model is within its limit.
+    - The divergence from the float model is within its limit, to which `noise` adds.
 
     Raises:
         UserError: see `open_engine`.
@@ -107,7 +115,7 @@ def prove_files(
         texts.append(opened.greedy(prompt, new_tokens))
         _require_text(opened, prompt, texts[-1], folder)
     plain = without_quantization(checkpoint.model)
-    fidelity = compare_with_float(checkpoint.model, plain, opened, prompts, texts)
+    fidelity = compare_with_float(checkpoint.model, plain, opened, prompts, texts, noise)
     if not fidelity.kl <= fidelity.kl_limit:
         raise StageError(
             f"{folder}: in {opened.version} it diverges from the float model by "
@@ -123,6 +131,7 @@ def prove_formats(
     required: Sequence[str],
     prompts: Sequence[list[int]],
     new_tokens: int,
+    noise: float,
 ) -> dict[str, dict[str, Any]]:
     """Prove the formats of an export, each in its engine; returns the figures of each.
 
@@ -130,6 +139,7 @@ def prove_formats(
 
     Args:
         required: formats without which a release would be refused.
+        noise: see `prove_files`.
 
     Raises:
         UserError: the engine of a required format is not installed.
@@ -138,7 +148,8 @@ def prove_formats(
     found = {}
     for name in formats:
         try:
-            proof = prove_files(checkpoint, folder, format_of(name).ENGINE, prompts, new_tokens)
+            engine = format_of(name).ENGINE
+            proof = prove_files(checkpoint, folder, engine, prompts, new_tokens, noise)
         except NotInstalledError as error:
             if name in required:
                 raise

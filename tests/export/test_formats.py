@@ -27,6 +27,7 @@ from lathe.errors import StageError, UserError
 from lathe.export.engines import Engine, OpenVINOGenAI, open_engine
 from lathe.export.export import export
 from lathe.export.export import write as write_graph
+from lathe.export.fidelity import HALF_NOISE
 from lathe.export.formats import compressed_tensors, format_of, gguf, write_formats
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.export.prove import prove_in_engine
@@ -480,6 +481,24 @@ def test_a_proof_in_an_engine(engine: str, plan: str, checkpoint: Make, tmp_path
     for form, found in open_export(folder).formats.items():
         assert found.proof and found.proof.engine == proof.engine
         assert own.result(f"proof:{form}")["kl"] == found.proof.kl
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino-genai", "transformers"])
+def test_a_model_in_float16_is_proven(
+    engine: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = checkpoint("llama", "float", head_dim=16).model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3**0.5)  # values that float16 does not have
+    save_checkpoint(tmp_path / "made", model, tokenizer, "pretrain", Recipe())
+    formats = [FORMAT[engine]] if engine in FORMAT else []
+    settings = {"prompts": 4, "new_tokens": 8, "formats": formats, "dtype": "float16"}
+    recipe = Recipe(Export=ExportSettings.model_validate(settings))
+    data = write_held_out(tmp_path / "data")
+    folder = export(recipe, tmp_path / "made", data, tmp_path / "onnx").folder
+    proof = prove_in_engine(recipe, folder, tmp_path / "made", data, engine)
+    assert proof.fidelity.kl < proof.fidelity.noise == HALF_NOISE
 
 
 @pytest.mark.parametrize("wrong", ["a flipped byte", "permuted heads", "a swapped scale"])

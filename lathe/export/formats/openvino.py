@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lathe.errors import UserError
+from lathe.errors import StageError, UserError
 from lathe.export.formats.compressed_tensors import write_configuration
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.architecture import HEAD
@@ -126,7 +126,7 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
 def _value(core: openvino.Core, nodes: dict[str, Node], name: str, shape: torch.Size) -> Tensor:
     """The value of a parameter, without the zeros that fill up its last group."""
     if name not in nodes:
-        return torch.empty(0)
+        raise StageError(f"{FILE}: has no {name}")
     model = Model([ops.result(nodes[name].output(0))], [])
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     (array,) = core.compile_model(model, "CPU", exact)([]).values()
@@ -141,7 +141,7 @@ class _StatefulTranslator(Translator):
 
     def __init__(self, graph: onnx.GraphProto, config: GPTConfig) -> None:
         super().__init__(graph)
-        self.table = config.architecture.table
+        self.family = config.architecture
         for name, x in self.values.items():
             if isinstance(x, np.ndarray) and x.dtype == np.float16:
                 self.values[name] = x.astype(np.float32)
@@ -171,9 +171,10 @@ class _StatefulTranslator(Translator):
         return self.shared[scale]
 
     def _named(self, weight: Output, node: onnx.NodeProto) -> Output:
-        linear = node.output[0].removesuffix(".matmul")
-        own = f"{HEAD if linear == 'logits' else linear}.weight"
-        weight.get_node().set_friendly_name(self.table if is_lookup(node) else own)
+        name = node.output[0].removesuffix(".matmul")
+        linear = name if self.family.linear_of(name) else HEAD
+        own = self.family.table if is_lookup(node) else f"{linear}.weight"
+        weight.get_node().set_friendly_name(own)
         return weight
 
     def _look_up(self, node: onnx.NodeProto) -> Output:
